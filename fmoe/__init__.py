@@ -1,0 +1,3 @@
+"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,7 @@
+"""``python -m fmoe``: the same as the console command."""
+
+import sys
+
+from fmoe.cli import main
+
+sys.exit(main())

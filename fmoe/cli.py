@@ -1,0 +1,64 @@
+"""The one console command: ``fmoe NAME ARGS...``.
+
+Commands are entry points of the group ``fmoe.commands``, functions ``main(argv) -> int | None``. Any installed package
+can add one; this module imports none of them before it is asked for.
+"""
+
+import difflib
+import sys
+from importlib.metadata import EntryPoint, entry_points
+
+from fmoe.errors import EXIT_USAGE, UserError
+
+USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help tells more)"
+
+
+def commands() -> dict[str, EntryPoint]:
+    """The installed commands by name."""
+    return {entry.name: entry for entry in sorted(entry_points(group="fmoe.commands"), key=lambda e: e.name)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0, 2 for a wrong input (one line on stderr), or what it says itself."""
+    argv = sys.argv[1:] if argv is None else argv
+    known = commands()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{USAGE}\ncommands: {', '.join(known)}")
+        return 0 if argv else EXIT_USAGE
+    name, *rest = argv
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"fmoe: error: unknown command {name!r}; there are {', '.join(known)}{hint}", file=sys.stderr)
+        return EXIT_USAGE
+    return run(f"fmoe {name}", lambda: known[name].load()(rest))
+
+
+def run(program: str, command) -> int:
+    """Calls ``command()`` and turns a `UserError` into its line on stderr and exit code 2, an interrupt into 130."""
+    try:
+        return command() or 0
+    except UserError as error:
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _PACKAGES_OF_PRETRAIN:
+            raise
+        print(
+            f"{program}: error: the package {package} is not installed: pip install 'fmoe[pretrain]'", file=sys.stderr
+        )
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+
+
+# Import names of the `pretrain` extra: a command that needs one of them ends with the extra's name, not a traceback.
+_PACKAGES_OF_PRETRAIN = frozenset(
+    ["megatron", "datasets", "numpy", "psutil", "rich", "safetensors", "sentencepiece", "tyro", "wandb"]
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

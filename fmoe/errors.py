@@ -1,0 +1,38 @@
+"""What a user can get wrong, as one line that names the value, the limit and the key.
+
+Commands end with that line and exit code 2; everything else keeps its traceback, because it is our mistake.
+"""
+
+import importlib
+from types import ModuleType
+
+EXIT_USAGE = 2
+
+
+class UserError(ValueError):
+    """A wrong input. The message is one line: the value, the limit it breaks, the full name of the key."""
+
+
+class MissingPackageError(UserError, ImportError):
+    """An optional package is not installed. The message names the extra that brings it."""
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """Imports an optional dependency, or says which extra to install.
+
+    Args:
+        module: what to import, e.g. ``"sentencepiece"``.
+        extra: the extra of this distribution that installs it, e.g. ``"pretrain"``.
+        purpose: what needs it, the subject of the sentence, e.g. ``"fmoe data tokenizer"``.
+
+    Raises:
+        MissingPackageError: the package itself is absent. An error inside the package is passed on as it is.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
+            raise
+        raise MissingPackageError(
+            f"{purpose} needs the package {module.split('.')[0]}, which is not installed: pip install 'fmoe[{extra}]'"
+        ) from error

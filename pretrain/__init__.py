@@ -1,0 +1,1 @@
+"""Pretraining: recipe, trainer, data, checkpoints, reports."""
