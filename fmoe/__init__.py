@@ -1,3 +1,28 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
+from fmoe.dispatch import DispatchPlan
+from fmoe.errors import MissingPackageError, UserError
+from fmoe.gates import register_gate
+from fmoe.layer import FMoE
+from fmoe.losses import set_loss_scale
+from fmoe.metrics import metrics
+from fmoe.patch import fmoefy
+from fmoe.routing import Routing, RoutingGroups, RoutingStats
+from fmoe.transformer import FMoETransformerMLP
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DispatchPlan",
+    "FMoE",
+    "FMoETransformerMLP",
+    "MissingPackageError",
+    "Routing",
+    "RoutingGroups",
+    "RoutingStats",
+    "UserError",
+    "fmoefy",
+    "metrics",
+    "register_gate",
+    "set_loss_scale",
+]

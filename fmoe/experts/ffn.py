@@ -1,0 +1,114 @@
+"""Feed-forward experts with stacked weights.
+
+Shape letters: R rows, L experts of this worker, D model width, H hidden width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fmoe import random
+from fmoe.errors import UserError
+from fmoe.ops import grouped_linear
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class FFNExperts(nn.Module):
+    """``W_out act(W_in x + b_in) + b_out`` for each of L experts; gated, ``act`` is ``act(first half) * second half``
+    of a W_in of twice the height (GLU variants, arXiv 2002.05202).
+
+    Args:
+        num_experts: L, this worker's.
+        d_model, d_hidden: D and H.
+        activation: a name of `ACTIVATIONS` or a function of a tensor.
+        gated: whether ``weight_in`` holds gate and value, [2 * H, D].
+        bias: whether the two linear maps have one.
+        first_expert: global id of the first of them; each expert's weights are drawn under its global id.
+        seed: key of the layer, for the same purpose.
+        init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
+            1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_hidden: int,
+        *,
+        activation: str | Activation = "gelu",
+        gated: bool = False,
+        bias: bool = True,
+        first_expert: int = 0,
+        seed: int = 0,
+        init_method: Callable[[Tensor], object] | None = None,
+        output_init_method: Callable[[Tensor], object] | None = None,
+    ):
+        super().__init__()
+        if d_hidden < 1:
+            raise UserError(f"d_hidden={d_hidden} is not positive")
+        if isinstance(activation, str):
+            if activation not in ACTIVATIONS:
+                raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
+            activation = ACTIVATIONS[activation]
+        self.num_experts, self.d_model, self.d_hidden = num_experts, d_model, d_hidden
+        self.activation, self.gated = activation, gated
+        self.first_expert, self.seed = first_expert, seed
+        self.init_method, self.output_init_method = init_method, output_init_method
+        self.weight_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated), d_model))
+        self.weight_out = nn.Parameter(torch.empty(num_experts, d_model, d_hidden))
+        self.bias_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated))) if bias else None
+        self.bias_out = nn.Parameter(torch.empty(num_experts, d_model)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws each expert under (seed, its global id, name): the same values at every expert parallel size.
+
+        Each expert is filled as its own matrix (initialisers would take the fan-in of a stack from the wrong axes), on
+        the CPU, so that the values do not depend on the device either.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            method = {"weight_in": self.init_method, "weight_out": self.output_init_method}.get(name)
+            fan_in = self.d_model if name.endswith("_in") else self.d_hidden
+            for local, target in enumerate(parameter.unbind(0)):
+                value = torch.empty(target.shape)
+                with random.keyed("expert", self.seed, self.first_expert + local, name):
+                    if method is not None:
+                        method(value)
+                    elif name.startswith("bias") and self.init_method is not None:
+                        value.zero_()
+                    else:
+                        value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+                target.copy_(value)
+
+    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        device = rows_RD.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            rows_RD = rows_RD.to(dtype)
+            parameters = tuple(None if p is None else p.to(dtype) for p in parameters)
+        weight_in, bias_in, weight_out, bias_out = parameters
+        hidden_RH = grouped_linear(rows_RD, weight_in, bias_in, counts)
+        if self.gated:
+            gate_RH, value_RH = hidden_RH.chunk(2, dim=-1)
+            hidden_RH = self.activation(gate_RH) * value_RH
+        else:
+            hidden_RH = self.activation(hidden_RH)
+        return grouped_linear(hidden_RH, weight_out, bias_out, counts)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"

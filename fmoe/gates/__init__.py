@@ -1,0 +1,60 @@
+"""Gates: ``gate(x_TD, groups) -> Routing``. One file a gate; a new one is registered by one line.
+
+A gate is any callable with that contract: one of the names below, a class built as ``cls(d_model, num_experts,
+top_k, **options)``, or a ready instance.
+"""
+
+import difflib
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from fmoe.errors import UserError
+from fmoe.gates.base import TopKGate
+from fmoe.gates.gshard import GShardGate
+from fmoe.gates.naive import NaiveGate
+from fmoe.gates.switch import SwitchGate
+from fmoe.routing import Routing, RoutingGroups
+
+Gate = Callable[[Tensor, RoutingGroups], Routing]
+
+GATES: dict[str, type[nn.Module]] = {}
+
+
+def register_gate(name: str, gate: type[nn.Module]) -> None:
+    """Makes ``gate`` known as ``FMoE(gate=name)``."""
+    GATES[name] = gate
+
+
+register_gate("naive", NaiveGate)
+register_gate("switch", SwitchGate)
+register_gate("gshard", GShardGate)
+
+
+def build_gate(
+    gate: str | type[nn.Module] | Gate, d_model: int, num_experts: int, top_k: int | None, **options
+) -> Gate:
+    """A gate from its name, its class or a ready instance (whose own settings then hold).
+
+    Raises:
+        UserError: unknown name (lists the known ones and the nearest), options beside an instance, an instance for
+            another number of experts.
+    """
+    if isinstance(gate, str):
+        if gate not in GATES:
+            near = difflib.get_close_matches(gate, GATES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"gate={gate!r} is not known; there are {', '.join(sorted(GATES))}{hint}")
+        gate = GATES[gate]
+    if isinstance(gate, type):
+        return gate(d_model, num_experts, top_k, **options)
+    if options:
+        raise UserError(f"gate_options={options!r} beside a ready gate {type(gate).__name__}: set them on the gate")
+    if getattr(gate, "num_experts", num_experts) != num_experts:
+        raise UserError(f"gate.num_experts={gate.num_experts} differs from num_experts={num_experts}")
+    if top_k is not None and getattr(gate, "top_k", top_k) != top_k:
+        raise UserError(f"gate.top_k={gate.top_k} differs from top_k={top_k}")
+    return gate
+
+
+__all__ = ["GATES", "GShardGate", "Gate", "NaiveGate", "SwitchGate", "TopKGate", "build_gate", "register_gate"]

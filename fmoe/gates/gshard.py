@@ -1,0 +1,53 @@
+"""The gate of GShard."""
+
+import torch
+from torch import Tensor
+
+from fmoe.gates.base import TopKGate
+from fmoe.routing import RoutingGroups
+
+
+class GShardGate(TopKGate):
+    """Top-2 routing with a random second expert, local groups and capacity (GShard, arXiv 2006.16668, algorithm 1).
+
+    The probabilities of the chosen experts are normalised to sum to one. In training, the second expert is dispatched
+    to with probability ``min(1, 2 g2)``. An expert serves first choices before second ones. The balance loss counts
+    first choices only.
+
+    Args:
+        random_routing: False dispatches every second choice, as evaluation does.
+        capacity_factor: the paper's ``C = 2 S / E`` for top-2, that is 1.0; 2.0 in evaluation; see `TopKGate`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        random_routing: bool = True,
+        capacity_factor: float | None = 1.0,
+        eval_capacity_factor: float | None = 2.0,
+        **options,
+    ):
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            **options,
+        )
+        self.random_routing = random_routing
+
+    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
+        prob_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
+        weight_TK = prob_TK / prob_TK.sum(-1, keepdim=True)
+        if self.training and self.random_routing and self.top_k > 1:
+            noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", probs_TE.device)
+            taken_TK = 2 * weight_TK[:, 1:] > noise_TK
+            expert_TK = torch.cat([expert_TK[:, :1], torch.where(taken_TK, expert_TK[:, 1:], -1)], 1)
+        return expert_TK, weight_TK
+
+    def balance_choices(self, expert_TK: Tensor) -> Tensor:
+        return expert_TK[:, :1]

@@ -1,0 +1,54 @@
+"""The gate of the Switch Transformer."""
+
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.base import TopKGate
+from fmoe.routing import RoutingGroups
+
+
+class SwitchGate(TopKGate):
+    """Top-1 routing weighted by the router's probability (Switch Transformer, arXiv 2101.03961, equations 1-2).
+
+    In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix B; the noise
+    does not reach the experts). More than one choice is allowed; their weights are not renormalised.
+
+    Args:
+        jitter: half width of the multiplicative noise.
+        capacity_factor, eval_capacity_factor: the paper's 1.25 in training and 2.0 in evaluation; see `TopKGate`.
+    """
+
+    default_top_k = 1
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        jitter: float = 0.01,
+        capacity_factor: float | None = 1.25,
+        eval_capacity_factor: float | None = 2.0,
+        **options,
+    ):
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            **options,
+        )
+        if not 0 <= jitter < 1:
+            raise UserError(f"jitter={jitter} is not in [0, 1)")
+        self.jitter = jitter
+
+    def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
+        if not self.training or not self.jitter:
+            return x_TD
+        noise_TD = groups.uniform(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
+        return x_TD * (1 - self.jitter + 2 * self.jitter * noise_TD)
+
+    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
+        weight_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
+        return expert_TK, weight_TK

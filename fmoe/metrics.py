@@ -1,0 +1,104 @@
+"""Routing statistics of a layer, summed on its device with no host sync until they are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fmoe.routing import RoutingStats
+
+# After the E loads: the scalars of RoutingStats, then each loss times tokens.
+_SCALARS = ("dropped", "entropy", "tokens")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Routing of one layer over the steps since the last reset.
+
+    Attributes:
+        load: each expert's share of the assignments that were kept; sums to 1.
+        drop_rate: dropped assignments / all assignments.
+        entropy: mean entropy of the router's probabilities, nats.
+        losses: mean of each unscaled auxiliary loss.
+        tokens: tokens routed.
+    """
+
+    load: list[float]
+    drop_rate: float
+    entropy: float
+    losses: dict[str, float]
+    tokens: int
+
+    @property
+    def load_cv(self) -> float:
+        """Coefficient of variation of the load: 0 is balanced."""
+        mean = sum(self.load) / len(self.load)
+        return (sum((x - mean) ** 2 for x in self.load) / len(self.load)) ** 0.5 / mean if mean else 0.0
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts that no token reached."""
+        return sum(x == 0 for x in self.load)
+
+
+class LayerMetrics:
+    """Sums of `RoutingStats` in one vector, which `sums` hands out for reduction over ranks."""
+
+    def __init__(self, num_experts: int, loss_names: tuple[str, ...]):
+        self.num_experts = num_experts
+        self.loss_names = loss_names
+        self._sums: Tensor | None = None
+
+    def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
+        """Adds one micro batch. Called from the backward pass, so that recomputation counts nothing twice."""
+        if stats is None:
+            return
+        scalars = [stats.dropped, stats.entropy, stats.tokens]
+        scalars += [
+            losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
+            for name in self.loss_names
+        ]
+        sums = torch.cat([stats.load_E.float(), torch.stack([s.float() for s in scalars])])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def sums(self, device: torch.device | str = "cpu") -> Tensor:
+        """[E + 3 + number of losses], float32: sums over what was added, fit to be added over ranks."""
+        size = self.num_experts + len(_SCALARS) + len(self.loss_names)
+        return torch.zeros(size, device=device) if self._sums is None else self._sums
+
+    def report(self, sums: Tensor | None = None) -> LayerReport:
+        """Turns sums (own, or reduced over ranks) into means. Reads them on the host."""
+        values = (self.sums() if sums is None else sums).tolist()
+        load, rest = values[: self.num_experts], values[self.num_experts :]
+        dropped, entropy, tokens = rest[: len(_SCALARS)]
+        kept = sum(load)
+        return LayerReport(
+            load=[x / kept if kept else 0.0 for x in load],
+            drop_rate=dropped / (kept + dropped) if kept + dropped else 0.0,
+            entropy=entropy / tokens if tokens else 0.0,
+            losses={
+                name: total / tokens if tokens else 0.0
+                for name, total in zip(self.loss_names, rest[len(_SCALARS) :], strict=True)
+            },
+            tokens=int(tokens),
+        )
+
+    def reset(self) -> None:
+        """Forgets what was added."""
+        self._sums = None
+
+
+def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
+    """The routing report of every MoE layer of ``model`` by module name, of this rank's tokens.
+
+    Args:
+        reset: start counting anew afterwards.
+    """
+    reports = {}
+    for name, module in model.named_modules():
+        if isinstance(found := getattr(module, "metrics", None), LayerMetrics):
+            reports[name] = found.report()
+            if reset:
+                found.reset()
+    return reports

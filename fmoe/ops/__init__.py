@@ -1,0 +1,10 @@
+"""Every hot operation once: `permute`, `combine`, `reorder` (rows), `grouped_linear` (GEMMs).
+
+`reference` holds the same operations as plain differentiable torch, obviously right; the tests compare values and
+gradients.
+"""
+
+from fmoe.ops.grouped import grouped_linear
+from fmoe.ops.rows import combine, permute, reorder
+
+__all__ = ["combine", "grouped_linear", "permute", "reorder"]

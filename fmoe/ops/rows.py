@@ -1,0 +1,101 @@
+"""Moving rows between token order and expert order, without atomics: forward and backward only gather.
+
+Autograd of plain indexing would add rows with ``index_add`` in the backward pass: a zero-filled buffer and, on CUDA,
+atomics in an order that changes from run to run. Here a token's K rows are gathered and summed in the order of K.
+
+Shape letters: T tokens, D width, K choices, N = T * K assignments, M of them kept.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
+    from fmoe.dispatch.plan import DispatchPlan
+
+
+def permute(x_TD: Tensor, plan: "DispatchPlan", num_rows: int) -> Tensor:
+    """A row for every assignment kept, in the plan's order: [M, D]. ``num_rows`` is M."""
+    return _Permute.apply(x_TD, plan, num_rows)
+
+
+def combine(rows_MD: Tensor, weight_TK: Tensor, plan: "DispatchPlan") -> Tensor:
+    """``y_t = sum_k weight_tk * row of (t, k)`` over the assignments kept: [T, D] in the dtype of the rows.
+
+    The sum runs in the wider of the two dtypes, and at least float32.
+    """
+    return _Combine.apply(rows_MD, weight_TK, plan)
+
+
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``."""
+    return _Reorder.apply(rows, index, inverse)
+
+
+def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan") -> Tensor:
+    """``sum_k weight_tk * rows[place_tk]``, dropped assignments left out; weight None is one."""
+    num_rows = rows_MD.shape[0]
+    num_tokens, top_k = plan.place_TK.shape
+    if num_rows == 0:
+        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
+    place_TK = plan.place_TK
+    if num_rows < place_TK.numel():  # some were dropped: their places lie past the end
+        place_TK = place_TK.clamp(max=num_rows - 1)
+        kept_TK = plan.kept_TK
+        weight_TK = kept_TK.to(rows_MD.dtype) if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
+    dtype = torch.promote_types(rows_MD.dtype, torch.float32)
+    total_TD = None
+    for k in range(top_k):
+        row_TD = rows_MD.index_select(0, place_TK[:, k]).to(dtype)
+        if weight_TK is None:
+            total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)
+        else:
+            weight_T1 = weight_TK[:, k : k + 1].to(dtype)
+            total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
+    return total_TD.to(rows_MD.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, plan, num_rows):
+        ctx.plan = plan
+        return x_TD.index_select(0, plan.order_N[:num_rows] // plan.top_k)
+
+    @staticmethod
+    def backward(ctx, grad_MD):
+        return _gather_sum(grad_MD, None, ctx.plan), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MD, weight_TK, plan):
+        ctx.plan = plan
+        ctx.save_for_backward(rows_MD, weight_TK)
+        return _gather_sum(rows_MD, weight_TK, plan)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        rows_MD, weight_TK = ctx.saved_tensors
+        order_M = ctx.plan.order_N[: rows_MD.shape[0]]
+        grad_MD = grad_TD.index_select(0, order_M // ctx.plan.top_k)
+        grad_weight_TK = None
+        if ctx.needs_input_grad[1]:
+            dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
+            dot_M = torch.linalg.vecdot(grad_MD.to(dtype), rows_MD.to(dtype))
+            grad_weight_TK = torch.zeros_like(weight_TK)
+            grad_weight_TK.view(-1)[order_M] = dot_M.to(weight_TK.dtype)
+        weight_M1 = weight_TK.reshape(-1).index_select(0, order_M).unsqueeze(1)
+        return (grad_MD * weight_M1).to(rows_MD.dtype), grad_weight_TK, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, index, inverse):
+        ctx.save_for_backward(index, inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, inverse = ctx.saved_tensors
+        return _Reorder.apply(grad, inverse, index), None, None

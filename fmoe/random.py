@@ -1,0 +1,140 @@
+"""Randomness that does not depend on how a job is split.
+
+Two rules (docs/layer.md tells why):
+
+* Initial weights are drawn under a key made of (seed, layer, global expert id, name): a rank draws its own experts and
+  no other, and they are the same at every expert parallel size.
+* Noise during training (jitter, random second expert) is a counter-based hash of (seed, layer, step, routing group,
+  purpose, position within the group). It is made of tensor arithmetic alone, so that a group has the same noise on
+  whichever rank it lies, on CPU and on GPU.
+
+Where the training is (seed, step, first token of the micro batch) is told once a micro batch by `set_position`. It
+travels in the seed of torch's default generator. Activation recomputation, torch's and Megatron's alike, restores that
+generator before it runs a layer again, and with it the position.
+"""
+
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_INT63 = (1 << 63) - 1
+
+
+def key(*parts: int | str) -> int:
+    """A 63-bit key of ``parts``, the same in every process, version and machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _INT63
+
+
+@contextlib.contextmanager
+def keyed(*parts: int | str) -> Iterator[None]:
+    """Within, torch's default CPU generator is seeded with `key`; afterwards it is as it was."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(key(*parts))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the training a forward pass is.
+
+    Attributes:
+        seed: the seed of the run.
+        step: optimizer steps done before this one.
+        first_token: index, within the global batch of the step, of the first token of this micro batch.
+    """
+
+    seed: int
+    step: int
+    first_token: int = 0
+
+
+# Positions by the seed that stands for them. In flight are as many as a pipeline holds micro batches; the oldest go.
+_positions: OrderedDict[int, Position] = OrderedDict()
+_MAX_POSITIONS = 4096
+
+
+def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0) -> Position:
+    """Tells the layers where the training is, and seeds torch's default generators from it.
+
+    Call it before the forward pass of every micro batch. Dropout and whatever else draws from the default generator
+    then depends on (seed, step, first_token, stream) alone: a resumed run needs no stored generator state for it.
+
+    Args:
+        stream: tells apart processes that hold the same tokens but different layers (the pipeline stage).
+    """
+    position = Position(seed, step, first_token)
+    state = key("position", seed, step, first_token, stream)
+    torch.manual_seed(state)
+    _positions[state] = position
+    _positions.move_to_end(state)
+    while len(_positions) > _MAX_POSITIONS:
+        _positions.popitem(last=False)
+    return position
+
+
+def position() -> Position | None:
+    """The position that `set_position` told last, also under recomputation; None if it never was told."""
+    return _positions.get(torch.initial_seed())
+
+
+def noise_key(layer_seed: int) -> int:
+    """The key of a layer's noise in this forward pass.
+
+    Without a position it is drawn from torch's default generator: reproducible under `torch.manual_seed`, new at each
+    call, the same when recomputed.
+    """
+    where = position()
+    if where is None:
+        return int(torch.randint(_INT63, (), device="cpu"))
+    return key("noise", where.seed, layer_seed, where.step)
+
+
+def uniform(keys_G: Tensor, count: int) -> Tensor:
+    """Numbers in [0, 1), float32 of shape [G, count]: row g is a pure function of ``keys_G[g]`` (int64).
+
+    A counter is hashed twice with the finaliser of MurmurHash3 (public domain), each time with half of the key; the
+    top 24 bits become the float. int32 arithmetic wraps, which is what the hash wants.
+    """
+    low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
+    high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
+    counter = torch.arange(count, dtype=torch.int32, device=keys_G.device)
+    x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
+    x = _mix32(x.bitwise_xor_(high_G1))
+    return (_shift_right(x, 8)).to(torch.float32) * 2.0**-24
+
+
+def fold(key_: Tensor, index_G: Tensor) -> Tensor:
+    """A key (int64) for every index: splitmix64's finaliser over ``key + index * odd constant``."""
+    x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 16)) * _int32(0x85EBCA6B)
+    x = (x ^ _shift_right(x, 13)) * _int32(0xC2B2AE35)
+    return x ^ _shift_right(x, 16)
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical shift; torch's is arithmetic."""
+    bits = torch.iinfo(x.dtype).bits
+    return (x >> by) & ((1 << (bits - by)) - 1)
+
+
+def _int32(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _int64(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x

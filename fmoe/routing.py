@@ -1,0 +1,184 @@
+"""What a gate sees (`RoutingGroups`) and what it decides (`Routing`).
+
+Shape letters: T tokens on this rank, D model width, E experts in all, K experts a token, G routing groups on this
+rank, S tokens of a group (the last group may be padded).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fmoe import random
+from fmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """What happened in one routing, as detached tensors on the tokens' device. Every field is a sum, so that adding
+    them over micro batches and ranks gives the figures of the whole batch.
+
+    Attributes:
+        load_E: assignments that each expert got, dropped ones not counted (float32).
+        dropped: assignments dropped for lack of capacity, scalar.
+        entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
+        tokens: tokens routed, scalar.
+    """
+
+    load_E: Tensor
+    dropped: Tensor
+    entropy: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a gate decided: a value, with no side channel.
+
+    Attributes:
+        expert_TK: global expert ids, int64; -1 where the assignment was dropped or never made.
+        weight_TK: combine weights, differentiable, in the router's precision. Those of dropped assignments are not
+            used.
+        losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
+        stats: see `RoutingStats`; None if the gate keeps none.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    stats: RoutingStats | None = None
+
+
+class RoutingGroups:
+    """The sets of tokens that capacity and balance losses are counted over, and their noise.
+
+    A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
+    2.2), whatever order the tokens lie in memory, and never "what this rank happens to hold". Data parallel size, micro
+    batch size and expert parallel size then change nothing, as long as each micro batch holds whole groups.
+
+    Args:
+        num_sequences, sequence_length: the tokens are that many sequences of that many tokens; T is their product.
+        size: tokens of a group; None for one sequence.
+        sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
+        mask_T: bool, True for tokens to route (padding is False); None for all.
+        first_group: index of the first group within the global batch of the step.
+        noise_key: makes the key of the noise, called only by gates that draw some.
+    """
+
+    def __init__(
+        self,
+        num_sequences: int,
+        sequence_length: int,
+        *,
+        size: int | None = None,
+        sequence_first: bool = False,
+        mask_T: Tensor | None = None,
+        first_group: int = 0,
+        noise_key: Callable[[], int] = lambda: random.noise_key(0),
+    ):
+        self.num_tokens = num_sequences * sequence_length
+        self.size = max(sequence_length if size is None else size, 1)
+        self.count = -(-self.num_tokens // self.size)
+        self.mask_T = mask_T
+        self.first_group = first_group
+        self._shape = (num_sequences, sequence_length)
+        self._sequence_first = sequence_first and num_sequences > 1
+        self._noise_key = noise_key
+
+    @property
+    def padding(self) -> int:
+        """Tokens that the last group is short of."""
+        return self.count * self.size - self.num_tokens
+
+    def sizes(self) -> list[int]:
+        """Tokens of each group: ``size``, and what is left for the last."""
+        return [self.size] * (self.count - 1) + [self.size - self.padding] if self.count else []
+
+    def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
+        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is filled up with ``pad``."""
+        rest = x_TX.shape[1:]
+        if self._sequence_first:
+            num_sequences, length = self._shape
+            x_TX = x_TX.reshape(length, num_sequences, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        if self.padding:
+            x_TX = torch.cat([x_TX, x_TX.new_full((self.padding, *rest), pad)])
+        return x_TX.reshape(self.count, self.size, *rest)
+
+    def join(self, x_GSX: Tensor) -> Tensor:
+        """[G, S, ...] in group order -> [T, ...] in memory order; the inverse of `split`."""
+        rest = x_GSX.shape[2:]
+        x_TX = x_GSX.reshape(self.count * self.size, *rest)[: self.num_tokens]
+        if self._sequence_first:
+            num_sequences, length = self._shape
+            x_TX = x_TX.reshape(num_sequences, length, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        return x_TX
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Some group holds places without a token to route."""
+        return self.mask_T is not None or self.padding > 0
+
+    def valid(self, device: torch.device) -> Tensor:
+        """bool [G, S]: which places hold a token to route."""
+        mask_T = self.mask_T
+        if mask_T is None:
+            mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
+        return self.split(mask_T, pad=False)
+
+    @cached_property
+    def _key(self) -> int:
+        return self._noise_key()
+
+    def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        """Noise in [0, 1) of shape [T, width], float32, that each token has wherever its group lies."""
+        index_G = torch.arange(self.first_group, self.first_group + self.count, device=device)
+        base = torch.tensor(random.key(self._key, purpose), device=device)
+        return self.join(random.uniform(random.fold(base, index_G), self.size * width).view(-1, self.size, width))
+
+
+def tokens_of(
+    x: Tensor,
+    d_model: int,
+    *,
+    group_size: int | None = None,
+    sequence_first: bool = False,
+    mask: Tensor | None = None,
+    layer_seed: int = 0,
+) -> tuple[Tensor, RoutingGroups]:
+    """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
+
+    Args:
+        x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
+        mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
+
+    Raises:
+        UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
+    """
+    if x.dim() < 2 or x.shape[-1] != d_model:
+        raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={d_model}]")
+    if not x.is_floating_point():
+        raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
+    if mask is not None and mask.shape != x.shape[:-1]:
+        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(x.shape[:-1])}, that of the tokens")
+    x_TD = x.reshape(-1, d_model)
+    if sequence_first and x.dim() == 3:
+        sequence_length, num_sequences = x.shape[:2]
+    else:
+        sequence_first = False
+        sequence_length = x.shape[-2]
+        num_sequences = x_TD.shape[0] // sequence_length if sequence_length else 0
+    where = random.position()
+    first_token = where.first_token if where else 0
+    size = sequence_length if group_size is None else group_size
+    groups = RoutingGroups(
+        num_sequences,
+        sequence_length,
+        size=size,
+        sequence_first=sequence_first,
+        mask_T=None if mask is None else mask.reshape(-1).bool(),
+        first_group=first_token // max(size, 1),
+        noise_key=lambda: random.noise_key(layer_seed),
+    )
+    return x_TD, groups

@@ -1,0 +1,217 @@
+"""Megatron-core 0.16 on machines without a GPU.
+
+Megatron-core says "cuda" where it means "the device". `install` redirects those places to the CPU; `PATCHES` is the
+list of all that it changes, each with its reason. Where torch sees a GPU it does nothing. A name that megatron-core has
+moved fails at once and by name, not as wrong numbers later.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fmoe.errors import UserError
+from megatron_patch.version import check_version
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name that is replaced.
+
+    Attributes:
+        module, name: where it lives.
+        make: called with the present value, returns the new one.
+        reason: what fails without it, with a place in megatron-core 0.16.1.
+        required: whether the name has to be there (a name may be missing by mistake in 0.16.1).
+    """
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    reason: str
+    required: bool = True
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Within: ``device="cuda"`` is the CPU, ``.cuda()`` is the identity, and ``Tensor.type()`` names a CUDA tensor.
+
+    The last is for megatron-core alone, whose optimizers and clipping compare such names
+    (`clip_grads.py:167`, `distrib_optimizer.py:361`, `optimizer.py:671`).
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_on_cpu, args[1:]))
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(out, str):
+            return out.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, str) and device.startswith("cuda"):
+        return _CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return _CPU
+    return device
+
+
+class _NullStream:
+    """A stream of a device that finishes everything at once; all are the same one."""
+
+    def wait_stream(self, stream) -> None: ...
+    def wait_event(self, event) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event=None) -> "_NullEvent":
+        return event or _NullEvent()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _NullStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _NullEvent:
+    def __init__(self, *args, **kwargs): ...
+    def record(self, stream=None) -> None: ...
+    def wait(self, stream=None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = _NullStream()
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    """``make`` of a patch that puts a function returning ``value``, whatever its arguments."""
+    return lambda old: lambda *args, **kwargs: value
+
+
+def _cpu_rng_tracker(tracker_class: type) -> type:
+    """The tracker over torch's CPU generator instead of the CUDA one."""
+
+    class CpuRNGStatesTracker(tracker_class):
+        def add(self, name, seed):
+            self._is_initialized = True
+            if seed in self.seeds_:
+                raise ValueError(f"seed {seed} is already used by another RNG state")
+            if name in self.states_:
+                raise ValueError(f"RNG state {name} is already there")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name="model-parallel-rng"):
+            if name not in self.states_:
+                raise KeyError(f"RNG state {name} was never added")
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    return CpuRNGStatesTracker
+
+
+def _splits_as_numpy(move: Callable) -> Callable:
+    """Megatron's `maybe_move_tensor_to_cpu`, which turns split sizes into numpy only if they were on a GPU."""
+
+    def moved(tensor, as_numpy=False, record_stream=False):
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, False)
+
+    return moved
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_MOE = "megatron.core.transformer.moe"
+
+PATCHES = (
+    Patch("torch.cuda", "current_device", _constant(_CPU), "buffers (param_and_grad_buffer.py:800), optimizer.py:481"),
+    Patch("torch.cuda", "Stream", _constant(_STREAM), "side streams (param_and_grad_buffer.py:417)"),
+    Patch("torch.cuda", "Event", lambda old: _NullEvent, "timing and ordering (token_dispatcher.py:445)"),
+    Patch("torch.cuda", "current_stream", _constant(_STREAM), "ordering of communication"),
+    Patch("torch.cuda", "default_stream", _constant(_STREAM), "ordering (param_and_grad_buffer.py:422)"),
+    Patch("torch.cuda", "stream", lambda old: lambda *a: contextlib.nullcontext(), "blocks on a side stream"),
+    Patch("torch.cuda", "synchronize", _constant(None), "p2p_communication.py:398"),
+    Patch("torch.cuda", "empty_cache", _constant(None), "optimizer.py:362"),
+    Patch(_RANDOM, "CudaRNGStatesTracker", _cpu_rng_tracker, "dropout in model parallel regions (random.py:235)"),
+    Patch(
+        _RANDOM,
+        "_get_cuda_rng_state",
+        lambda old: lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+        "activation recomputation saves it (random.py:55)",
+    ),
+    Patch(
+        _RANDOM,
+        "_set_cuda_rng_state",
+        lambda old: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        "activation recomputation restores it",
+    ),
+    Patch(
+        f"{_MOE}.moe_utils",
+        "te_general_gemm",
+        lambda old: old,
+        "Megatron's own router reads a name that is unset without Transformer Engine (moe_utils.py:1192)",
+        required=False,
+    ),
+    Patch(
+        f"{_MOE}.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        _splits_as_numpy,
+        "Megatron's own dispatcher passes a tensor as split sizes (moe_utils.py:1093)",
+    ),
+)
+
+_mode: _CudaMeansCpu | None = None
+
+
+def install() -> bool:
+    """Lets megatron-core run on the CPU with gloo, for the rest of the process. Safe to call again.
+
+    Returns:
+        Whether the CPU runtime is in place; False where torch sees a GPU.
+
+    Raises:
+        UserError: megatron-core is outside the supported range, or a patched name has moved.
+    """
+    global _mode
+    version = check_version()
+    if torch.cuda.is_available():
+        return False
+    if _mode is not None:
+        return True
+    found = []
+    for patch in PATCHES:
+        module = importlib.import_module(patch.module)
+        if patch.required and not hasattr(module, patch.name):
+            raise UserError(
+                f"megatron-core {version} has no {patch.module}.{patch.name}, which megatron_patch replaces"
+            )
+        found.append((module, patch))
+    for module, patch in found:
+        setattr(module, patch.name, patch.make(getattr(module, patch.name, None)))
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()
+    return True
