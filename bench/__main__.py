@@ -1,0 +1,35 @@
+"""``python -m bench NAME [options]``: runs one benchmark. Modules are imported when asked for, and only then."""
+
+import difflib
+import importlib
+import sys
+
+from fmoe.cli import run
+from fmoe.errors import EXIT_USAGE, UserError
+
+# Each module has `main(argv: list[str]) -> int | None`.
+BENCHMARKS = {"step": "bench.step"}
+
+USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help tells more)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one benchmark; returns its exit code, 2 for a wrong input."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{USAGE}\nbenchmarks: {', '.join(BENCHMARKS)}")
+        return 0 if argv else EXIT_USAGE
+    name, *rest = argv
+    return run("python -m bench", lambda: _module(name).main(rest))
+
+
+def _module(name: str):
+    if name not in BENCHMARKS:
+        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"unknown benchmark {name!r}; there are {', '.join(BENCHMARKS)}{hint}")
+    return importlib.import_module(BENCHMARKS[name])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

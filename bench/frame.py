@@ -1,0 +1,243 @@
+"""Contenders timed against each other in one process.
+
+Every round runs every contender once, in an order shuffled anew, so that what changes during the measurement (clock
+frequency, temperature, neighbours on the machine) meets all of them alike. Two contenders are compared by their paired
+ratios, round by round, in which most of that cancels.
+
+A ratio is everywhere **time of the reference / time of the contender**: above 1 the contender is faster.
+"""
+
+import contextlib
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from bench.intervals import Interval, quartiles, trimmed_mean_interval
+from fmoe.errors import UserError
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time.
+
+    Args:
+        name: unique within a measurement.
+        setup: builds everything and returns the step, whose calls are timed.
+        work: what one call gets done, in the measurement's unit (e.g. its tokens): adds a throughput to the report.
+            Ratios compare times and take no notice of it.
+    """
+
+    name: str
+    setup: Callable[[], Step]
+    work: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What `measure` returns: every single time, from which the statistics are computed when asked for.
+
+    Attributes:
+        label: the row of the report, e.g. a shape and a dtype.
+        reference: the contender that the others are compared with.
+        rounds, warmup, seed, min_seconds: as given to `measure`.
+        unit: of the contenders' work.
+        seconds: per contender, the seconds of one call in each round.
+        calls: per contender, how many calls a round's time is the mean of.
+        work: per contender that has it, the work of one call.
+        failures: per contender that raised, when and why. It has no entry in the others.
+    """
+
+    label: str
+    reference: str
+    rounds: int
+    warmup: int
+    seed: int
+    min_seconds: float | None
+    unit: str
+    seconds: dict[str, list[float]]
+    calls: dict[str, int]
+    work: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def quartiles(self, name: str) -> tuple[float, float, float]:
+        """First quartile, median and third quartile of the seconds of a call."""
+        return quartiles(self.seconds[name])
+
+    def median(self, name: str) -> float:
+        """Median seconds of a call."""
+        return self.quartiles(name)[1]
+
+    def throughput(self, name: str) -> float | None:
+        """Work a second at the median time, where the contender has work."""
+        return self.work[name] / self.median(name) if name in self.work else None
+
+    def log_ratios(self, name: str) -> list[float] | None:
+        """Logarithms of the paired ratios, one a round. None where the contender or the reference has failed."""
+        if name not in self.seconds or self.reference not in self.seconds:
+            return None
+        pairs = zip(self.seconds[self.reference], self.seconds[name], strict=True)
+        return [math.log(reference / contender) for reference, contender in pairs]
+
+    def ratio(self, name: str, confidence: float = 0.95) -> Interval | None:
+        """Trimmed geometric mean of the paired ratios with its interval; `bench.intervals` gives the reasons."""
+        logs = self.log_ratios(name)
+        return None if logs is None else trimmed_mean_interval([logs], confidence).exp()
+
+    def to_json(self) -> dict[str, Any]:
+        """As values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**values)
+
+
+def measure(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    warmup: int,
+    reference: str,
+    seed: int = 0,
+    min_seconds: float | None = None,
+    label: str = "",
+    unit: str = "tokens",
+    clock: Callable[[], float] = time.perf_counter,
+    sync: Callable[[], Any] | None = None,
+) -> Measurement:
+    """Times contenders against each other; all of them are set up, and held, at the same time.
+
+    Args:
+        contenders: at least one.
+        rounds: timed runs of every contender, at least 2 (an interval needs a spread).
+        warmup: untimed runs of every contender before the first round.
+        reference: the contender that ratios are taken to.
+        seed: of the order within the rounds.
+        min_seconds: a run repeats a call until it takes about so long. The number of calls follows from the warm-up,
+            of which this needs one, and stays the same in all rounds. None: a run is one call.
+        label, unit: see `Measurement`.
+        clock: seconds.
+        sync: waits for the device, e.g. ``torch.cuda.synchronize``; called before every reading of the clock.
+
+    Returns:
+        The times. A contender that raises is left out from then on, and its reason is in ``failures``.
+
+    Raises:
+        UserError: a number is out of range, or the reference is no contender.
+    """
+    _check(contenders, rounds=rounds, warmup=warmup, reference=reference, min_seconds=min_seconds)
+    order = random.Random(seed)
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    calls = dict.fromkeys(seconds, 1)
+    failures: dict[str, str] = {}
+    steps: dict[str, Step] = {}
+
+    def run(step: Step, count: int) -> float:
+        if sync is not None:
+            sync()
+        start = clock()
+        for _ in range(count):
+            step()
+        if sync is not None:
+            sync()
+        elapsed = clock() - start
+        if elapsed <= 0:
+            raise ValueError("took no time that this clock can measure")
+        return elapsed / count
+
+    @contextlib.contextmanager
+    def reported(name: str, moment: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # The first line alone: a CUDA error brings a page. The error itself would keep the contender's tensors.
+            reason = (str(error).strip().splitlines() or [""])[0]
+            failures[name] = f"{moment}: {type(error).__name__}{': ' if reason else ''}{reason}"
+            steps.pop(name, None)
+            del seconds[name], calls[name]
+
+    for contender in contenders:
+        with reported(contender.name, "setup"):
+            steps[contender.name] = contender.setup()
+    with _collector_off():
+        for name in list(steps):
+            with reported(name, "warm-up"):
+                warm = [run(steps[name], 1) for _ in range(warmup)]
+                if min_seconds is not None:
+                    # The fastest: the first call compiles, allocates and tunes.
+                    calls[name] = max(1, math.ceil(min_seconds / min(warm)))
+        for number in range(1, rounds + 1):
+            gc.collect()
+            for name in order.sample(list(steps), len(steps)):
+                with reported(name, f"round {number}"):
+                    seconds[name].append(run(steps[name], calls[name]))
+
+    return Measurement(
+        label=label,
+        reference=reference,
+        rounds=rounds,
+        warmup=warmup,
+        seed=seed,
+        min_seconds=min_seconds,
+        unit=unit,
+        seconds=seconds,
+        calls=calls,
+        work={c.name: c.work for c in contenders if c.work is not None and c.name in seconds},
+        failures=failures,
+    )
+
+
+def geometric_mean_of_ratios(rows: Sequence[Measurement], name: str, confidence: float = 0.95) -> Interval | None:
+    """Geometric mean over rows of a contender's ratios (`Measurement.ratio`), with its interval.
+
+    The interval is that of the measurement: how sure the mean over these very rows is, not what other rows would give.
+
+    Returns:
+        None where the contender or the reference has failed in a row: a mean over the rest would flatter it.
+    """
+    logs = [row.log_ratios(name) for row in rows]
+    if not logs or any(row is None for row in logs):
+        return None
+    return trimmed_mean_interval(logs, confidence).exp()
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Garbage is collected between the rounds instead of at any moment within one.
+
+    Freezing takes what is alive out of the collector's sight, so that a collection is as cheap as the round's garbage.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _check(
+    contenders: Sequence[Contender], *, rounds: int, warmup: int, reference: str, min_seconds: float | None
+) -> None:
+    names = [contender.name for contender in contenders]
+    if len(set(names)) != len(names):
+        raise UserError(f"contenders={', '.join(names)}: names must differ")
+    if reference not in names:
+        raise UserError(f"reference={reference!r} must be one of {', '.join(names) or 'no contenders'}")
+    if rounds < 2:
+        raise UserError(f"rounds={rounds} must be at least 2")
+    if warmup < 0:
+        raise UserError(f"warmup={warmup} must be at least 0")
+    if min_seconds is not None and min_seconds <= 0:
+        raise UserError(f"min_seconds={min_seconds} must be above 0")
+    if min_seconds is not None and warmup < 1:
+        raise UserError(f"warmup={warmup} must be at least 1 with min_seconds={min_seconds}")

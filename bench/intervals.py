@@ -1,0 +1,105 @@
+"""Medians, quartiles and intervals, in the standard library alone.
+
+The estimate of a ratio is the 20% trimmed mean of the logarithms of the paired ratios, i.e. their geometric mean
+without the lowest and the highest fifth, and its interval is Student's t for that mean (Tukey and McLaughlin 1963;
+Yuen 1974). Why so:
+
+* logarithms: with the other contender as the reference the interval is the inverse, as it has to be;
+* trimmed: now and then something else on the machine interrupts a run, which says nothing about the contender. With a
+  run in ten interrupted, 20 rounds, the interval of the whole mean is eight times as wide; without any interruption,
+  trimming costs a tenth. (The median would cost a quarter, and its interval comes in steps.)
+* no bootstrap: benchmarks have 10 to 30 rounds, for which its percentile interval is too narrow. This one holds 94% to
+  96% from 5 rounds up, for noise with and without interruptions: pairs in random order make it symmetric.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, quantiles, variance
+
+TRIMMED = 0.2  # of the values, on either side
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def exp(self) -> "Interval":
+        """From logarithms back to ratios."""
+        return Interval(math.exp(self.estimate), math.exp(self.low), math.exp(self.high))
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile, interpolated linearly (NumPy's default)."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    first, median, third = quantiles(values, n=4, method="inclusive")
+    return first, median, third
+
+
+def trimmed_mean_interval(rows: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
+    """The mean of the rows' trimmed means, with an interval for what varies within the rows.
+
+    Each row's mean has a variance of its own; the degrees of freedom of their sum are Welch's and Satterthwaite's.
+
+    Args:
+        rows: at least one, of at least two independent values each.
+        confidence: how often the interval holds the true mean.
+    """
+    means, variances, degrees = zip(*(_trimmed_mean(row) for row in rows), strict=True)
+    estimate = fmean(means)
+    total = math.fsum(variances)
+    if total == 0:
+        return Interval(estimate, estimate, estimate)
+    joint_degrees = total**2 / math.fsum(v**2 / d for v, d in zip(variances, degrees, strict=True))
+    half = student_t(confidence, joint_degrees) * math.sqrt(total) / len(rows)
+    return Interval(estimate, estimate - half, estimate + half)
+
+
+def _trimmed_mean(values: Sequence[float]) -> tuple[float, float, int]:
+    """The trimmed mean, the variance of that mean and its degrees of freedom."""
+    ordered = sorted(values)
+    num_values, num_cut = len(ordered), int(len(ordered) * TRIMMED)
+    kept = ordered[num_cut : num_values - num_cut]
+    # The variance is that of the winsorized values: what is cut counts as the nearest value that is kept.
+    winsorized = [kept[0]] * num_cut + kept + [kept[-1]] * num_cut
+    mean_variance = variance(winsorized) * (num_values - 1) / (len(kept) * (len(kept) - 1))
+    return fmean(kept), mean_variance, len(kept) - 1
+
+
+def student_t(confidence: float, degrees: float) -> float:
+    """The t for which Student's distribution has ``confidence`` of its mass between -t and t.
+
+    Fractional degrees of freedom are rounded down, which is the safe side.
+    """
+    degrees = max(1, math.floor(degrees + 1e-9))
+    low, high = 0.0, 1.0
+    while _mass(high, degrees) < confidence:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _mass(middle, degrees) < confidence else (low, middle)
+    return high
+
+
+def _mass(t: float, degrees: int) -> float:
+    """Mass between -t and t, in closed form for whole degrees of freedom (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    theta = math.atan(t / math.sqrt(degrees))
+    cosine_squared = math.cos(theta) ** 2
+    is_odd = degrees % 2 == 1
+    # The sum of the formula: 1 + 1/2 cos^2 + (1*3)/(2*4) cos^4 ... (even), cos + 2/3 cos^3 + ... (odd).
+    term = math.cos(theta) if is_odd else 1.0
+    total = 0.0
+    for k in range(1 if is_odd else 0, degrees - 1, 2):
+        total += term
+        term *= cosine_squared * (k + 1) / (k + 2)
+    if is_odd:
+        return 2 / math.pi * (theta + math.sin(theta) * total)
+    return math.sin(theta) * total

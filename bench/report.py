@@ -1,0 +1,138 @@
+"""Reports of a benchmark: a table for people, in Markdown, and every single time for programs, in JSON."""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.frame import Measurement, geometric_mean_of_ratios
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the times depend on besides the code. Neither the host's name nor a path is in it."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def write(
+    measurements: Sequence[Measurement], out_dir: Path, title: str, machine: dict[str, Any] | None = None
+) -> tuple[Path, Path]:
+    """Writes ``NAME.json`` and ``NAME.md`` and prints the latter, NAME being the title in lower case with dashes.
+
+    Args:
+        measurements: the rows of the report.
+        out_dir: created where it is missing; reports of the same name are replaced.
+        title: of the report.
+        machine: as from `describe_machine`, which is asked by default.
+
+    Returns:
+        The paths of the two files.
+    """
+    facts = describe_machine() if machine is None else machine
+    out_dir.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    json_path, markdown_path = out_dir / f"{name}.json", out_dir / f"{name}.md"
+    values = {"title": title, "machine": facts, "measurements": [row.to_json() for row in measurements]}
+    json_path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
+    text = markdown(measurements, title, facts)
+    markdown_path.write_text(text)
+    print(text)
+    return json_path, markdown_path
+
+
+def read(path: Path) -> list[Measurement]:
+    """The measurements of a JSON report."""
+    return [Measurement.from_json(values) for values in json.loads(path.read_text())["measurements"]]
+
+
+def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str, Any]) -> str:
+    """The report as Markdown, its columns padded so that it reads as a table in a terminal as well."""
+    has_label = any(row.label for row in measurements)
+    units = list(dict.fromkeys(row.unit for row in measurements if row.work))
+    header = ["row"] * has_label + ["contender", "median", "quartiles", "ratio [95% interval]"]
+    cells = [[*header, *(f"{unit}/s" for unit in units)]]
+    for row in measurements:
+        for name in row.seconds:
+            first, median, third = row.quartiles(name)
+            throughput = row.throughput(name)
+            cells.append(
+                [row.label] * has_label
+                + [name, duration(median), f"{duration(first)} - {duration(third)}", _ratio_cell(row, name)]
+                + [f"{throughput:,.0f}" if throughput is not None and row.unit == unit else "" for unit in units]
+            )
+    lines = [f"# {title}", "", *_table(cells), ""]
+    lines += _notes(measurements)
+    lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with four digits and the unit that fits them."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e9:.4g} ns"
+
+
+def _notes(measurements: Sequence[Measurement]) -> list[str]:
+    settings = dict.fromkeys(
+        f"{row.rounds} rounds after {row.warmup} warm-up runs, order shuffled with seed {row.seed}"
+        for row in measurements
+    )
+    references = dict.fromkeys(row.reference for row in measurements)
+    notes = [
+        f"Ratio: time of the reference ({', '.join(references)}) over time of the contender, round by round; above 1 "
+        "the contender is faster. Geometric mean, a fifth trimmed on either side, and Student's interval. "
+        f"{'; '.join(settings)}."
+    ]
+    if len(measurements) > 1:
+        names = dict.fromkeys(name for row in measurements for name in row.seconds if name != row.reference)
+        means = {name: geometric_mean_of_ratios(measurements, name) for name in names}
+        notes += ["", *(f"* geometric mean over {len(measurements)} rows: {n} {m}" for n, m in means.items() if m)]
+    failures = [
+        f"* failed{f' ({row.label})' if row.label else ''}: {name}, {reason}"
+        for row in measurements
+        for name, reason in row.failures.items()
+    ]
+    return notes + (["", *failures] if failures else [])
+
+
+def _ratio_cell(row: Measurement, name: str) -> str:
+    if name == row.reference:
+        return "reference"
+    ratio = row.ratio(name)
+    return "reference failed" if ratio is None else str(ratio)
+
+
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+    # A bar within a cell would end it.
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
+    widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in escaped]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,59 @@
+"""``python -m pretrain RECIPE.toml [--section.key value] [--resume [WHERE]]``, alone or under torchrun."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fmoe.cli import run
+from fmoe.errors import UserError
+from pretrain import process
+
+
+def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[str]]:
+    """The recipe, ``--resume``, and the rest: options over the recipe."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        allow_abbrev=False,
+        add_help=False,
+        usage=f"{program} RECIPE [--resume [WHERE]] [--section.key value ...]",
+        epilog=f"{program} RECIPE --help lists every key.",
+    )
+    parser.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe that is shipped: quickstart")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="run",
+        metavar="WHERE",
+        help="go on from the newest checkpoint of the run's folder; from the folder WHERE; "
+        "or, with 'auto', from the newest if there is one",
+    )
+    arguments, overrides = parser.parse_known_args(argv)
+    if arguments.recipe is None:
+        if set(overrides) & {"-h", "--help"}:
+            parser.print_help()
+            raise SystemExit(0)
+        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or quickstart)")
+    return arguments, overrides
+
+
+def main(argv: Sequence[str]) -> int:
+    """One process of a run. Raises UserError for what the user can mend."""
+    from pretrain.config import load_recipe
+
+    arguments, overrides = parse(argv, "python -m pretrain")
+    recipe = load_recipe(arguments.recipe, overrides)
+    recipe.check_world_size(process.world_size())
+    from pretrain.session import train  # here, because it imports megatron-core
+
+    try:
+        train(recipe, arguments.resume)
+    finally:
+        process.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    if process.rank() != 0:
+        # Every process meets the same wrong input; one of them says so.
+        sys.stderr.flush()
+    sys.exit(run("pretrain", lambda: main(sys.argv[1:])))

@@ -1,0 +1,34 @@
+"""Metrics into the trackers, from rank 0."""
+
+from collections.abc import Callable
+
+from pretrain.callbacks.base import Callback, Metrics
+from pretrain.tracking import Trackers
+
+
+class Tracking(Callback):
+    """Logs what the trainer and the callbacks before it measured.
+
+    Args:
+        build: makes the trackers; called on rank 0 alone.
+    """
+
+    def __init__(self, build: Callable[[], Trackers]):
+        self._build = build
+        self._trackers: Trackers | None = None
+
+    def on_start(self, trainer, metrics: Metrics) -> None:
+        if trainer.processes.is_main:
+            self._trackers = self._build()
+            self._log(trainer, metrics)
+
+    def on_step(self, trainer, metrics: Metrics) -> None:
+        self._log(trainer, metrics)
+
+    def _log(self, trainer, metrics: Metrics) -> None:
+        if self._trackers is not None and metrics:
+            self._trackers.log(trainer.step, metrics)
+
+    def on_end(self, trainer, error: BaseException | None) -> None:
+        if self._trackers is not None:
+            self._trackers.close(ok=error is None)

@@ -1,0 +1,25 @@
+"""Crash-safe checkpoints, addressed by global tensor names, that load at any split. Knows nothing of Megatron.
+
+A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest with the digest of every
+file and the place of every piece. `save` writes one, `open_checkpoint` reads it; `collect` and `write` are the two
+halves of `save`, for writers that let training go on between them.
+"""
+
+from pretrain.checkpoint.files import SaveError
+from pretrain.checkpoint.folders import keep_last, latest, steps
+from pretrain.checkpoint.load import Checkpoint, open_checkpoint
+from pretrain.checkpoint.save import Piece, Snapshot, collect, save, write
+
+__all__ = [
+    "Checkpoint",
+    "Piece",
+    "SaveError",
+    "Snapshot",
+    "collect",
+    "keep_last",
+    "latest",
+    "open_checkpoint",
+    "save",
+    "steps",
+    "write",
+]

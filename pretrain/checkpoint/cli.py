@@ -1,0 +1,113 @@
+"""``fmoe checkpoint``: list, verify and show checkpoints."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmoe.errors import UserError
+from pretrain.checkpoint.folders import step_name, steps
+from pretrain.checkpoint.load import Checkpoint, open_checkpoint
+from pretrain.checkpoint.manifest import StoredTensor
+from pretrain.checkpoint.shard import name_of
+
+
+def main(argv: list[str]) -> int:
+    """Runs one subcommand.
+
+    Returns:
+        Exit code: 0, or 1 when `ls` met a damaged checkpoint.
+
+    Raises:
+        UserError: no checkpoint there, or it is damaged.
+    """
+    parser = argparse.ArgumentParser(prog="fmoe checkpoint", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for function, metavar, text in [
+        (_ls, "RUN", "list the complete checkpoints of a run"),
+        (_verify, "PATH", "compare every file with the manifest (a step folder; of a run, its latest)"),
+        (_show, "PATH", "print state and tensors (a step folder; of a run, its latest)"),
+    ]:
+        command = commands.add_parser(function.__name__[1:], help=text, description=text)
+        command.add_argument("path", type=Path, metavar=metavar)
+        command.set_defaults(function=function)
+    arguments = parser.parse_args(argv)
+    return arguments.function(arguments.path)
+
+
+def _ls(run: Path) -> int:
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    found = steps(folder)
+    if not found:
+        raise UserError(f"{run} holds no checkpoint: no complete step-* folder in it or in its checkpoints folder")
+    exit_code = 0
+    for step in found:
+        path = folder / step_name(step)
+        try:
+            checkpoint = Checkpoint(path)
+        except UserError as error:
+            print(f"{path.name}  damaged: {error}")
+            exit_code = 1
+        else:
+            print(f"{path.name}  {_summary(checkpoint)}")
+    return exit_code
+
+
+def _verify(path: Path) -> int:
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    print(f"{checkpoint.path}: intact  {_summary(checkpoint)}")
+    return 0
+
+
+def _show(path: Path) -> int:
+    checkpoint = open_checkpoint(path)
+    print(f"{checkpoint.path}  {_summary(checkpoint)}")
+    print("state", json.dumps(checkpoint.state, indent=2, default=_brief))
+    tensors = checkpoint.manifest.tensors
+    rows = [
+        (
+            name,
+            name_of(tensors[name].dtype),
+            str(list(tensors[name].shape)),
+            _bytes(tensors[name].nbytes),
+            _split(tensors[name]),
+        )
+        for name in checkpoint.names()
+    ]
+    rows.insert(0, ("tensor", "dtype", "shape", "bytes", "split"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _summary(checkpoint: Checkpoint) -> str:
+    files, tensors = checkpoint.manifest.files, checkpoint.manifest.tensors
+    size = _bytes(sum(record.size for record in files.values()))
+    return f"{len(tensors)} tensors, {len(files)} files, {size}, written by {checkpoint.num_ranks} ranks"
+
+
+def _split(tensor: StoredTensor) -> str:
+    """``2x1``: distinct places of blocks along each axis, and the number of flat ranges where blocks are cut."""
+    regions = [piece.region for piece in tensor.pieces]
+    blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
+    num_ranges = sum(not region.is_whole for region in regions)
+    return (blocks or "1") + (f", {num_ranges} flat ranges" if num_ranges else "")
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"<{name_of(value.dtype)} tensor {list(value.shape)}>"
+    return f"<{len(value)} bytes>"

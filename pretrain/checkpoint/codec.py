@@ -1,0 +1,78 @@
+"""JSON for the states of a trainer: plain JSON, and the few Python values it lacks, exactly.
+
+Bytes, tensors, tuples and floats that are not finite become an object with one key that begins with ``$``. Nothing
+else is encoded, least of all by name of a class: reading a file never runs code.
+"""
+
+import base64
+import json
+import math
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint.shard import bytes_of, dtype_named, name_of
+
+
+def dumps(value: Any, name: str) -> bytes:
+    """Encodes dicts with string keys, lists, tuples, str, int, float, bool, None, bytes and tensors.
+
+    Raises:
+        TypeError: anything else; names the place, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
+    """
+    return json.dumps(_encode(value, name), allow_nan=False).encode()
+
+
+def loads(data: bytes) -> Any:
+    """The value that `dumps` was given; tensors on the CPU.
+
+    Raises:
+        ValueError: `data` did not come from `dumps`.
+    """
+    try:
+        return _decode(json.loads(data))
+    except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"malformed state ({error})") from error
+
+
+def _encode(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        data = base64.b64encode(bytes_of(value.detach().cpu().contiguous())).decode()
+        return {"$tensor": {"dtype": name_of(value.dtype), "shape": list(value.shape), "data": data}}
+    if isinstance(value, list):
+        return [_encode(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item, f"{name}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key.startswith("$"):
+                raise TypeError(f"{name}: the key {key!r} cannot be saved: keys are strings that do not begin with $")
+        return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
+    kind = type(value)
+    raise TypeError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be saved as JSON")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$float": str(text)}:
+            return float(text)
+        case {"$bytes": str(text)}:
+            return base64.b64decode(text, validate=True)
+        case {"$tuple": list(items)}:
+            return tuple(_decode(item) for item in items)
+        case {"$tensor": dict(tensor)}:
+            raw = bytearray(base64.b64decode(tensor["data"], validate=True))
+            dtype = dtype_named(tensor["dtype"])
+            flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            return flat.reshape(tensor["shape"])
+    return {key: _decode(item) for key, item in value.items()}

@@ -1,0 +1,96 @@
+"""Writing files that survive a crash, and naming what is wrong with one that did not."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fmoe.errors import UserError
+
+CHUNK = 16 << 20  # bytes written, then hashed while they are still in cache
+
+
+class SaveError(UserError):
+    """The system refused to write a checkpoint (disk full, no permission). Nothing of it was left behind.
+
+    Attributes:
+        errno: the system's error number (``errno.ENOSPC``, ...), or None.
+    """
+
+    def __init__(self, message: str, errno: int | None = None):
+        super().__init__(message)
+        self.errno = errno
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of a file: its size in bytes and the hex SHA-256 of its content."""
+
+    size: int
+    sha256: str
+
+
+def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
+    """Writes a new file and syncs it to disk. The digest is of the bytes handed in, not of what was read back.
+
+    Raises:
+        OSError: carries the file's name also when the failing call was given none (write, fsync).
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "xb") as file:
+            for chunk in _chunks(buffers):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    return FileRecord(size, digest.hexdigest())
+
+
+def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for begin in range(0, len(view), CHUNK):
+            yield view[begin : begin + CHUNK]
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable: what was created, renamed or removed in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def size_problem(path: Path, record: FileRecord) -> str | None:
+    """What is wrong with a recorded file as far as its name and size tell, or None. Links are refused."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_size != record.size:
+        return f"has {status.st_size} bytes, the manifest says {record.size}"
+    return None
+
+
+def content_problem(path: Path, record: FileRecord) -> str | None:
+    """What is wrong with a recorded file, content included, or None. Streams the file once."""
+    if problem := size_problem(path, record):
+        return problem
+    try:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if found == record.sha256 else "is damaged: its SHA-256 is not the one in the manifest"

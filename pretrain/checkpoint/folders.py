@@ -1,0 +1,86 @@
+"""The folder of checkpoints: names of steps, which are complete, and removing old ones.
+
+A step is complete when it has its final name and a manifest. ``step-N.tmp`` is being written, or was when the process
+died; ``step-N.trash`` is being removed.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from fmoe.errors import UserError
+from pretrain.checkpoint.files import sync_folder
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TMP, TRASH = ".tmp", ".trash"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """``20`` -> ``"step-00000020"``."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """``"step-00000020"`` -> ``20``; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def shard_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, ascending; none when the folder does not exist."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = ((step_of(path.name), path) for path in folder.iterdir())
+    return sorted(step for step, path in found if step is not None and (path / MANIFEST).is_file())
+
+
+def latest(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest step, or None."""
+    found = steps(folder)
+    return Path(folder) / step_name(found[-1]) if found else None
+
+
+def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
+    """Removes all complete checkpoints but the newest ``n``; call it on one rank.
+
+    Each is renamed out of the way first, so that a crash never leaves half a checkpoint under its final name; what an
+    earlier crash left to remove is removed too.
+
+    Args:
+        n: at least 1.
+        keep_every: steps divisible by it are kept as well.
+
+    Returns:
+        The removed steps, ascending.
+
+    Raises:
+        UserError: ``n`` or ``keep_every`` is less than 1.
+    """
+    if n < 1:
+        raise UserError(f"keep_last={n}: at least 1 checkpoint has to stay")
+    if keep_every is not None and keep_every < 1:
+        raise UserError(f"keep_every={keep_every} has to be at least 1")
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    for left in folder.glob(f"step-*{TRASH}"):
+        shutil.rmtree(left)
+    removed = [step for step in steps(folder)[:-n] if keep_every is None or step % keep_every]
+    for step in removed:
+        final = folder / step_name(step)
+        trash = final.with_name(final.name + TRASH)
+        final.rename(trash)
+        sync_folder(folder)
+        shutil.rmtree(trash)
+    return removed

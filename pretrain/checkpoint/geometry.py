@@ -1,0 +1,143 @@
+"""Which elements of a global tensor a rank holds: blocks, flat ranges of blocks, and the boxes both are made of.
+
+A block is a rectangle of the global tensor. A distributed optimizer cuts the flattened block anywhere, so that a rank's
+range is in general no rectangle; in row-major order it is a few of them (head row, full rows, tail row, recursively),
+each contiguous in the range. On boxes, reading at another split and checking coverage are both plain intersection.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a global tensor whose elements are contiguous in the data of the region it was cut from."""
+
+    offset: Shape  # in the global tensor
+    shape: Shape
+    position: int  # of its first element in the region's flat data
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def slices_in(self, offset: Sequence[int]) -> tuple[slice, ...]:
+        """What selects this box in an array that begins at ``offset`` of the global tensor."""
+        return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, offset, self.shape, strict=True))
+
+    def common(self, other: "Box") -> "Box | None":
+        """The intersection, or None when it is empty. Its ``position`` has no meaning."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = (
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(h - a for a, h in zip(low, high, strict=True))
+        return Box(low, shape, 0) if all(n > 0 for n in shape) else None
+
+
+@dataclass(frozen=True)
+class Region:
+    """The flat range [start, stop) of a block of a global tensor, row-major. ``Region.of`` fills in ``stop``."""
+
+    offset: Shape
+    block: Shape
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, offset: Iterable[int], block: Iterable[int], start: int = 0, stop: int | None = None) -> "Region":
+        block = tuple(block)
+        return cls(tuple(offset), block, start, prod(block) if stop is None else stop)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == prod(self.block)
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Disjoint boxes in the order of the region's data; at most ``2 * len(block) - 1``, none when it is empty."""
+        boxes, position = [], self.start
+        for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
+            boxes.append(
+                Box(tuple(o + c for o, c in zip(self.offset, corner, strict=True)), shape, position - self.start)
+            )
+            position += prod(shape)
+        return boxes
+
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Why this is no region of a tensor of ``shape``, or None when it is one."""
+        if not len(self.offset) == len(self.block) == len(shape):
+            return f"block {self.block} at {self.offset} has another number of axes than the tensor {tuple(shape)}"
+        if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(self.offset, self.block, shape, strict=True)):
+            return f"block {self.block} at {self.offset} lies outside the tensor {tuple(shape)}"
+        if not 0 <= self.start <= self.stop <= prod(self.block):
+            return f"range [{self.start}, {self.stop}) lies outside the block's {prod(self.block)} elements"
+        return None
+
+
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """Regions that hold the same elements as often, with ranges that continue one another in a block made one.
+
+    The shards of a distributed optimizer become the blocks they were cut from: far fewer boxes to compare.
+    """
+    result: list[Region] = []
+    for region in sorted(regions, key=lambda r: (r.offset, r.block, r.start)):
+        last = result[-1] if result else None
+        if last and (last.offset, last.block, last.stop) == (region.offset, region.block, region.start):
+            result[-1] = Region(last.offset, last.block, last.start, region.stop)
+        else:
+            result.append(region)
+    return result
+
+
+def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
+    """The labels of two boxes that share elements and the offset of those elements, or None.
+
+    Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
+    """
+    labelled = list(boxes)
+    if len(labelled) < 2:
+        return None
+    num_axes = len(labelled[0][1].offset)
+    if num_axes == 0:
+        return labelled[0][0], labelled[1][0], ()
+    axis = max(range(num_axes), key=lambda a: len({box.offset[a] for _, box in labelled}))
+    labelled.sort(key=lambda item: item[1].offset[axis])
+    open_boxes: list[tuple[str, Box]] = []
+    for label, box in labelled:
+        begin = box.offset[axis]
+        open_boxes = [(who, b) for who, b in open_boxes if b.offset[axis] + b.shape[axis] > begin]
+        for who, b in open_boxes:
+            if shared := b.common(box):
+                return who, label, shared.offset
+        open_boxes.append((label, box))
+    return None
+
+
+def _boxes_of_range(block: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """(corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
+    if start == 0 and stop == prod(block):
+        if stop:
+            yield (0,) * len(block), block
+        return
+    inner = block[1:]
+    row = prod(inner)
+    while start < stop:
+        index, skip = divmod(start, row)
+        full_rows = (stop - start) // row if skip == 0 else 0
+        if full_rows:
+            yield (index, *(0 for _ in inner)), (full_rows, *inner)
+            start += full_rows * row
+        else:
+            end = min(stop, (index + 1) * row)
+            for corner, shape in _boxes_of_range(inner, skip, end - index * row):
+                yield (index, *corner), (1, *shape)
+            start = end

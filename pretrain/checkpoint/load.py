@@ -1,0 +1,237 @@
+"""Loading: any block or flat range of any tensor, put together from whatever pieces hold it."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import codec
+from pretrain.checkpoint.files import content_problem, size_problem
+from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, TRASH, latest, rank_name, step_of
+from pretrain.checkpoint.geometry import Box, Region, Shape
+from pretrain.checkpoint.manifest import StoredPiece, StoredTensor, check_coverage, read_manifest
+from pretrain.checkpoint.save import Piece
+from pretrain.checkpoint.shard import CODES, name_of
+
+_NUM_OPEN_SHARDS = 64
+
+
+def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
+    """Opens a step folder, or the latest complete step of a checkpoints folder or of a run folder.
+
+    Args:
+        verify: compares the SHA-256 of each file with the manifest's before its first use.
+
+    Raises:
+        UserError: no checkpoint there, or one with damage that shows without reading the shards: the manifest itself,
+            the state, a file missing or of another size than recorded.
+    """
+    path = Path(path)
+    if path.suffix in (TMP, TRASH):
+        raise UserError(f"{path} is no checkpoint: its writing or its removal was interrupted")
+    if (path / MANIFEST).is_file():
+        return Checkpoint(path, verify=verify)
+    step = latest(path) or latest(path / "checkpoints")
+    if step is None:
+        raise UserError(f"{path} is no checkpoint: no {MANIFEST} in it, and no complete step-* folder below it")
+    return Checkpoint(step, verify=verify)
+
+
+class Checkpoint:
+    """A complete checkpoint on disk, read piece by piece. Not collective: each rank opens it and reads what it needs.
+
+    Attributes:
+        path: the step folder.
+        step: the training step it was saved at.
+        state: of the run, as saved.
+        num_ranks: how many ranks wrote it, each with a `rank_state`.
+        manifest: the files and the index of tensors.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True):
+        """See `open_checkpoint`; ``path`` is a step folder."""
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.step, self.num_ranks = self.manifest.step, self.manifest.num_ranks
+        self._verify = verify
+        self._verified: set[str] = set()
+        self._covered: set[str] = set()
+        self._open_shard = lru_cache(_NUM_OPEN_SHARDS)(self._open_shard_anew)
+        if step_of(path.name) not in (None, self.step):
+            raise UserError(f"{path / MANIFEST} is of step {self.step}: it belongs to another folder")
+        for name, record in self.manifest.files.items():
+            if problem := size_problem(path / name, record):
+                raise UserError(f"{path / name} {problem}")
+        self.state: dict[str, Any] = self._json(STATE)
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """The state of one of the ranks that wrote the checkpoint.
+
+        Raises:
+            UserError: there was no such rank, or its file is damaged.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise UserError(f"{self.path} has no state of rank {rank}: {self.num_ranks} ranks wrote it")
+        return self._json(rank_name(rank))
+
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def shape(self, name: str) -> Shape:
+        """The global shape of a tensor. Raises UserError when there is none of that name; so do all methods below."""
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).dtype
+
+    def read(
+        self,
+        name: str,
+        offset: Sequence[int] | None = None,
+        block: Sequence[int] | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """A block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
+
+        Only the bytes of that region are copied, box by box, whatever the split the tensor was saved at.
+
+        Args:
+            offset: of the block in the tensor; default its beginning.
+            block: shape of the block; default from ``offset`` to the tensor's end.
+            start, stop: in elements of the flattened block, row-major.
+            out: filled instead of a new CPU tensor: the tensor's dtype and as many elements as asked for, any device;
+                any strides when it has the block's shape, else contiguous.
+
+        Returns:
+            ``out``, or a new tensor of shape ``block``, or 1-D when a range was given.
+
+        Raises:
+            UserError: no such tensor, a region outside it, an ``out`` of another dtype or size, or a damaged file.
+        """
+        tensor = self._tensor(name)
+        offset = (0,) * len(tensor.shape) if offset is None else tuple(offset)
+        if block is None:
+            block = tuple(s - o for s, o in zip(tensor.shape, offset, strict=False))
+        wanted = Region.of(offset, block, start, stop)
+        if misfit := wanted.misfit(tensor.shape):
+            raise UserError(f"{self.path}: tensor {name}: {misfit}")
+        if out is None:
+            is_block = start == 0 and stop is None
+            out = torch.empty(wanted.block if is_block else (wanted.size,), dtype=tensor.dtype)
+        elif (out.dtype, out.numel()) != (tensor.dtype, wanted.size):
+            raise UserError(
+                f"{self.path}: tensor {name}: {wanted.size} elements of {name_of(tensor.dtype)} were asked for, "
+                f"the place for them has {out.numel()} of {name_of(out.dtype)}"
+            )
+        self._check_coverage(name, tensor)
+        places = _places(out.detach(), wanted)
+        for piece in tensor.pieces:
+            for source in piece.region.boxes:
+                for box, place in places:
+                    if common := source.common(box):
+                        place[common.slices_in(box.offset)].copy_(self._load(tensor, piece, source, common))
+        return out
+
+    def fill(self, piece: Piece) -> None:
+        """Reads into ``piece.data`` what `save` would save from it: loading is saving's loop the other way round.
+
+        Raises:
+            UserError: as `read`, or the whole tensor has another shape than the piece says.
+        """
+        shape = self.shape(piece.name)
+        if shape != tuple(piece.shape):
+            raise UserError(
+                f"{self.path}: tensor {piece.name} has shape {shape} in the checkpoint, {tuple(piece.shape)} is wanted"
+            )
+        self.read(piece.name, piece.offset, piece.block, piece.start, piece.stop, out=piece.data)
+
+    def verify(self) -> None:
+        """Compares all files with the manifest, content included, and checks that every tensor is complete.
+
+        Raises:
+            UserError: names every bad file.
+        """
+        problems = {n: content_problem(self.path / n, record) for n, record in self.manifest.files.items()}
+        bad = [f"{name} {problem}" for name, problem in problems.items() if problem]
+        if bad:
+            raise UserError(f"{self.path}: {'; '.join(bad)}")
+        self._verified |= problems.keys()
+        for name, tensor in self.manifest.tensors.items():
+            self._check_coverage(name, tensor)
+
+    def _tensor(self, name: str) -> StoredTensor:
+        try:
+            return self.manifest.tensors[name]
+        except KeyError:
+            raise UserError(f"{self.path} has no tensor {name}") from None
+
+    def _check_coverage(self, name: str, tensor: StoredTensor) -> None:
+        if name not in self._covered:
+            try:
+                check_coverage(name, tensor)
+            except UserError as error:
+                raise UserError(f"{self.path}: {error}") from None
+            self._covered.add(name)
+
+    def _verified_path(self, name: str) -> Path:
+        path = self.path / name
+        if self._verify and name not in self._verified:
+            if problem := content_problem(path, self.manifest.files[name]):
+                raise UserError(f"{path} {problem}")
+            self._verified.add(name)
+        return path
+
+    def _json(self, name: str) -> dict[str, Any]:
+        if name not in self.manifest.files:
+            raise UserError(f"{self.path / MANIFEST} is malformed: {name} is not among its files")
+        path = self._verified_path(name)
+        try:
+            value = codec.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"{path} cannot be read: no JSON object")
+        return value
+
+    def _open_shard_anew(self, name: str) -> safe_open:
+        path = self._verified_path(name)
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+    def _load(self, tensor: StoredTensor, piece: StoredPiece, source: Box, common: Box) -> Tensor:
+        """The elements of ``common``, which lies in ``source``, a box of the piece; from the mapped file."""
+        region = piece.region
+        try:
+            stored = self._open_shard(piece.file).get_slice(piece.key)
+        except SafetensorError as error:
+            raise UserError(f"{self.path / piece.file} cannot be read: {error}") from error
+        expected = (CODES[tensor.dtype], list(region.block) if region.is_whole else [region.size])
+        if (stored.get_dtype(), stored.get_shape()) != expected:
+            raise UserError(f"{self.path / piece.file}: {piece.key} is not what {MANIFEST} says it is")
+        if region.is_whole:
+            return stored[common.slices_in(region.offset)]
+        # The box is contiguous in the piece: take the stretch from common's first to its last element.
+        strides = [prod(source.shape[axis + 1 :]) for axis in range(len(source.shape))]
+        corner = [c - s for c, s in zip(common.offset, source.offset, strict=True)]
+        first = source.position + sum(c * s for c, s in zip(corner, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(common.shape, strides, strict=True))
+        return stored[first : last + 1].as_strided(common.shape, strides)
+
+
+def _places(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
+    """The boxes of a region, each with the part of ``out`` that it fills, shaped like it."""
+    if wanted.is_whole:
+        return [(box, out if out.shape == box.shape else out.view(box.shape)) for box in wanted.boxes]
+    flat = out.view(-1)
+    return [(box, flat[box.position : box.position + box.size].view(box.shape)) for box in wanted.boxes]

@@ -1,0 +1,182 @@
+"""manifest.json: every file of a checkpoint with its size and digest, and where each piece of each tensor lies.
+
+It carries the SHA-256 of itself, without which a flipped bit in an offset would load the wrong numbers in silence.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmoe.errors import UserError
+from pretrain.checkpoint.files import FileRecord
+from pretrain.checkpoint.folders import MANIFEST
+from pretrain.checkpoint.geometry import Region, Shape, first_overlap, merged
+from pretrain.checkpoint.shard import dtype_named, name_of
+
+FORMAT = 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A region of a tensor under ``key`` of ``file``: as its block when it is all of that, else flat."""
+
+    file: str
+    key: str
+    region: Region
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The parsed manifest. ``num_ranks`` is how many ranks wrote the checkpoint."""
+
+    step: int
+    num_ranks: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, StoredTensor]
+
+
+def check_coverage(name: str, tensor: StoredTensor) -> None:
+    """Checks that the pieces of a tensor hold each of its elements exactly once.
+
+    Raises:
+        UserError: an overlap (names two holders and the place) or a gap (the number of elements).
+    """
+    size = prod(tensor.shape)
+    boxes = [("", box) for region in merged(piece.region for piece in tensor.pieces) for box in region.boxes]
+    missing = size - sum(box.size for _, box in boxes)
+    if missing == 0 and first_overlap(boxes) is None:
+        return
+    # Slower, with the names of the holders.
+    boxes = [(piece.file, box) for piece in tensor.pieces for box in piece.region.boxes]
+    if overlap := first_overlap(boxes):
+        first, second, offset = overlap
+        raise UserError(f"tensor {name}: {first} and {second} both hold the element at {offset}")
+    raise UserError(f"tensor {name}: no rank holds {missing} of its {size} elements")
+
+
+def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": name_of(tensor.dtype),
+            "shape": tensor.shape,
+            "pieces": [_piece_to_json(piece) for piece in tensor.pieces],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def _piece_to_json(piece: StoredPiece) -> dict[str, Any]:
+    region = piece.region
+    fields = {"file": piece.file, "key": piece.key, "offset": region.offset, "shape": region.block}
+    return fields if region.is_whole else {**fields, "start": region.start, "stop": region.stop}
+
+
+def tensors_from_json(fields: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Raises KeyError, TypeError or ValueError when ``fields`` are not what `tensors_to_json` makes."""
+    tensors = {}
+    for name, entry in fields.items():
+        shape = _counts(entry["shape"])
+        pieces = tuple(_piece_from_json(piece) for piece in entry["pieces"])
+        for piece in pieces:
+            if misfit := piece.region.misfit(shape):
+                raise ValueError(f"tensor {name}: {misfit}")
+        tensors[name] = StoredTensor(dtype_named(entry["dtype"]), shape, pieces)
+    return tensors
+
+
+def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
+    flat = _counts((fields["start"], fields["stop"])) if "start" in fields else ()
+    region = Region.of(_counts(fields["offset"]), _counts(fields["shape"]), *flat)
+    return StoredPiece(str(fields["file"]), str(fields["key"]), region)
+
+
+def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
+
+
+def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord(*_counts([entry["size"]]), str(entry["sha256"])) for name, entry in fields.items()}
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values} are not counts")
+    return tuple(values)
+
+
+def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "num_ranks": manifest.num_ranks,
+        "files": files_to_json(manifest.files),
+        "tensors": tensors_to_json(manifest.tensors),
+    }
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """The bytes of manifest.json for a document: canonical JSON with the digest of the rest of it."""
+    return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks manifest.json of a step folder; looks at no other file.
+
+    Raises:
+        UserError: no JSON, another format version, damaged, or naming files outside the folder.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: no JSON ({error})") from error
+    if not isinstance(document, dict) or "format" not in document:
+        raise UserError(f"{path} is no manifest of a checkpoint: it has no format version")
+    if document["format"] != FORMAT:
+        raise UserError(f"{path} has format version {document['format']!r}, this version of fmoe reads {FORMAT}")
+    digest = document.pop("sha256", None)
+    if digest != hashlib.sha256(_canonical(document)).hexdigest():
+        raise UserError(f"{path} is damaged: its SHA-256 is not the one it carries")
+    try:
+        manifest = _manifest_from_json(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is malformed: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def _manifest_from_json(document: Mapping[str, Any]) -> Manifest:
+    step, num_ranks = _counts([document["step"], document["num_ranks"]])
+    files, tensors = files_from_json(document["files"]), tensors_from_json(document["tensors"])
+    for name in files:
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"{name!r} is no plain file name")
+    for name, tensor in tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in files:
+                raise ValueError(f"tensor {name} lies in {piece.file!r}, which is not among the files")
+    return Manifest(step, num_ranks, files, tensors)

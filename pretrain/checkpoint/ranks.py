@@ -1,0 +1,109 @@
+"""The processes that save one checkpoint together: each step of it succeeds on all of them or fails on all."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fmoe.errors import UserError
+from pretrain.checkpoint.files import SaveError
+
+_MESSAGE_BYTES = 4096
+_MESSAGE_CHARS = 900  # at most 4 bytes each, and room for the JSON around them
+
+
+class Ranks:
+    """A process group, or this process alone when torch.distributed is not initialised.
+
+    Attributes:
+        rank: this process in the group, from 0.
+        size: processes in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if is_distributed else 0
+        self.size = dist.get_world_size(group) if is_distributed else 1
+        assert self.rank >= 0, "this process is not in the group that saves"
+
+    @contextmanager
+    def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
+        """Leaves the block on every rank at once: normally, or with an exception on every rank if any rank raised.
+
+        The failing rank raises its own exception, the others one with its message: `UserError` and `SaveError` as what
+        they are, anything else as RuntimeError. An OSError becomes a `SaveError` first. No collective may be called
+        inside the block.
+
+        Args:
+            undo: called on rank 0 once every rank has left the block and one has failed; must not raise. No rank goes
+                on before it is done.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except OSError as error:
+            failure = SaveError(f"{error.filename or 'checkpoint'}: {error.strerror or error}", error.errno)
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        failing = self._lowest(self.rank if failure is not None else self.size)
+        if failing == self.size:
+            return
+        theirs = self._broadcast(failure, failing)
+        if undo is not None and self.rank == 0:
+            undo()
+        self._lowest(self.rank)  # a barrier
+        raise failure if failure is not None else theirs
+
+    def _lowest(self, value: int) -> int:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device())
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        return int(tensor.item())
+
+    def _broadcast(self, failure: Exception | None, source: int) -> Exception:
+        if self.size == 1:
+            assert failure is not None
+            return failure
+        buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        if self.rank == source:
+            assert failure is not None
+            text = torch.frombuffer(bytearray(_to_wire(failure)), dtype=torch.uint8)
+            buffer[: len(text)] = text
+        buffer = buffer.to(self._device())
+        dist.broadcast(buffer, group=self.group, group_src=source)
+        return _from_wire(bytes(buffer.cpu().tolist()).rstrip(b"\0"), source)
+
+    def _device(self) -> torch.device:
+        # A backend for several devices reads "cpu:gloo,cuda:nccl" or "undefined": those take CPU tensors.
+        backend = dist.get_backend(self.group)
+        on_gpu = "nccl" in backend and "gloo" not in backend
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _to_wire(failure: Exception) -> bytes:
+    if isinstance(failure, SaveError):
+        kind = "save"
+    elif isinstance(failure, UserError):
+        kind = "user"
+    else:
+        kind = type(failure).__name__
+    message = " ".join(str(failure).split())[:_MESSAGE_CHARS]
+    fields = {"kind": kind, "message": message, "errno": getattr(failure, "errno", None)}
+    return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
+
+
+def _from_wire(data: bytes, rank: int) -> Exception:
+    fields = json.loads(data)
+    message = f"rank {rank}: {fields['message']}"
+    match fields["kind"]:
+        case "save":
+            return SaveError(message, fields["errno"])
+        case "user":
+            return UserError(message)
+        case kind:
+            return RuntimeError(f"rank {rank}: {kind}: {fields['message']}")

@@ -1,0 +1,243 @@
+"""Saving: collect to the host, write, commit. Every rank writes its own file; the checkpoint appears in one rename."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import codec
+from pretrain.checkpoint.files import sync_folder, write_file
+from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, rank_name, shard_name, step_name
+from pretrain.checkpoint.geometry import Region, Shape
+from pretrain.checkpoint.manifest import (
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    check_coverage,
+    files_from_json,
+    files_to_json,
+    manifest_to_json,
+    seal,
+    tensors_from_json,
+    tensors_to_json,
+)
+from pretrain.checkpoint.ranks import Ranks
+from pretrain.checkpoint.shard import CODES, RESERVED_KEY, name_of, write_shard
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of a global tensor: a block, or the flat range [start, stop) of the flattened block.
+
+    Attributes:
+        name: of the tensor, the same on all ranks and at every split.
+        shape: of the whole tensor.
+        offset: of the block in the tensor.
+        block: shape of the block.
+        data: of shape ``block``, or ``stop - start`` elements of any shape. Any device and strides.
+        start, stop: in elements of the flattened block (row-major); ``stop=None`` is its end.
+    """
+
+    name: str
+    shape: Shape
+    offset: Shape
+    block: Shape
+    data: Tensor
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def region(self) -> Region:
+        return Region.of(self.offset, self.block, self.start, self.stop)
+
+    def check(self) -> None:
+        """Checks that region and data fit the tensor.
+
+        Raises:
+            UserError: names the tensor and what does not fit.
+        """
+        region, problem = self.region, None
+        if not self.name or self.name == RESERVED_KEY:
+            problem = "the name is reserved"
+        elif misfit := region.misfit(self.shape):
+            problem = misfit
+        elif self.data.numel() != region.size:
+            problem = f"the data has {self.data.numel()} elements, its region {region.size}"
+        elif self.start == 0 and self.stop is None and self.data.shape != tuple(self.block):
+            problem = f"the data has shape {tuple(self.data.shape)}, its block {tuple(self.block)}"
+        elif self.data.dtype not in CODES:
+            problem = f"{self.data.dtype} cannot be saved"
+        if problem:
+            raise UserError(f"tensor {self.name}: {problem}")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What one rank contributes to a checkpoint, on the host, its states encoded: all that `write` needs."""
+
+    pieces: tuple[Piece, ...]
+    state: bytes
+    rank_state: bytes
+
+
+def collect(
+    pieces: Iterable[Piece], state: Mapping[str, Any], rank_state: Mapping[str, Any], *, copy: bool = False
+) -> Snapshot:
+    """Brings a rank's pieces to the host. Not collective.
+
+    Args:
+        copy: copies tensors that are on the host already. Needed when training goes on before `write` is done.
+
+    Raises:
+        UserError: a piece does not fit its tensor.
+        TypeError: a value in a state has no JSON form (see `codec.dumps`).
+    """
+    host = []
+    for piece in pieces:
+        piece.check()
+        host.append(replace(piece, data=piece.data.detach().to("cpu", copy=copy).contiguous()))
+    return Snapshot(tuple(host), codec.dumps(dict(state), "state"), codec.dumps(dict(rank_state), "rank_state"))
+
+
+def save(
+    folder: Path,
+    step: int,
+    pieces: Iterable[Piece],
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Saves a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group; `collect`, then `write`.
+
+    Args:
+        folder: holds the step folders (``RUN/checkpoints``), on a filesystem that all ranks share; made if need be.
+        step: at least 0; a step that is there already is never overwritten.
+        pieces: what this rank holds. Over all ranks, they hold each element of each tensor exactly once.
+        state: of the run; rank 0's is saved.
+        rank_state: of this rank (random generators, ...).
+        group: the ranks that save; default all. gloo or nccl. None needed in a single process.
+
+    Returns:
+        The step folder, complete and durable when this returns.
+
+    Raises:
+        UserError: on every rank, when any rank was given something wrong (the message names it).
+        SaveError: on every rank, when the system refused to write. In both cases, and for any other exception on a
+            rank (RuntimeError on the others), neither a step folder nor a temporary one is left behind.
+    """
+    with Ranks(group).together():
+        snapshot = collect(pieces, state, rank_state)
+    return write(folder, step, snapshot, group=group)
+
+
+def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None) -> Path:
+    """Writes a snapshot. Collective over the group; errors, arguments and result as for `save`.
+
+    May run in a thread, given a group that nothing else uses meanwhile.
+    """
+    ranks = Ranks(group)
+    final = Path(folder) / step_name(step)
+    tmp = final.with_name(final.name + TMP)
+
+    def undo() -> None:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+    with ranks.together(undo):
+        if step < 0:
+            raise UserError(f"step {step} cannot be saved: steps are counted from 0")
+        if ranks.rank == 0:
+            _prepare(final, tmp)
+    with ranks.together(undo):
+        if not tmp.is_dir():
+            raise UserError(f"{tmp} is not seen here: checkpoints have to lie on a filesystem that all ranks share")
+        _write_rank(tmp, ranks.rank, snapshot)
+    with ranks.together(undo):
+        if ranks.rank == 0:
+            _commit(final, tmp, step, ranks.size, snapshot.state)
+    return final
+
+
+def _prepare(final: Path, tmp: Path) -> None:
+    if final.exists():
+        raise UserError(f"{final} is there already: checkpoints are never overwritten")
+    if not final.parent.is_dir():
+        final.parent.mkdir(parents=True)
+        sync_folder(final.parent.parent)
+    if tmp.exists():  # left by a process that died
+        shutil.rmtree(tmp)
+    tmp.mkdir()
+
+
+def _index_name(rank: int) -> str:
+    return f"index-{rank:05d}.json"
+
+
+def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
+    """Writes one rank's shard and state, and what the manifest has to say of them as a file for rank 0 to merge."""
+    shard, data, index = shard_name(rank), {}, _Index()
+    for piece in snapshot.pieces:
+        region = piece.region
+        pieces = index.pieces_of(piece.name, piece.data.dtype, tuple(piece.shape))
+        if region.size == 0:
+            continue  # an empty tensor is an index entry without pieces
+        key = f"{piece.name}#{len(pieces)}" if pieces else piece.name
+        while key in data:  # a tensor may have such a name itself
+            key += "#"
+        data[key] = piece.data.reshape(region.block if region.is_whole else -1)
+        pieces.append(StoredPiece(shard, key, region))
+    files = {rank_name(rank): write_file(tmp / rank_name(rank), [snapshot.rank_state])}
+    if data:
+        files[shard] = write_shard(tmp / shard, data)
+    entry = {"files": files_to_json(files), "tensors": tensors_to_json(index.tensors())}
+    write_file(tmp / _index_name(rank), [json.dumps(entry).encode()])
+
+
+def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes) -> None:
+    """Merges the ranks' indices, checks that nothing is missing, and makes the checkpoint appear."""
+    files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
+    for rank in range(num_ranks):
+        path = tmp / _index_name(rank)
+        entry = json.loads(path.read_bytes())
+        path.unlink()
+        files |= files_from_json(entry["files"])
+        for name, tensor in tensors_from_json(entry["tensors"]).items():
+            index.pieces_of(name, tensor.dtype, tensor.shape).extend(tensor.pieces)
+    tensors = index.tensors()
+    for name, tensor in tensors.items():
+        check_coverage(name, tensor)
+    write_file(tmp / MANIFEST, [seal(manifest_to_json(Manifest(step, num_ranks, files, tensors)))])
+    sync_folder(tmp)
+    os.rename(tmp, final)
+    try:
+        sync_folder(final.parent)
+    except OSError:
+        os.rename(final, tmp)  # not known to be durable, so not there
+        raise
+
+
+class _Index:
+    """Tensors as their pieces come in; all holders of one have to agree on what it is."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[torch.dtype, Shape, list[StoredPiece]]] = {}
+
+    def pieces_of(self, name: str, dtype: torch.dtype, shape: Shape) -> list[StoredPiece]:
+        known_dtype, known_shape, pieces = self._known.setdefault(name, (dtype, shape, []))
+        if (known_dtype, known_shape) != (dtype, shape):
+            raise UserError(
+                f"tensor {name}: one piece is of a {name_of(known_dtype)} tensor {known_shape}, "
+                f"another of a {name_of(dtype)} tensor {shape}"
+            )
+        return pieces
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(dtype, shape, tuple(pieces)) for name, (dtype, shape, pieces) in self._known.items()}

@@ -1,0 +1,70 @@
+"""Writing one safetensors file, streamed and hashed in a single pass.
+
+Ours, because the library's writer gives neither a digest nor an OSError, and would have to be read back for the first.
+"""
+
+import json
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.files import FileRecord, write_file
+
+# torch dtype -> its code in a safetensors header.
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+RESERVED_KEY = "__metadata__"
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``.
+
+    Raises:
+        ValueError: no dtype that a checkpoint can hold.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown dtype {name!r}")
+    return _BY_NAME[name]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Writes contiguous CPU tensors as a safetensors file and syncs it.
+
+    Raises:
+        OSError: see `write_file`.
+    """
+    # Widest first, behind a header padded to 8 bytes: every tensor is aligned to its own element size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    header, end = {}, 0
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(path, chain([len(text).to_bytes(8, "little"), text], (bytes_of(t) for _, t in ordered)))

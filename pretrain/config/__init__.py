@@ -1,0 +1,28 @@
+"""A run, described: the recipe's sections (`recipe`) and how one is read (`load`)."""
+
+from pretrain.config.load import load_recipe, write_recipe
+from pretrain.config.recipe import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Recipe",
+    "RunConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "load_recipe",
+    "write_recipe",
+]

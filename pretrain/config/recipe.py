@@ -1,0 +1,321 @@
+"""The sections of a recipe. Every field is a key of the TOML file and an option of the command line.
+
+`Recipe.check` says, before any process group is made, what cannot be, in one line that names the keys.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from fmoe.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The transformer and its experts."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    num_heads: int = 6
+    """Attention heads; divides hidden_size."""
+    ffn_hidden_size: int = 768
+    """Hidden width of a feed-forward block: of the dense ones, and of each expert."""
+    sequence_length: int = 256
+    """Tokens of a training sequence."""
+    vocab_size: int = 2048
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    activation: Literal["gelu", "relu", "silu"] = "gelu"
+    """Of the feed-forward blocks."""
+    gated: bool = False
+    """Gated feed-forward blocks: with activation silu, SwiGLU."""
+    position: Literal["rope", "learned_absolute"] = "rope"
+    """Position encoding."""
+    dropout: float = 0.0
+    """Of attention and residual branches."""
+    tie_embeddings: bool = True
+    """One matrix for the embedding and the output layer."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; output layers of blocks have it over sqrt(2 num_layers)."""
+
+    num_experts: int = 8
+    """Experts of a Mixture-of-Experts layer, in all; 0 for a dense model."""
+    moe_layers: tuple[int, ...] = ()
+    """Layers with experts, numbered from 1; empty for all."""
+    top_k: int = 1
+    """Experts a token."""
+    gate: str = "switch"
+    """Name of a gate: naive, switch, gshard, or one that is registered."""
+    capacity_factor: float | None = 1.25
+    """Assignments an expert takes of a routing group, over an even share; None drops nothing."""
+    eval_capacity_factor: float | None = 2.0
+    """The same in evaluation."""
+    jitter: float = 0.01
+    """Half width of the noise on the switch gate's input in training."""
+    group_size: int | None = None
+    """Tokens of a routing group; None for one sequence."""
+    balance_loss: float = 0.01
+    """Factor of the load balancing loss."""
+    z_loss: float = 0.001
+    """Factor of the router z-loss."""
+
+    @property
+    def layers_with_experts(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        if not self.num_experts:
+            return ()
+        return self.moe_layers or tuple(range(1, self.num_layers + 1))
+
+    def num_params(self) -> int:
+        """Parameters in all."""
+        return self._count(self.num_experts)
+
+    def num_active_params(self) -> int:
+        """Parameters that a token meets: those of K experts instead of all."""
+        return self._count(self.top_k)
+
+    def _count(self, experts_counted: int) -> int:
+        width, vocab = self.hidden_size, self.vocab_size
+        attention = 4 * width * width
+        norms = 4 * width
+        ffn = (3 if self.gated else 2) * width * self.ffn_hidden_size
+        moe = len(self.layers_with_experts)
+        total = self.num_layers * (attention + norms)
+        total += (self.num_layers - moe) * ffn + moe * (experts_counted * ffn + self.num_experts * width)
+        total += vocab * width * (1 if self.tie_embeddings else 2) + 2 * width
+        return total + (self.sequence_length * width if self.position == "learned_absolute" else 0)
+
+    def flops_per_token(self) -> float:
+        """Floating point operations of a training step per token, forward and backward: 6 for each active parameter
+        that is a matrix, and the attention scores (PaLM, arXiv 2204.02311 appendix B; recomputation not counted)."""
+        embedding = self.vocab_size * self.hidden_size * (0 if self.tie_embeddings else 1)
+        matrices = self.num_active_params() - embedding
+        return 6.0 * matrices + 12.0 * self.num_layers * self.hidden_size * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read. Paths are relative to the current folder."""
+
+    tokenizer: str = "data/pylib/out/tokenizer.model"
+    """A sentencepiece model (fmoe data tokenizer)."""
+    train: tuple[str, ...] = ("data/pylib/out/train",)
+    """Prefixes of .bin/.idx pairs (fmoe data prepare)."""
+    validation: tuple[str, ...] = ("data/pylib/out/validation",)
+    """The same, for validation; empty for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the job is split; the product is the number of processes."""
+
+    expert: int = 1
+    """Expert parallel size: the experts of a layer are spread over so many processes."""
+    data: int = 1
+    """Copies of each expert. The dense part is replicated expert * data times, each copy with its own sequences."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.expert * self.data
+
+    @property
+    def dense_data(self) -> int:
+        """Data parallel size of the dense part."""
+        return self.expert * self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 2e-3
+    """Highest learning rate."""
+    min_lr: float = 2e-4
+    """At the end of the decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warmup."""
+    warmup_steps: int = 30
+    """Steps of linear growth from zero."""
+    decay_steps: int | None = None
+    """Step at which the decay ends; None for the last."""
+    beta1: float = 0.9
+    """Of AdamW."""
+    beta2: float = 0.95
+    """Of AdamW."""
+    eps: float = 1e-8
+    """Of AdamW."""
+    weight_decay: float = 0.1
+    """Decoupled; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
+    distributed: bool = False
+    """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Steps, batches, precision."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    global_batch: int = 16
+    """Sequences of a step, over all processes."""
+    micro_batch: int = 8
+    """Sequences of one forward pass of one process; the rest is accumulated."""
+    seed: int = 1234
+    """Of weights, data order and noise."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the model; masters and router are fp32 in any case."""
+    validation_every: int = 50
+    """Steps between validations; one more is made at the end."""
+    validation_sequences: int = 64
+    """Sequences of a validation, the same every time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept."""
+
+    every: int = 100
+    """Steps between checkpoints; one more is written at the end; 0 for none at all."""
+    keep: int = 2
+    """Newest checkpoints that are kept; 0 for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where figures go, beside metrics.jsonl."""
+
+    wandb: bool = True
+    """Weights & Biases; offline where no key is set."""
+    tensorboard: bool = False
+    """TensorBoard event files."""
+    console_every: int = 10
+    """Steps between lines on a console that is no terminal."""
+    project: str = "fmoe"
+    """Name of the project there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The folder of the run."""
+
+    folder: str = "runs/default"
+    """Everything that the run writes is below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A pretraining run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def check(self) -> None:
+        """Raises UserError for the first value that cannot be, alone or with another."""
+        model, parallel, optimizer, train = self.model, self.parallel, self.optimizer, self.train
+        for section, names in _POSITIVE.items():
+            for name in names:
+                value = getattr(getattr(self, section), name)
+                if value is not None and value < 1:
+                    raise UserError(f"{section}.{name}={value} is not positive")
+        for section, names in _NOT_NEGATIVE.items():
+            for name in names:
+                value = getattr(getattr(self, section), name)
+                if value < 0:
+                    raise UserError(f"{section}.{name}={value} is negative")
+        _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+        if model.hidden_size // model.num_heads % 2 and model.position == "rope":
+            raise UserError(
+                f"model.hidden_size={model.hidden_size} / model.num_heads={model.num_heads} is odd, "
+                "which model.position=rope cannot be"
+            )
+        if not 0 <= model.dropout < 1:
+            raise UserError(f"model.dropout={model.dropout} is not in [0, 1)")
+        if model.num_experts:
+            _divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
+            if model.top_k > model.num_experts:
+                raise UserError(f"model.top_k={model.top_k} is more than model.num_experts={model.num_experts}")
+            for number in model.moe_layers:
+                if not 1 <= number <= model.num_layers:
+                    raise UserError(
+                        f"model.moe_layers has {number}; layers are 1 to model.num_layers={model.num_layers}"
+                    )
+        elif parallel.expert > 1:
+            raise UserError(f"parallel.expert={parallel.expert} without experts (model.num_experts=0)")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            value = getattr(model, name)
+            if value is not None and not value > 0:
+                raise UserError(f"model.{name}={value} is not positive; None drops nothing")
+        if not 0 <= model.jitter < 1:
+            raise UserError(f"model.jitter={model.jitter} is not in [0, 1)")
+        share = train.micro_batch * parallel.dense_data
+        _divides("train.micro_batch x parallel.expert x parallel.data", share, "train.global_batch", train.global_batch)
+        if self.data.validation:
+            _divides(
+                "train.micro_batch x parallel.expert x parallel.data",
+                share,
+                "train.validation_sequences",
+                train.validation_sequences,
+            )
+        if not optimizer.lr > 0:
+            raise UserError(f"optimizer.lr={optimizer.lr} is not positive")
+        if optimizer.min_lr > optimizer.lr:
+            raise UserError(f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}")
+        decay_steps = self.decay_steps
+        if optimizer.warmup_steps >= decay_steps:
+            key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
+            raise UserError(f"optimizer.warmup_steps={optimizer.warmup_steps} is not less than {key}={decay_steps}")
+        if not self.data.train:
+            raise UserError("data.train is empty: name at least one .bin/.idx prefix")
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the learning rate has decayed."""
+        return self.train.steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises UserError if so many processes are not what the splits multiply to."""
+        parallel = self.parallel
+        if world_size != parallel.world_size:
+            sizes = " x ".join(f"parallel.{f.name}={getattr(parallel, f.name)}" for f in fields(parallel))
+            raise UserError(
+                f"world size {world_size} is not the product {sizes} = {parallel.world_size}: start as many processes "
+                f"(fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
+            )
+
+
+_POSITIVE = {
+    "model": (
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "ffn_hidden_size",
+        "sequence_length",
+        "vocab_size",
+        "top_k",
+        "group_size",
+    ),
+    "parallel": ("expert", "data"),
+    "optimizer": ("decay_steps",),
+    "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
+    "tracking": ("console_every",),
+}
+_NOT_NEGATIVE = {
+    "model": ("num_experts", "balance_loss", "z_loss", "init_std"),
+    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2"),
+    "train": ("seed",),
+    "checkpoint": ("every", "keep"),
+}
+
+
+def _divides(name: str, value: int, of_name: str, of: int) -> None:
+    if of % value:
+        raise UserError(f"{name}={value} does not divide {of_name}={of}")

@@ -1,0 +1,170 @@
+"""One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from fmoe import random
+from fmoe.metrics import LayerReport
+from megatron_patch import MegatronFMoE
+from pretrain.config import Recipe
+from pretrain.data.samples import GPTSamples
+from pretrain.model import build_model
+from pretrain.process import TIMEOUT, Processes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step, the same on every rank: mean loss of the global batch in nats a token, the gradient's
+    norm before clipping, the learning rate that was used."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class Engine:
+    """The model, its optimizer and its learning rate, spread as the recipe says.
+
+    Args:
+        recipe: checked.
+        processes: joined already.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, recipe: Recipe, processes: Processes):
+        self.recipe, self.processes = recipe, processes
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=recipe.parallel.expert,
+            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+            create_gloo_process_groups=processes.device.type == "cpu",
+        )
+        random.set_position(recipe.train.seed, step=0)
+        model_parallel_cuda_manual_seed(recipe.train.seed)
+        self.gpt = build_model(recipe)
+        self.config = self.gpt.config
+        self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
+        wrapped = Float16Module(self.config, self.gpt) if recipe.train.precision == "bf16" else self.gpt
+        self.model = DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=recipe.optimizer.distributed
+            ),
+            wrapped,
+        )
+        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.model])
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=recipe.optimizer.lr,
+            min_lr=recipe.optimizer.min_lr,
+            lr_warmup_steps=recipe.optimizer.warmup_steps,
+            lr_decay_steps=recipe.decay_steps,
+            lr_decay_style=recipe.optimizer.schedule,
+            start_wd=recipe.optimizer.weight_decay,
+            end_wd=recipe.optimizer.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        self._run_schedule = get_forward_backward_func()
+        self.data_group = parallel_state.get_data_parallel_group()
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        recipe = self.recipe
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=recipe.optimizer.lr,
+            min_lr=recipe.optimizer.min_lr,
+            weight_decay=recipe.optimizer.weight_decay,
+            adam_beta1=recipe.optimizer.beta1,
+            adam_beta2=recipe.optimizer.beta2,
+            adam_eps=recipe.optimizer.eps,
+            clip_grad=recipe.optimizer.clip_grad,
+            bf16=recipe.train.precision == "bf16",
+            params_dtype=self.config.params_dtype,
+            use_distributed_optimizer=recipe.optimizer.distributed,
+        )
+
+    def train_step(self, step: int, samples: GPTSamples) -> StepResult:
+        """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``."""
+        train = self.recipe.train
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        first = step * train.global_batch
+        loss = self._mean_loss(self._micro_batches(samples, first, train.global_batch, step), train.global_batch)
+        self.scheduler.step(increment=step + 1 - self.scheduler.num_steps)
+        lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
+        _, grad_norm, _ = self.optimizer.step()
+        return StepResult(loss, float(grad_norm or 0.0), lr)
+
+    def evaluate(self, samples: GPTSamples, count: int) -> float:
+        """Mean loss of the first ``count`` samples, nats a token."""
+        self.model.eval()
+        return self._mean_loss(self._micro_batches(samples, 0, count, None), count, forward_only=True)
+
+    def _mean_loss(self, micro_batches: Iterator[dict], sequences: int, *, forward_only: bool = False) -> float:
+        """Runs the schedule over the micro batches of ``sequences`` in all; their mean loss over all ranks."""
+        train = self.recipe.train
+        results = self._run_schedule(
+            forward_step_func=_forward_step,
+            data_iterator=micro_batches,
+            model=self.model,
+            num_microbatches=sequences // (train.micro_batch * self.data_group.size()),
+            seq_length=self.recipe.model.sequence_length,
+            micro_batch_size=train.micro_batch,
+            forward_only=forward_only,
+        )
+        loss = torch.stack([result["loss"] for result in results]).mean()
+        dist.all_reduce(loss, group=self.data_group)
+        return float(loss) / self.data_group.size()
+
+    def _micro_batches(self, samples: GPTSamples, first: int, count: int, step: int | None) -> Iterator[dict]:
+        """This rank's share of samples ``first ... first + count - 1``; sets the position of noise if ``step`` is."""
+        size, ranks = self.recipe.train.micro_batch, self.data_group.size()
+        length = self.recipe.model.sequence_length
+        for begin in range(self.data_group.rank() * size, count, ranks * size):
+            tokens = torch.stack([torch.from_numpy(samples[first + begin + i]) for i in range(size)])
+            tokens = tokens.to(self.processes.device)
+            if step is not None:
+                random.set_position(self.recipe.train.seed, step, begin * length)
+            yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def routing(self) -> dict[int, LayerReport]:
+        """Routing of the steps since the last call, of all ranks, by layer number (from 1)."""
+        if not self.moe_layers:
+            return {}
+        sums = torch.stack([layer.metrics.sums(self.processes.device) for layer in self.moe_layers])
+        dist.all_reduce(sums, group=self.data_group)
+        reports = {}
+        for layer, total in zip(self.moe_layers, sums, strict=True):
+            reports[layer.layer_number] = layer.metrics.report(total)
+            layer.metrics.reset()
+        return reports
+
+
+def _forward_step(batches: Iterator[dict], model) -> tuple[Tensor, callable]:
+    batch = next(batches)
+    tokens = batch["tokens"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # No mask: causal attention makes its own.
+    loss_per_token = model(tokens, positions, None, labels=batch["labels"])
+
+    def loss_func(output: Tensor) -> tuple[Tensor, dict]:
+        loss = output.float().mean()
+        # The schedule divides the loss in place (schedules.py:269): log a copy.
+        return loss, {"loss": loss.detach().clone()}
+
+    return loss_per_token, loss_func

@@ -1,0 +1,45 @@
+"""``fmoe train RECIPE``: starts as many processes as the recipe's splits need, here, and trains."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pretrain import process
+from pretrain.__main__ import main as train
+from pretrain.__main__ import parse
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks the recipe and its inputs, then becomes torchrun, or trains in this process if one is enough."""
+    arguments, overrides = parse(argv, "fmoe train")
+    from pretrain.config import load_recipe
+
+    recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
+    if process.world_size() > 1 or recipe.parallel.world_size == 1:
+        return train(argv)
+    check(recipe, arguments.resume)
+    size = recipe.parallel.world_size
+    environment = dict(os.environ)
+    # Threads of all processes together are the machine's cores.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(size), "-m", "pretrain", *argv]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, environment)
+
+
+def check(recipe, resume: str | None) -> None:
+    """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2."""
+    from pathlib import Path
+
+    from megatron_patch import cpu
+
+    cpu.install()
+    from pretrain.inputs import open_inputs
+    from pretrain.session import find_checkpoint
+    from pretrain.trainer import check_resumable
+
+    open_inputs(recipe)
+    checkpoint = find_checkpoint(Path(recipe.run.folder), resume)
+    if checkpoint is not None:
+        check_resumable(recipe, checkpoint)

@@ -1,0 +1,81 @@
+"""From a recipe to a Megatron-core GPT whose feed-forward blocks are experts."""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fmoe.gates import GATES
+from fmoe.gates.switch import SwitchGate
+from megatron_patch import fmoefy
+from pretrain.config import ModelConfig, Recipe
+
+_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+def transformer_config(recipe: Recipe) -> TransformerConfig:
+    """Megatron-core's description of the same model."""
+    model = recipe.model
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.train.precision]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        ffn_hidden_size=model.ffn_hidden_size,
+        activation_func=_ACTIVATIONS[model.activation],
+        gated_linear_unit=model.gated,
+        add_bias_linear=False,
+        attention_dropout=model.dropout,
+        hidden_dropout=model.dropout,
+        init_method_std=model.init_std,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def gate_options(model: ModelConfig) -> dict:
+    """Keywords of the recipe's gate."""
+    options = {"capacity_factor": model.capacity_factor, "eval_capacity_factor": model.eval_capacity_factor}
+    if issubclass(GATES.get(model.gate, object), SwitchGate):
+        options["jitter"] = model.jitter
+    return options
+
+
+def build_model(recipe: Recipe) -> GPTModel:
+    """The model, on the device it trains on, not yet wrapped for data parallelism."""
+    model = recipe.model
+    # Megatron-core warns about every module that it does not know.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    config = transformer_config(recipe)
+    gpt = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.sequence_length,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type=model.position,
+    )
+    if model.num_experts:
+        fmoefy(
+            gpt,
+            model.num_experts,
+            layers=model.layers_with_experts,
+            top_k=model.top_k,
+            gate=model.gate,
+            gate_options=gate_options(model),
+            loss_weights={"balance": model.balance_loss, "z": model.z_loss},
+            group_size=model.group_size,
+            seed=recipe.train.seed,
+        )
+    return gpt.cuda() if torch.cuda.is_available() else gpt

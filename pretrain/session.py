@@ -1,0 +1,124 @@
+"""From a checked recipe to a finished run: folder, checkpoint to go on from, trainer."""
+
+import json
+import logging
+import platform
+import warnings
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fmoe.errors import UserError
+from megatron_patch import cpu
+from pretrain import process
+from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
+from pretrain.config import Recipe, write_recipe
+from pretrain.inputs import open_inputs
+from pretrain.process import Processes
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def find_checkpoint(folder: Path, resume: str | None) -> Checkpoint | None:
+    """The checkpoint to go on from; None to begin anew.
+
+    Args:
+        folder: of the run.
+        resume: None for a new run; "run" for the newest of the folder; "auto" for that or, if there is none, a new
+            run; else the folder of a checkpoint or of another run.
+
+    Raises:
+        UserError: a new run in the folder of another; a folder that holds no checkpoint.
+    """
+    if resume is None:
+        if (folder / METRICS).exists() or latest(folder / CHECKPOINTS) is not None:
+            raise UserError(
+                f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
+            )
+        return None
+    if resume == "auto":
+        return open_checkpoint(folder) if latest(folder / CHECKPOINTS) is not None else None
+    return open_checkpoint(folder if resume == "run" else Path(resume))
+
+
+def train(recipe: Recipe, resume: str | None) -> None:
+    """Runs a recipe in this process, one of ``recipe.parallel.world_size``."""
+    cpu.install()
+    # Imported late: modules of megatron-core look at torch.cuda when they are loaded.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Apex is not installed" and the like: nothing here needs it
+        from pretrain.callbacks import Checkpointing, Tracking, Validation
+        from pretrain.trainer import Trainer, check_resumable
+    from pretrain.tracking import build_trackers
+
+    folder = Path(recipe.run.folder)
+    inputs = open_inputs(recipe)
+    checkpoint = find_checkpoint(folder, resume)
+    if checkpoint is not None:
+        check_resumable(recipe, checkpoint)
+    processes = process.start()
+    dist.barrier()  # every rank has looked at the folder before one of them writes
+    callbacks = []
+    if inputs.validation is not None:
+        callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
+    callbacks.append(
+        Tracking(
+            lambda: build_trackers(
+                folder,
+                wandb=recipe.tracking.wandb,
+                tensorboard=recipe.tracking.tensorboard,
+                console_every=recipe.tracking.console_every,
+                total_steps=recipe.train.steps,
+                config=asdict(recipe),
+                resume_step=None if checkpoint is None else checkpoint.step,
+                project=recipe.tracking.project,
+            )
+        )
+    )
+    if recipe.checkpoint.every:
+        callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint.every, recipe.checkpoint.keep))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="megatron")
+        warnings.filterwarnings("ignore", module="torch")
+        trainer = Trainer(recipe, processes, inputs, callbacks)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    if processes.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_recipe(recipe, folder / "config.toml")
+    _describe(trainer, folder, processes)
+    trainer.run()
+
+
+def _describe(trainer, folder: Path, processes: Processes) -> None:
+    """Writes ``run.json``: versions, sizes, and which experts each rank holds, read from the layers themselves."""
+    layers = trainer.engine.moe_layers
+    mine = torch.tensor([layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0])
+    everyone = [torch.empty_like(mine, device=processes.device) for _ in range(processes.world_size)]
+    dist.all_gather(everyone, mine.to(processes.device))
+    if not processes.is_main:
+        return
+    held = [list(range(first, first + count)) for first, count in (x.tolist() for x in everyone)]
+    model = trainer.recipe.model
+    text = {
+        "world_size": processes.world_size,
+        "device": processes.device.type,
+        "experts_of_rank": held,
+        "params": model.num_params(),
+        "active_params": model.num_active_params(),
+        "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
+        | {"python": platform.python_version()},
+    }
+    (folder / "run.json").write_text(json.dumps(text, indent=1) + "\n")
+    logger.info(
+        "%s parameters, %s active; %s",
+        f"{model.num_params():,}",
+        f"{model.num_active_params():,}",
+        "; ".join(f"rank {rank} holds experts {ids[0]}-{ids[-1]}" for rank, ids in enumerate(held) if ids) or "dense",
+    )

@@ -1,0 +1,96 @@
+"""Where the numbers of a run go: ``metrics.jsonl`` always, the console, and wandb and TensorBoard where chosen.
+
+A tracker takes ``log(step, metrics)``, any number of times a step, and ``close(ok)``. Only one rank builds trackers.
+Every number is for one optimizer step; names are paths, so that wandb and TensorBoard group them by their first part.
+
+===============================  =======================================================================
+``loss``                         training loss in nats a token, balance and z-loss not included
+``lr``                           learning rate of this step
+``grad_norm``                    norm of the whole gradient before clipping
+``tokens``                       tokens trained on since the beginning, over all ranks
+``tokens_per_second``            tokens of this step over its seconds, over all ranks
+``step_seconds``                 wall-clock seconds of this step
+``mfu``                          model FLOPs on active parameters over the peak of the devices, 0 to 1
+``memory_mb``                    largest memory of this rank so far, in 2^20 bytes
+``val/loss``                     validation loss in nats a token
+``corpus/unigram_entropy``       what a model of token frequencies alone would reach, in nats a token
+``moe/layer_N/load``             list: share of each expert in the assignments that were kept; sums to 1   
+``moe/layer_N/drop_rate``        assignments dropped for capacity over all assignments, 0 to 1
+``moe/layer_N/entropy``          mean entropy of the router's probabilities of a token, in nats
+``moe/layer_N/balance_loss``     load-balancing loss, before its coefficient
+``moe/layer_N/z_loss``           router z-loss, before its coefficient
+``moe/drop_rate`` (and the       means of the above over the layers
+``entropy``, ``balance_loss``,
+``z_loss`` likewise)
+``moe/load_cv``                  coefficient of variation of the experts' load, mean over the layers
+``moe/dead_experts``             experts that no token reached in this step, mean over the layers
+===============================  =======================================================================
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fmoe.errors import require
+from pretrain.tracking.console import ConsoleTracker
+from pretrain.tracking.jsonl import JsonlTracker, read_metrics
+from pretrain.tracking.tracker import Metrics, Tracker, Trackers
+
+__all__ = ["JsonlTracker", "Metrics", "Tracker", "Trackers", "build_trackers", "read_metrics"]
+
+
+def build_trackers(
+    run_folder: Path,
+    *,
+    wandb: bool,
+    tensorboard: bool,
+    console_every: int,
+    total_steps: int,
+    config: dict[str, Any],
+    resume_step: int | None,
+    project: str = "fmoe",
+    name: str | None = None,
+) -> Trackers:
+    """The trackers of a run, all of them writing into its folder.
+
+    Args:
+        run_folder: gets ``metrics.jsonl`` and, where chosen, ``wandb/`` and ``tensorboard/``.
+        wandb: log to wandb, offline where there is no API key.
+        tensorboard: log to TensorBoard.
+        console_every: steps from one console line to the next.
+        total_steps: the run's last step.
+        config: the resolved recipe, as values that JSON can hold.
+        resume_step: the step of the checkpoint that the run goes on from: what was logged after it is taken back.
+            None for a new run.
+        project: wandb's project.
+        name: the run's name in wandb, by default the folder's.
+
+    Raises:
+        UserError: ``console_every`` is below 1, or the record to go on with is damaged.
+        MissingPackageError: wandb or TensorBoard is chosen and not installed.
+    """
+    # What the user can get wrong comes before the first file is touched.
+    console = ConsoleTracker(total_steps=total_steps, every=console_every, first_step=resume_step or 0)
+    if wandb:
+        require("wandb", "pretrain", "tracking with wandb")
+    if tensorboard:
+        require("tensorboard", "tensorboard", "tracking with TensorBoard")
+
+    run_folder.mkdir(parents=True, exist_ok=True)
+    trackers = Trackers(required=[JsonlTracker(run_folder / "metrics.jsonl", resume_step)], optional=[console])
+    if wandb:
+        from pretrain.tracking.wandb import WandbTracker
+
+        trackers.add_optional(
+            lambda: WandbTracker(
+                run_folder, config=config, resume_step=resume_step, project=project, name=name or run_folder.name
+            ),
+            label="WandbTracker",
+        )
+    if tensorboard:
+        from pretrain.tracking.tensorboard import TensorBoardTracker
+
+        trackers.add_optional(
+            lambda: TensorBoardTracker(run_folder / "tensorboard", config=config, resume_step=resume_step),
+            label="TensorBoardTracker",
+        )
+    return trackers

@@ -1,0 +1,81 @@
+"""The interface of a tracker, and several trackers as one."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from fmoe.errors import UserError
+
+Metrics = Mapping[str, float | int | list[float] | str | None]
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """A place that metrics go to. ``pretrain.tracking`` lists their names and units."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Records the metrics of a step. A step may be logged more than once, e.g. with its validation loss."""
+
+    def close(self, ok: bool = True) -> None:
+        """Ends the record; ``ok=False`` marks a run that failed."""
+
+
+class Trackers:
+    """Trackers as one.
+
+    An error of a required tracker is raised. An optional one that raises is dropped with one warning: a dashboard
+    that is unreachable for a minute is no reason to lose a night of training.
+    """
+
+    def __init__(self, required: Iterable[Tracker], optional: Iterable[Tracker] = ()) -> None:
+        self._required = list(required)
+        self._optional = list(optional)
+
+    def add_optional(self, make: Callable[[], Tracker], label: str) -> None:
+        """Adds an optional tracker; one that cannot be made is dropped likewise, unless it is the user's mistake."""
+        try:
+            self._optional.append(make())
+        except UserError:
+            raise
+        except Exception as error:
+            _warn_dropped(label, error)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Logs to every tracker; see `Tracker.log`."""
+        for tracker in self._required:
+            tracker.log(step, metrics)
+        for tracker in tuple(self._optional):
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:
+                self._optional.remove(tracker)
+                _warn_dropped(type(tracker).__name__, error)
+
+    def close(self, ok: bool = True) -> None:
+        """Closes every tracker, the required ones first; see `Tracker.close`. A second call does nothing."""
+        required, self._required = self._required, []
+        optional, self._optional = self._optional, []
+        try:
+            for tracker in required:
+                tracker.close(ok)
+        finally:
+            for tracker in optional:
+                try:
+                    tracker.close(ok)
+                except Exception as error:
+                    _warn_dropped(type(tracker).__name__, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(ok=kind is None)
+
+
+def _warn_dropped(label: str, error: Exception) -> None:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    logger.warning("%s failed and is dropped, the run goes on: %s", label, reason)

@@ -1,0 +1,83 @@
+"""Real processes with a gloo group between them, started once and given functions to run."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DIED = "died"  # the result of a rank whose process is gone
+TIMEOUT = 60  # seconds for one call on all ranks: a hang fails the test instead of blocking it
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank's function raised: the class, its message, its traceback."""
+
+    kind: type
+    message: str
+    trace: str
+
+
+class RankPool:
+    """``with RankPool(2, tmp_path) as pool: results = pool.run(function, *args)``; one result a rank.
+
+    A function that raises gives a `Raised`, a process that ends `DIED`. Functions travel by their module and name.
+    """
+
+    def __init__(self, size: int, folder: Path):
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, folder / "rendezvous", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT):
+                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT} s")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(DIED)
+        return results
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # A file, not a port: nothing to be taken by another test.
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            result = function(*args)
+        except Exception as error:
+            result = Raised(type(error), str(error), traceback.format_exc())
+        pipe.send(result)
+    dist.destroy_process_group()

@@ -1,0 +1,36 @@
+import math
+
+import pytest
+
+from pretrain.tracking.tensorboard import TensorBoardTracker
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def read(folder):
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_scalars_and_bars(tmp_path):
+    tracker = TensorBoardTracker(tmp_path, config={"model": {"num_layers": 2}}, resume_step=None)
+    tracker.log(3, {"loss": 2.5, "mfu": math.nan, "none": None, "text": "x", "load": [0.2, 0.8], "empty": []})
+    tracker.close()
+    events = read(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == ["loss", "mfu"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 2.5)]
+    (histogram,) = events.Histograms("load")
+    assert histogram.step == 3
+    assert list(histogram.histogram_value.bucket) == [0.2, 0.8]
+    assert list(histogram.histogram_value.bucket_limit) == [1.0, 2.0]
+    assert "num_layers" in str(events.Tensors("config/text_summary")[0])
+
+
+def test_resuming_hides_later_steps(tmp_path):
+    for steps, resume_step in ((range(1, 6), None), (range(3, 5), 2)):
+        tracker = TensorBoardTracker(tmp_path, config={}, resume_step=resume_step)
+        for step in steps:
+            tracker.log(step, {"loss": 1.0 if resume_step is None else 2.0})
+        tracker.close()
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]

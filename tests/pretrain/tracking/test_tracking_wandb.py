@@ -1,0 +1,153 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pretrain.tracking.wandb import ID_FILE, WandbTracker
+
+TWO_PARTS = """
+import sys
+from pathlib import Path
+from pretrain.tracking.wandb import WandbTracker
+run_folder = Path(sys.argv[1])
+for steps, resume_step in ((range(1, 4), None), (range(3, 6), 2)):
+    tracker = WandbTracker(run_folder, config={"model": {"num_experts": 4}}, resume_step=resume_step, name="tiny")
+    for step in steps:
+        tracker.log(step, {"loss": 10.0 - step, "mfu": None, "moe/layer_0/load": [0.1, 0.2, 0.3, 0.4]})
+        tracker.log(step, {"val/loss": 20.0 - step})
+    tracker.close()
+"""
+
+
+def test_offline_run_is_silent_resumes_and_is_read_by_leet(tmp_path):
+    pytest.importorskip("wandb")
+    wandb_command = os.path.join(os.path.dirname(sys.executable), "wandb")
+    if not os.path.exists(wandb_command):
+        pytest.skip("the wandb command is not beside this Python")
+    run_folder, home = tmp_path / "run", tmp_path / "home"
+    run_folder.mkdir()
+    home.mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"HOME": str(home), "NETRC": str(home / "none"), "WANDB_ERROR_REPORTING": "false"}
+
+    # The server that wandb would talk to is this socket: no key, so nobody may call, WANDB_MODE or not.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        environment["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.getsockname()[1]}"
+        child = subprocess.run(
+            [sys.executable, "-c", TWO_PARTS, str(run_folder)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+        )
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+    run_id = (run_folder / ID_FILE).read_text().strip()
+    runs = list(run_folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    assert len(runs) == 2, "the resumed part has another id"
+
+    summary = subprocess.run(
+        [wandb_command, "leet", "inspect", "--summary", "--json", str(run_folder / "wandb")],
+        env=environment | {"WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert summary.returncode == 0, summary.stderr
+    told = json.dumps(json.loads(summary.stdout))
+    assert run_id in told
+    for part in ('"val/loss"', '"loss"', '"moe/layer_0/load"', '"num_experts"', '"tiny"'):
+        assert part in told
+
+
+class FakeWandb:
+    """Stands for the module: what the tracker asks of it, and what it logs."""
+
+    def __init__(self, mode="online", has_key=True):
+        self.mode, self.has_key = mode, has_key
+        self.inits, self.rows, self.exit_codes, self.logins = [], [], [], []
+
+    def Settings(self, **settings):
+        return settings
+
+    def setup(self, settings):
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
+
+    def login(self, **arguments):
+        self.logins.append(arguments)
+        return self.has_key
+
+    def init(self, **arguments):
+        self.inits.append(arguments)
+        return SimpleNamespace(
+            url="https://example.invalid/run",
+            log=lambda metrics, step: self.rows.append((step, metrics)),
+            finish=lambda exit_code: self.exit_codes.append(exit_code),
+        )
+
+    def Histogram(self, np_histogram):
+        return ("histogram", *np_histogram)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+    def make(**settings):
+        module = FakeWandb(**settings)
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_key", "expected"),
+    [
+        ("online", True, "online"),
+        ("online", False, "offline"),
+        ("shared", False, "offline"),
+        ("offline", True, "offline"),
+        ("disabled", True, "disabled"),
+    ],
+)
+def test_mode(tmp_path, fake, mode, has_key, expected):
+    module = fake(mode=mode, has_key=has_key)
+    WandbTracker(tmp_path, config={}, resume_step=None)
+    (init,) = module.inits
+    assert init["mode"] == expected
+    assert init["resume"] == ("allow" if expected == "online" else None)
+    assert init["settings"]["silent"]
+    assert all(login == {"prompt": False, "verify": False} for login in module.logins)
+    assert bool(module.logins) == (mode not in ("offline", "disabled")), "offline is not to look for keys"
+
+
+def test_logs_steps_config_and_bars(tmp_path, fake):
+    module = fake()
+    tracker = WandbTracker(tmp_path, config={"a": 1}, resume_step=None, project="p", name="n")
+    tracker.log(7, {"loss": 1.0, "mfu": None, "load": [0.25, 0.75]})
+    tracker.close(ok=False)
+    init = module.inits[0]
+    assert (init["config"], init["project"], init["name"], init["dir"]) == ({"a": 1}, "p", "n", str(tmp_path))
+    assert module.rows == [(7, {"loss": 1.0, "load": ("histogram", [0.25, 0.75], [0.0, 1.0, 2.0])})]
+    assert module.exit_codes == [1]
+
+
+def test_id_is_kept_on_resuming_and_new_for_a_new_run(tmp_path, fake):
+    module = fake()
+    for resume_step in (None, 5, 0, None):
+        WandbTracker(tmp_path, config={}, resume_step=resume_step)
+    first, resumed, again, new = [init["id"] for init in module.inits]
+    assert first == resumed == again
+    assert new != first
+    (tmp_path / ID_FILE).unlink()
+    WandbTracker(tmp_path, config={}, resume_step=5)
+    assert module.inits[-1]["id"] not in (first, new), "a run that had no id gets one"
