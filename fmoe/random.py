@@ -109,7 +109,7 @@ def uniform(keys_G: Tensor, count: int) -> Tensor:
     counter = torch.arange(count, dtype=torch.int32, device=keys_G.device)
     x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
     x = _mix32(x.bitwise_xor_(high_G1))
-    return (_shift_right(x, 8)).to(torch.float32) * 2.0**-24
+    return _shift_right(x, 8).to(torch.float32).mul_(2.0**-24)
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
@@ -121,15 +121,15 @@ def fold(key_: Tensor, index_G: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 16)) * _int32(0x85EBCA6B)
-    x = (x ^ _shift_right(x, 13)) * _int32(0xC2B2AE35)
-    return x ^ _shift_right(x, 16)
+    x = x.bitwise_xor_(_shift_right(x, 16)).mul_(_int32(0x85EBCA6B))
+    x = x.bitwise_xor_(_shift_right(x, 13)).mul_(_int32(0xC2B2AE35))
+    return x.bitwise_xor_(_shift_right(x, 16))
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Logical shift; torch's is arithmetic."""
     bits = torch.iinfo(x.dtype).bits
-    return (x >> by) & ((1 << (bits - by)) - 1)
+    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
 def _int32(x: int) -> int:

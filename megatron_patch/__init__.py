@@ -3,7 +3,12 @@
 ``cpu.install()`` comes first where there is no GPU; it does nothing where there is one.
 """
 
-from megatron_patch.layer import MegatronFMoE
-from megatron_patch.patch import fmoe_layer_spec, fmoefy
+import warnings
+
+# Said by four modules of megatron-core when they are loaded. Nothing here needs either; where they are, they are used.
+warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+
+from megatron_patch.layer import MegatronFMoE  # noqa: E402
+from megatron_patch.patch import fmoe_layer_spec, fmoefy  # noqa: E402
 
 __all__ = ["MegatronFMoE", "fmoe_layer_spec", "fmoefy"]

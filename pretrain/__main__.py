@@ -4,9 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from fmoe.cli import run
-from fmoe.errors import UserError
+from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process
+from pretrain.config import load_recipe
 
 
 def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[str]]:
@@ -38,22 +41,22 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
 
 def main(argv: Sequence[str]) -> int:
     """One process of a run. Raises UserError for what the user can mend."""
-    from pretrain.config import load_recipe
-
-    arguments, overrides = parse(argv, "python -m pretrain")
-    recipe = load_recipe(arguments.recipe, overrides)
-    recipe.check_world_size(process.world_size())
-    from pretrain.session import train  # here, because it imports megatron-core
-
     try:
+        arguments, overrides = parse(argv, "python -m pretrain")
+        recipe = load_recipe(arguments.recipe, overrides)
+        recipe.check_world_size(process.world_size())
+        from pretrain.session import train  # here, because it imports megatron-core
+
         train(recipe, arguments.resume)
+    except UserError:
+        # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
+        if process.local_rank() != 0 and not dist.is_initialized():
+            return EXIT_USAGE
+        raise
     finally:
         process.stop()
     return 0
 
 
 if __name__ == "__main__":
-    if process.rank() != 0:
-        # Every process meets the same wrong input; one of them says so.
-        sys.stderr.flush()
     sys.exit(run("pretrain", lambda: main(sys.argv[1:])))

@@ -1,12 +1,13 @@
 """One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -33,25 +34,29 @@ class StepResult:
     lr: float
 
 
+def init_parallel(recipe: Recipe, processes: Processes) -> None:
+    """Makes Megatron's process groups and seeds its random number generators; once a process."""
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=recipe.parallel.expert,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=processes.device.type == "cpu",
+    )
+    model_parallel_cuda_manual_seed(recipe.train.seed)
+
+
 class Engine:
     """The model, its optimizer and its learning rate, spread as the recipe says.
 
     Args:
         recipe: checked.
-        processes: joined already.
-        seed: of the initial weights.
+        processes: joined already, and `init_parallel` called.
+        build: makes the GPT; the benchmarks put another one here.
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes):
+    def __init__(self, recipe: Recipe, processes: Processes, build: Callable[[Recipe], GPTModel] = build_model):
         self.recipe, self.processes = recipe, processes
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=recipe.parallel.expert,
-            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
-            create_gloo_process_groups=processes.device.type == "cpu",
-        )
         random.set_position(recipe.train.seed, step=0)
-        model_parallel_cuda_manual_seed(recipe.train.seed)
-        self.gpt = build_model(recipe)
+        self.gpt = build(recipe)
         self.config = self.gpt.config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
         wrapped = Float16Module(self.config, self.gpt) if recipe.train.precision == "bf16" else self.gpt
@@ -155,7 +160,7 @@ class Engine:
         return reports
 
 
-def _forward_step(batches: Iterator[dict], model) -> tuple[Tensor, callable]:
+def _forward_step(batches: Iterator[dict], model) -> tuple[Tensor, Callable]:
     batch = next(batches)
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -31,9 +31,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def rank() -> int:
-    """This process's rank; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+def local_rank() -> int:
+    """This process's number on its machine; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def start() -> Processes:
@@ -44,13 +44,12 @@ def start() -> Processes:
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if local_rank >= torch.cuda.device_count():
+        if local_rank() >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+                f"local rank {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}; "
                 "start fewer processes on it (parallel.expert x parallel.data)"
             )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:

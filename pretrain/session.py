@@ -3,7 +3,6 @@
 import json
 import logging
 import platform
-import warnings
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +13,14 @@ import torch.distributed as dist
 from fmoe.errors import UserError
 from megatron_patch import cpu
 from pretrain import process
+from pretrain.callbacks import Checkpointing, Tracking, Validation
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
+from pretrain.engine import init_parallel
 from pretrain.inputs import open_inputs
 from pretrain.process import Processes
+from pretrain.tracking import build_trackers
+from pretrain.trainer import Trainer, check_resumable
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,6 @@ def find_checkpoint(folder: Path, resume: str | None) -> Checkpoint | None:
 def train(recipe: Recipe, resume: str | None) -> None:
     """Runs a recipe in this process, one of ``recipe.parallel.world_size``."""
     cpu.install()
-    # Imported late: modules of megatron-core look at torch.cuda when they are loaded.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Apex is not installed" and the like: nothing here needs it
-        from pretrain.callbacks import Checkpointing, Tracking, Validation
-        from pretrain.trainer import Trainer, check_resumable
-    from pretrain.tracking import build_trackers
-
     folder = Path(recipe.run.folder)
     inputs = open_inputs(recipe)
     checkpoint = find_checkpoint(folder, resume)
@@ -83,10 +79,8 @@ def train(recipe: Recipe, resume: str | None) -> None:
     )
     if recipe.checkpoint.every:
         callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint.every, recipe.checkpoint.keep))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="megatron")
-        warnings.filterwarnings("ignore", module="torch")
-        trainer = Trainer(recipe, processes, inputs, callbacks)
+    init_parallel(recipe, processes)
+    trainer = Trainer(recipe, processes, inputs, callbacks)
     if checkpoint is not None:
         trainer.resume(checkpoint)
     if processes.is_main:

@@ -102,7 +102,9 @@ def pieces(engine) -> Iterator[Piece]:
     for name, parameter in engine.gpt.named_parameters():
         place = _place(places, parameter, name)
         if place.is_main:
-            yield Piece(f"model/{place.name}", place.shape, place.offset, place.block, parameter.detach())
+            yield Piece(
+                f"model/{place.name}", place.shape, place.offset, place.block, parameter.detach().view(place.block)
+            )
     for shard in _shards(engine.optimizer):
         place = _place(places, shard.parameter, "a parameter of the optimizer")
         if not (shard.is_sharded or place.is_main):

@@ -14,7 +14,7 @@ Every number is for one optimizer step; names are paths, so that wandb and Tenso
 ``memory_mb``                    largest memory of this rank so far, in 2^20 bytes
 ``val/loss``                     validation loss in nats a token
 ``corpus/unigram_entropy``       what a model of token frequencies alone would reach, in nats a token
-``moe/layer_N/load``             list: share of each expert in the assignments that were kept; sums to 1   
+``moe/layer_N/load``             list: share of each expert in the assignments that were kept; sums to 1
 ``moe/layer_N/drop_rate``        assignments dropped for capacity over all assignments, 0 to 1
 ``moe/layer_N/entropy``          mean entropy of the router's probabilities of a token, in nats
 ``moe/layer_N/balance_loss``     load-balancing loss, before its coefficient

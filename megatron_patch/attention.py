@@ -1,0 +1,50 @@
+"""Megatron-core's local attention through torch's fused scaled_dot_product_attention.
+
+Without Transformer Engine megatron-core writes out the [s, s] scores of every head, several times; torch has fused
+kernels for CPU and GPU (FlashAttention, arXiv 2205.14135).
+"""
+
+import contextlib
+
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class SDPAttention(DotProductAttention):
+    """`DotProductAttention` with the same arguments, shapes and results.
+
+    What torch's kernel has no form for (softmax with an offset, sliding windows, layer-scaled scores) goes the old way.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        """[s, b, heads, head width] each -> [s, b, heads * head width]. The mask is True where nothing is seen."""
+        softmax = self.scale_mask_softmax
+        special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
+        if special or attention_bias is not None or packed_seq_params is not None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
+        dropout = self.attention_dropout.p if self.training else 0.0
+        # As in the module replaced: under tensor parallelism each rank drops its own heads' scores.
+        forked = dropout > 0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+            out = F.scaled_dot_product_attention(
+                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,1 @@
+"""Text to tokens to training samples: corpora, tokenizers, Megatron's indexed files, a sample order without state."""

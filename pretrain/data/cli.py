@@ -1,0 +1,211 @@
+"""``fmoe data``: from text to tokens on disk, one command a step."""
+
+import argparse
+import textwrap
+from pathlib import Path
+
+import numpy as np
+
+from fmoe.errors import UserError
+from pretrain.data.corpus import split_paths, write_python_library
+from pretrain.data.files import refuse_existing
+from pretrain.data.indexed import IndexedCorpus, corpus_paths
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import DEFAULT_MAX_BYTES, MODEL_TYPES, Tokenizer, train_tokenizer
+
+_INPUTS = """\
+INPUT is a text file (one document, of any size), .jsonl or .jsonl.gz (a line a document), .parquet (a row a document),
+a folder saved by Hugging Face datasets, or a folder with any of the first four below it."""
+_SHOWN_TOKENS = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs ``fmoe data ARGS``; a wrong input is a `UserError`, which `fmoe.cli.run` makes one line and exit code 2."""
+    arguments = _parser().parse_args(argv)
+    arguments.run(arguments)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fmoe data",
+        allow_abbrev=False,
+        description="Prepares training data: text to a tokenizer, text and tokenizer to token files.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=textwrap.dedent("""\
+            an example from nothing to tokens:
+              fmoe data corpus --out data/pylib/out
+              fmoe data tokenizer data/pylib/out/train.jsonl --out data/pylib/out/tokenizer.model
+              fmoe data prepare data/pylib/out/train.jsonl --tokenizer data/pylib/out/tokenizer.model \\
+                  --out data/pylib/out/train
+              fmoe data show data/pylib/out/train --tokenizer data/pylib/out/tokenizer.model
+            """),
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    corpus = _command(
+        commands,
+        "corpus",
+        _corpus,
+        "write the default corpus, the sources of this Python's standard library",
+        "Writes train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
+        "fmoe data corpus --out data/pylib/out",
+    )
+    corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the three files")
+
+    tokenizer = _command(
+        commands,
+        "tokenizer",
+        _tokenizer,
+        "train a tokenizer",
+        f"Trains a sentencepiece model that gives every text back exactly.\n\n{_INPUTS}",
+        "fmoe data tokenizer wiki.jsonl books/ --out tokenizer.model --vocab-size 32000",
+    )
+    _add_inputs(tokenizer)
+    tokenizer.add_argument("--out", type=Path, required=True, metavar="FILE", help="the model file to write")
+    tokenizer.add_argument("--vocab-size", type=int, default=2048, help="pieces in all (default: %(default)s)")
+    tokenizer.add_argument("--model-type", default="bpe", choices=MODEL_TYPES, help="default: %(default)s")
+    tokenizer.add_argument(
+        "--sentinels", type=int, help="pieces <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
+    )
+    tokenizer.add_argument(
+        "--max-bytes",
+        type=int,
+        default=DEFAULT_MAX_BYTES,
+        help="size of the sample to train on, lines spread evenly over the text (default: %(default)s)",
+    )
+    tokenizer.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9999,
+        help="share of characters with a piece of their own, the rest in bytes (default: %(default)s)",
+    )
+
+    prepared = _command(
+        commands,
+        "prepare",
+        _prepare,
+        "tokenize text into PREFIX.bin, PREFIX.idx and PREFIX.json",
+        f"Writes Megatron's indexed format, and a description beside it.\n\n{_INPUTS}",
+        "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train",
+    )
+    _add_inputs(prepared)
+    prepared.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="sentencepiece model")
+    prepared.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="output path without suffix")
+    prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the processors there are)")
+
+    show = commands.add_parser(
+        "show",
+        help="check a corpus and print what it holds",
+        description="Checks a corpus and prints its counts; with a tokenizer the first documents as text.",
+        epilog="example:\n  fmoe data show out/train --tokenizer out/tokenizer.model --documents 5",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    show.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the corpus without .bin")
+    show.add_argument("--tokenizer", type=Path, metavar="FILE", help="the sentencepiece model it was prepared with")
+    show.add_argument("--documents", type=int, default=3, metavar="N", help="documents shown (default: %(default)s)")
+    show.add_argument("--verify", action="store_true", help="read all tokens and compare their checksum")
+    show.set_defaults(run=_show)
+    return parser
+
+
+def _command(commands, name, run, summary: str, description: str, example: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text to read")
+    parser.add_argument(
+        "--text-key", default="text", help="JSON key or column that holds the text (default: %(default)s)"
+    )
+
+
+def _corpus(arguments: argparse.Namespace) -> None:
+    refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
+    for split in write_python_library(arguments.out).values():
+        skipped = f", {split.skipped} files left out that are not UTF-8" if split.skipped else ""
+        print(f"{split.path}: {split.documents:,} documents, {_size(split.text_bytes)} of text{skipped}")
+
+
+def _tokenizer(arguments: argparse.Namespace) -> None:
+    refuse_existing([arguments.out], arguments.overwrite, arguments.inputs)
+    tokenizer = train_tokenizer(
+        arguments.inputs,
+        arguments.out,
+        arguments.vocab_size,
+        arguments.model_type,
+        arguments.max_bytes,
+        text_key=arguments.text_key,
+        sentinels=arguments.sentinels,
+        character_coverage=arguments.character_coverage,
+    )
+    size = _size(tokenizer.path.stat().st_size)
+    print(f"{tokenizer.path}: {tokenizer.vocab_size:,} pieces, {len(tokenizer.sentinels)} sentinels, {size}")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    refuse_existing(corpus_paths(arguments.out), arguments.overwrite, arguments.inputs)
+    done = prepare(
+        arguments.inputs,
+        arguments.tokenizer,
+        arguments.out,
+        text_key=arguments.text_key,
+        num_workers=arguments.workers,
+        progress=True,
+    )
+    empty = f", {done.empty_documents:,} empty documents left out" if done.empty_documents else ""
+    print(
+        f"{done.documents:,} documents, {done.tokens:,} tokens, {_size(done.text_bytes)} of text "
+        f"({done.text_bytes / done.tokens:.2f} bytes a token){empty}"
+    )
+    for path in done.paths:
+        print(f"{path}: {_size(path.stat().st_size)}")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    corpus = IndexedCorpus(arguments.prefix)
+    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens of {corpus.dtype.name}")
+    if corpus.num_documents:
+        least, half, most = np.quantile(corpus.lengths, [0, 0.5, 1], method="lower")
+        print(f"tokens a document: {least:,} at least, {half:,} median, {most:,} at most")
+    for key in ("tokenizer", "text_bytes", "empty_documents", "fmoe"):
+        if key in corpus.description:
+            print(f"{key}: {corpus.description[key]}")
+    if arguments.verify:
+        corpus.verify()
+        print("checksum: the tokens are those that were written")
+    if arguments.tokenizer is not None:
+        _show_documents(corpus, Tokenizer.load(arguments.tokenizer), arguments.documents)
+
+
+def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> None:
+    expected = corpus.tokenizer_fingerprint
+    if expected not in (None, tokenizer.fingerprint):
+        raise UserError(
+            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: its SHA-256 is {expected}, "
+            f"not {tokenizer.fingerprint}"
+        )
+    for i in range(min(count, corpus.num_documents)):
+        tokens = corpus.document(i)
+        more = "..." if len(tokens) > _SHOWN_TOKENS else ""
+        # repr: a terminal should see the control characters of a document, not obey them
+        print(f"document {i}, {len(tokens):,} tokens: {tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}")
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{int(size):,} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

@@ -1,0 +1,326 @@
+"""Megatron's indexed corpus: ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` where sequences and documents begin.
+
+The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
+uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
+[D + 1] counted in sequences. A document is a run of sequences; as written here it is one (more only beyond 2^31 - 1
+tokens). Beside them lies ``PREFIX.json``, which Megatron does not know: where the tokens come from, and SHA-256 sums.
+"""
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from fmoe.errors import UserError
+from pretrain.data.files import beside, replacing
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_LONGEST_SEQUENCE = np.iinfo(np.int32).max
+# Megatron's codes of the types that its tools write token ids in. Its signed small ones and floats (2, 3, 6, 7) hold no
+# vocabulary; without them each size has one type, so a damaged code contradicts the pointers.
+_DTYPES = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CHUNK = 1 << 20  # entries checked or written at a time, which bounds the memory that an index of any size takes
+
+
+def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
+    """The smallest token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
+    return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
+
+
+def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
+    """``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``: in the order they are put in place, the index last."""
+    prefix = Path(prefix)
+    return beside(prefix, ".bin"), beside(prefix, ".json"), beside(prefix, ".idx")
+
+
+class IndexedWriter:
+    """Writes a corpus token by token, in memory of 4 bytes a document.
+
+    A context manager: leaving it puts the three files in place together, an error inside leaves what was there before.
+
+        with IndexedWriter(prefix, dtype_for_vocabulary(vocab_size)) as writer:
+            for tokens in documents:
+                writer.append(tokens)  # any number of times a document
+                writer.end_document()
+
+    Attributes:
+        num_documents: documents ended so far.
+        num_tokens: tokens appended so far.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            raise ValueError(f"dtype {self.dtype} is none of {', '.join(map(str, _CODES))}")
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._paths = corpus_paths(prefix)
+        self._stack = ExitStack()
+        self._lengths = array("i")  # of sequences
+        self._boundaries = array("q", [0])
+        self._open_length = 0  # tokens of the document that is not ended yet
+        self._description: dict[str, Any] = {}
+        self._sum = hashlib.sha256()
+
+    def __enter__(self) -> "IndexedWriter":
+        self._bin, self._json, self._idx = self._stack.enter_context(replacing(*self._paths))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)  # `replacing` sees it and withdraws
+            return
+        with self._stack:
+            self._finish()
+
+    def append(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Adds tokens to the current document.
+
+        Raises:
+            ValueError: a token does not fit the dtype.
+        """
+        values = np.asarray(tokens)
+        if values.size == 0:
+            return
+        if values.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max:
+                raise ValueError(f"tokens of {values.dtype}, {values.min()} to {values.max()}, do not fit {self.dtype}")
+            values = values.astype(self.dtype)
+        data = values.tobytes()
+        self._sum.update(data)
+        self._bin.write(data)
+        self._open_length += values.size
+        self.num_tokens += values.size
+
+    def end_document(self) -> None:
+        """Ends the current document; without tokens it becomes one of length zero."""
+        rest = self._open_length
+        while rest > _LONGEST_SEQUENCE:
+            self._lengths.append(_LONGEST_SEQUENCE)
+            rest -= _LONGEST_SEQUENCE
+        self._lengths.append(rest)
+        self._boundaries.append(len(self._lengths))
+        self._open_length = 0
+        self.num_documents += 1
+
+    def describe(self, **description: Any) -> None:
+        """Sets what ``PREFIX.json`` tells beside the counts: any JSON values, e.g. the tokenizer's fingerprint."""
+        self._description = description
+
+    def _finish(self) -> None:
+        if self._open_length:
+            raise ValueError(f"the last {self._open_length} tokens were appended without end_document()")
+        index_sum = self._write_index(self._idx)
+        description = {
+            **self._description,
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "dtype": self.dtype.name,
+            "sha256": {"bin": self._sum.hexdigest(), "idx": index_sum},
+        }
+        self._json.write(json.dumps(description, indent=2, ensure_ascii=False).encode() + b"\n")
+
+    def _write_index(self, file: BinaryIO) -> str:
+        """Writes the index and returns its SHA-256."""
+        digest = hashlib.sha256()
+
+        def write(data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
+
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        boundaries = np.frombuffer(self._boundaries, dtype=np.int64)
+        write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], len(lengths), len(boundaries)))
+        write(lengths.astype("<i4").tobytes())
+        offset = 0
+        for start in range(0, len(lengths), _CHUNK):
+            ends = offset + np.cumsum(lengths[start : start + _CHUNK], dtype=np.int64)
+            write(((ends - lengths[start : start + _CHUNK]) * self.dtype.itemsize).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        write(boundaries.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+class IndexedCorpus:
+    """Reads a corpus where it lies (memory mapped), Megatron's own files included.
+
+    Everything in the index is checked against the files' sizes and against itself before it is used, and the index
+    against the checksum in ``PREFIX.json`` where there is one.
+
+    Attributes:
+        prefix: path without ``.bin`` and ``.idx``.
+        dtype: of the tokens.
+        num_documents: documents, empty ones included.
+        num_tokens: tokens of all documents.
+        flat: all tokens, document after document, [num_tokens].
+        sequence_lengths: tokens of each sequence, int32 [num_sequences].
+        document_boundaries: document i is the sequences boundaries[i] to boundaries[i + 1], int64 [num_documents + 1].
+        description: what ``PREFIX.json`` says, {} without one.
+        tokenizer_fingerprint: SHA-256 of the tokenizer's model file according to it, or None.
+
+    Raises:
+        UserError: a file is missing or contradicts another or itself.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        bin_path, json_path, idx_path = corpus_paths(self.prefix)
+        for path in (idx_path, bin_path):
+            if not path.is_file():
+                hint = "; name the prefix, without .bin or .idx" if self.prefix.suffix in (".bin", ".idx") else ""
+                raise UserError(f"no corpus at {self.prefix}: {path} does not exist{hint}")
+        try:
+            self._read_index(idx_path, bin_path)
+            self.flat = _map(bin_path, self.dtype, self.num_tokens)
+            self.description = _read_description(json_path, idx_path)
+            self.tokenizer_fingerprint: str | None = self.description.get("tokenizer", {}).get("sha256")
+        except OSError as error:
+            raise UserError(f"cannot read the corpus {self.prefix}: {error.strerror}") from error
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, int64 [num_documents]."""
+        return np.diff(self._starts(self.document_boundaries))
+
+    def document(self, i: int) -> np.ndarray:
+        """All tokens of document ``i``, a read-only view [length].
+
+        Raises:
+            IndexError: not ``0 <= i < num_documents``.
+        """
+        start, stop = self._span(i)
+        return self.flat[start:stop]
+
+    def tokens(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of document ``i``, a read-only view [stop - start].
+
+        Raises:
+            IndexError: not ``0 <= i < num_documents`` or not ``0 <= start <= stop <= length``.
+        """
+        first, last = self._span(i)
+        if not 0 <= start <= stop <= last - first:
+            raise IndexError(f"tokens {start} to {stop} of document {i}, which has {last - first}")
+        return self.flat[first + start : first + stop]
+
+    def verify(self) -> None:
+        """Reads all tokens and compares them with the checksum of ``PREFIX.json``.
+
+        Raises:
+            UserError: they differ, or there is no checksum.
+        """
+        bin_path, json_path, _ = corpus_paths(self.prefix)
+        expected = self.description.get("sha256", {}).get("bin")
+        if expected is None:
+            raise UserError(f"{json_path} has no checksum to verify {bin_path} with")
+        if _sha256(bin_path) != expected:
+            raise UserError(f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged, prepare it again")
+
+    def _span(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < self.num_documents:
+            raise IndexError(f"document {i} of {self.num_documents} in {self.prefix}")
+        start, stop = self._starts(self.document_boundaries[i : i + 2])
+        return int(start), int(stop)
+
+    def _starts(self, sequences: np.ndarray) -> np.ndarray:
+        """The token at which each of these sequences begins; the end of all tokens for the one past the last."""
+        starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
+        inside = sequences < len(self._pointers)
+        starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
+
+    def _read_index(self, path: Path, bin_path: Path) -> None:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise UserError(f"{path} has {size} bytes, less than the header's {_HEADER.size}")
+        magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise UserError(f"{path} is not an index: it begins with {magic!r}, not {_MAGIC!r}")
+        if version != _VERSION:
+            raise UserError(f"{path} has version {version}; only {_VERSION} can be read")
+        if code not in _DTYPES:
+            known = ", ".join(f"{known} ({dtype.name})" for known, dtype in _DTYPES.items())
+            raise UserError(f"{path} has the type code {code}, none of {known}")
+        self.dtype = _DTYPES[code]
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries  # of any size: not an allocation yet
+        if size == expected + num_sequences and num_sequences:
+            raise UserError(f"{path} is a multimodal index, with a mode for each sequence: not a corpus of text")
+        if size != expected:
+            raise UserError(
+                f"{path} has {size} bytes; {num_sequences} sequences and {num_boundaries} boundaries take {expected}"
+            )
+        data = _map(path, np.dtype(np.uint8), size)
+        cuts = _HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
+        self.sequence_lengths = data[cuts[0] : cuts[1]].view("<i4")
+        self._pointers = data[cuts[1] : cuts[2]].view("<i8")
+        self.document_boundaries = data[cuts[2] : cuts[3]].view("<i8")
+        self.num_documents = num_boundaries - 1
+        self.num_tokens = self._check_sequences(path)
+        self._check_boundaries(path)
+        expected, size = self.num_tokens * self.dtype.itemsize, bin_path.stat().st_size
+        if size != expected:
+            raise UserError(f"{bin_path} has {size} bytes; its index {path.name} describes {expected}")
+
+    def _check_sequences(self, path: Path) -> int:
+        """Checks that each sequence begins where the one before ends; returns the number of tokens."""
+        end = 0
+        for start in range(0, len(self.sequence_lengths), _CHUNK):
+            lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
+            if lengths.min() < 0:
+                raise UserError(f"{path}: sequence {start + int(lengths.argmin())} has the length {lengths.min()}")
+            ends = end + np.cumsum(lengths)
+            wrong = self._pointers[start : start + _CHUNK] != (ends - lengths) * self.dtype.itemsize
+            if wrong.any():
+                first = start + int(wrong.argmax())
+                raise UserError(f"{path}: sequence {first} does not begin where the one before it ends")
+            end = int(ends[-1])
+        return end
+
+    def _check_boundaries(self, path: Path) -> None:
+        boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
+        if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
+            raise UserError(f"{path}: the document boundaries do not go from 0 to the {num_sequences} sequences")
+        for start in range(0, len(boundaries), _CHUNK):
+            part = boundaries[start : start + _CHUNK + 1]
+            if (part[1:] < part[:-1]).any():  # a difference of damaged values could overflow
+                raise UserError(f"{path}: the document boundaries go backwards")
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """The file as a read-only plain array [count]; an empty file cannot be mapped, and needs no map."""
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else np.empty(0, dtype)
+
+
+def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
+    if not json_path.exists():
+        return {}
+    try:
+        description = json.loads(json_path.read_bytes())
+        expected = description["sha256"]["idx"]
+        description.get("tokenizer", {}).get("sha256")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{json_path} is damaged, or not the description of a corpus") from error
+    if _sha256(idx_path) != expected:
+        raise UserError(
+            f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged, or not the index this file describes"
+        )
+    return description
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

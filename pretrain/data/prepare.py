@@ -1,0 +1,260 @@
+"""Text to an indexed corpus: tokenizes in worker processes, in the order of the text."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import numpy as np
+
+from fmoe import __version__
+from fmoe.errors import UserError
+from pretrain.data.documents import Piece, Source, find_sources, read_source
+from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
+from pretrain.data.progress import show_progress
+from pretrain.data.tokenizer import Tokenizer
+
+_BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
+_BATCH_PIECES = 4096
+_BATCHES_A_WORKER = 3  # in flight: bounds memory when reading is faster than tokenizing or one batch is slow
+_BYTES_A_WORKER = 8 << 20  # a process that starts for less text than this costs more time than it saves
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` wrote.
+
+    Attributes:
+        paths: the files.
+        documents: documents in the corpus.
+        tokens: tokens in the corpus, one end of document each included.
+        text_bytes: UTF-8 bytes of text behind them.
+        empty_documents: documents without text, which are left out.
+    """
+
+    paths: tuple[Path, ...]
+    documents: int
+    tokens: int
+    text_bytes: int
+    empty_documents: int
+
+
+@dataclass(frozen=True)
+class _Batch:
+    source: int  # index of the source; a batch has pieces of one only
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    tokens: np.ndarray  # of all texts, end to end
+    counts: list[int]  # tokens of each text
+
+
+_Encode = Callable[[list[str]], _Encoded]
+
+
+def prepare(
+    inputs: Iterable[str | Path],
+    tokenizer_path: str | Path,
+    output_prefix: str | Path,
+    *,
+    text_key: str = "text",
+    num_workers: int | None = None,
+    progress: bool = False,
+) -> Prepared:
+    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, names of the sources).
+
+    Each document's tokens end with the tokenizer's end of document. The files are the same for any ``num_workers``;
+    existing ones are replaced once the new ones are complete. Memory is bounded, whatever the size of the text.
+
+    Args:
+        inputs: files and folders as `iter_documents` reads them.
+        tokenizer_path: a sentencepiece model file.
+        output_prefix: path of the files without their suffixes.
+        text_key: key or column of the text in JSON lines and tables.
+        num_workers: processes that tokenize; None takes the processors of this machine, fewer for little text. With 1
+            this process does it. More start processes with "spawn": a script needs ``if __name__ == "__main__"``.
+        progress: show progress on stderr.
+
+    Raises:
+        UserError: unreadable inputs or tokenizer, no document with text, ``num_workers`` less than 1, a dead worker.
+    """
+    if num_workers is not None and num_workers < 1:
+        raise UserError(f"num_workers={num_workers} is less than 1")
+    tokenizer = Tokenizer.load(tokenizer_path)
+    sources = find_sources(inputs)
+    total_bytes = sum(source.num_bytes for source in sources)
+    if num_workers is None:
+        num_workers = min(_available_processors(), 1 + total_bytes // _BYTES_A_WORKER)
+    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
+    counts = _Counts(sources)
+    with (
+        IndexedWriter(output_prefix, dtype) as writer,
+        _encoder(tokenizer, dtype, num_workers) as encode_all,
+        show_progress("tokenizing", total_bytes, progress) as report,
+    ):
+        length = 0  # tokens of the document so far
+        for batch, encoded in encode_all(_batches(sources, text_key)):
+            start = 0
+            for piece, count in zip(batch.pieces, encoded.counts, strict=True):
+                writer.append(encoded.tokens[start : start + count])
+                start, length = start + count, length + count
+                if not piece.ends_document:
+                    continue
+                if length:
+                    writer.append([tokenizer.end_of_document])
+                    writer.end_document()
+                else:
+                    counts.empty_documents += 1
+                length = 0
+            counts.add(batch)
+            report(counts.bytes_done, writer.num_documents, writer.num_tokens)
+        if not writer.num_documents:
+            names = ", ".join(source.name for source in sources)
+            raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones)")
+        writer.describe(
+            fmoe=__version__,
+            tokenizer={
+                "name": tokenizer.path.name,
+                "sha256": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "end_of_document": tokenizer.end_of_document,
+            },
+            sources=[source.name for source in sources],
+            text_bytes=counts.text_bytes,
+            empty_documents=counts.empty_documents,
+        )
+    return Prepared(
+        paths=corpus_paths(output_prefix),
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        text_bytes=counts.text_bytes,
+        empty_documents=counts.empty_documents,
+    )
+
+
+class _Counts:
+    """Running totals. The bytes done are those on disk, which a bar knows the total of, as near as text tells them."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.text_bytes = 0
+        self.empty_documents = 0
+        self._sizes = [source.num_bytes for source in sources]
+        self._source = 0
+        self._bytes_before = 0  # of the sources that are done
+        self._bytes_inside = 0
+
+    def add(self, batch: _Batch) -> None:
+        while self._source < batch.source:
+            self._bytes_before += self._sizes[self._source]
+            self._source, self._bytes_inside = self._source + 1, 0
+        num_bytes = sum(piece.num_bytes for piece in batch.pieces)
+        self.text_bytes += num_bytes
+        self._bytes_inside += num_bytes
+
+    @property
+    def bytes_done(self) -> int:
+        # Compressed text is larger than its file, JSON is smaller: never beyond the source at hand.
+        return self._bytes_before + min(self._bytes_inside, self._sizes[self._source])
+
+
+def _batches(sources: list[Source], text_key: str) -> Iterator[_Batch]:
+    for number, source in enumerate(sources):
+        pieces: list[Piece] = []
+        num_bytes = 0
+        for piece in read_source(source, text_key):
+            pieces.append(piece)
+            num_bytes += piece.num_bytes
+            if num_bytes >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
+                yield _Batch(number, pieces)
+                pieces, num_bytes = [], 0
+        if pieces:
+            yield _Batch(number, pieces)
+
+
+def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str]) -> _Encoded:
+    ids = [tokenizer.encode(text) for text in texts]
+    parts = [np.array(part, dtype=dtype) for part in ids]
+    return _Encoded(np.concatenate(parts), [len(part) for part in parts])
+
+
+@contextmanager
+def _encoder(
+    tokenizer: Tokenizer, dtype: np.dtype, num_workers: int
+) -> Iterator[Callable[[Iterable[_Batch]], Iterator[tuple[_Batch, _Encoded]]]]:
+    """Gives a function that maps batches to (batch, encoded) in order, in this process or in ``num_workers`` others."""
+    if num_workers == 1:
+        encode = partial(_encode, tokenizer, dtype)
+        yield lambda batches: ((batch, encode([piece.text for piece in batch.pieces])) for batch in batches)
+        return
+    executor = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of torch or a caller
+        initializer=_start_worker,
+        initargs=(str(tokenizer.path), dtype.name),
+    )
+    try:
+        # An interrupt is this process's to handle: children inherit the mask. The resource tracker goes first, because
+        # starting it lifts the mask; then a call a worker, because each call starts one while none is idle.
+        resource_tracker.ensure_running()
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        for _ in range(num_workers):
+            executor.submit(int)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a tokenizing process ended by itself (killed, or out of memory); num_workers={num_workers}, try fewer"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _map_in_order(
+    executor: ProcessPoolExecutor, limit: int, batches: Iterable[_Batch]
+) -> Iterator[tuple[_Batch, _Encoded]]:
+    pending: deque[tuple[_Batch, Future[_Encoded]]] = deque()
+    for batch in batches:
+        pending.append((batch, executor.submit(_encode_in_worker, [piece.text for piece in batch.pieces])))
+        if len(pending) >= limit:
+            first, future = pending.popleft()
+            yield first, future.result()
+    for batch, future in pending:
+        yield batch, future.result()
+
+
+_worker_encode: _Encode | None = None  # set once in a worker process, which has no other place to keep its tokenizer
+
+
+def _start_worker(tokenizer_path: str, dtype: str) -> None:
+    global _worker_encode
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker_encode = partial(_encode, Tokenizer.load(tokenizer_path), np.dtype(dtype))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent is killed; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_in_worker(texts: list[str]) -> _Encoded:
+    assert _worker_encode is not None
+    return _worker_encode(texts)
+
+
+def _available_processors() -> int:
+    """Those this process may run on, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,139 @@
+"""The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
+
+An epoch: the documents of all corpora in a random order, end to end, cut into blocks of L + 1 tokens that overlap by
+one, the blocks in a random order. Block b holds the stream's tokens b L to b L + L, so that as inputs and shifted
+targets every token after the first is predicted at most once; the tail that fills no block, less than L tokens, is
+left out, another one each epoch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fmoe.errors import UserError
+from pretrain.data.indexed import IndexedCorpus
+
+_CHUNK = 1 << 22  # tokens counted at a time
+_DOCUMENTS, _BLOCKS = 0, 1  # purposes of a permutation
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    number: int
+    order: np.ndarray  # document ids in this epoch's order, int64 [documents]
+    ends: np.ndarray  # where each of them ends in the stream, int64 [documents]
+    blocks: np.ndarray  # block ids in this epoch's order, int64 [samples_per_epoch]
+
+
+class GPTSamples:
+    """An endless sequence of blocks of tokens, the same for any number of readers.
+
+    Which tokens sample n holds depends on nothing but the arguments and n: a resume needs n alone, and a data-parallel
+    rank takes the n that are its own. In memory: 8 bytes four times a document and once a block.
+
+    Args:
+        corpora: read as one, a document as likely as another.
+        sequence_length: L; a sample has L + 1 tokens.
+        seed: 0 to 2^64 - 1.
+        shuffle: False takes documents and blocks first to last in every epoch, for validation.
+
+    Attributes:
+        samples_per_epoch: samples before the order repeats or is drawn anew: ``(tokens - 1) // sequence_length``.
+
+    Raises:
+        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in all.
+    """
+
+    def __init__(
+        self, corpora: Sequence[IndexedCorpus], sequence_length: int, seed: int, *, shuffle: bool = True
+    ) -> None:
+        names = ", ".join(str(corpus.prefix) for corpus in corpora)
+        num_tokens = sum(corpus.num_tokens for corpus in corpora)
+        if sequence_length < 1:
+            raise UserError(f"sequence_length={sequence_length} is less than 1")
+        if not 0 <= seed < 1 << 64:
+            raise UserError(f"seed={seed} is not in 0 to 2^64 - 1")
+        if not corpora:
+            raise UserError("no corpus to take samples from")
+        if num_tokens <= sequence_length:
+            raise UserError(
+                f"sequence_length={sequence_length} takes {sequence_length + 1} tokens a sample; "
+                f"there are {num_tokens} in {names}"
+            )
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.samples_per_epoch = (num_tokens - 1) // sequence_length
+        self._flats = [corpus.flat for corpus in corpora]
+        self._first_documents = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])  # of each corpus
+        lengths = [corpus.lengths for corpus in corpora]
+        self._lengths = np.concatenate(lengths)
+        self._starts = np.concatenate([np.cumsum(length) - length for length in lengths])  # in the document's corpus
+        self._epoch = self._draw(0)
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Sample ``n`` of the endless sequence, int64 [sequence_length + 1].
+
+        Raises:
+            IndexError: ``n`` is negative.
+        """
+        if n < 0:
+            raise IndexError(f"sample {n} is negative")
+        number, place = divmod(int(n), self.samples_per_epoch)
+        epoch = self._epoch  # a local name: another thread may draw the next epoch meanwhile
+        if epoch.number != number:
+            epoch = self._epoch = self._draw(number)
+        position = int(epoch.blocks[place]) * self.sequence_length
+        sample = np.empty(self.sequence_length + 1, dtype=np.int64)
+        rank = int(np.searchsorted(epoch.ends, position, side="right"))  # the document that holds this position
+        filled = 0
+        while filled < len(sample):
+            document, left = int(epoch.order[rank]), int(epoch.ends[rank]) - position
+            taken = min(left, len(sample) - filled)
+            start = int(self._starts[document]) + int(self._lengths[document]) - left
+            corpus = int(np.searchsorted(self._first_documents, document, side="right")) - 1
+            sample[filled : filled + taken] = self._flats[corpus][start : start + taken]
+            filled, position, rank = filled + taken, position + taken, rank + 1
+        return sample
+
+    def _draw(self, number: int) -> _Epoch:
+        if self.shuffle:
+            order = _permutation(len(self._lengths), self.seed, number, _DOCUMENTS)
+            blocks = _permutation(self.samples_per_epoch, self.seed, number, _BLOCKS)
+        else:
+            order = np.arange(len(self._lengths))
+            blocks = np.arange(self.samples_per_epoch)
+        return _Epoch(number, order, np.cumsum(self._lengths[order]), blocks)
+
+
+def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
+    """Entropy of the token frequencies in nats: the loss of a model that knows nothing but them.
+
+    Raises:
+        UserError: no tokens, or a token id outside ``0 <= id < vocab_size``.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for corpus in corpora:
+        for start in range(0, corpus.num_tokens, _CHUNK):
+            chunk = corpus.flat[start : start + _CHUNK]
+            least, most = int(chunk.min()), int(chunk.max())
+            if least < 0 or most >= vocab_size:
+                wrong = least if least < 0 else most
+                raise UserError(f"{corpus.prefix} has the token id {wrong}, outside vocab_size={vocab_size}")
+            counts += np.bincount(chunk, minlength=vocab_size)
+    total = counts.sum()
+    if not total:
+        raise UserError("no tokens to take the entropy of")
+    share = counts[counts > 0] / total
+    return float(-(share * np.log(share)).sum())
+
+
+def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
+    """A random order of ``range(size)``, int64 [size].
+
+    It sorts raw Philox words: numpy promises to keep that stream, but not what ``Generator.permutation`` makes of it
+    (NEP 19), and a run must be able to resume under another numpy.
+    """
+    key = np.array([seed, 2 * epoch + purpose], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -1,0 +1,59 @@
+"""Rows of Parquet files and of folders written by Hugging Face ``datasets``, a batch at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fmoe.errors import UserError, require
+from pretrain.data.documents import shorten
+
+_ROWS = 256  # rows in memory at a time: documents of a web corpus are some kilobytes each
+
+
+def read_parquet(path: Path, column: str) -> Iterator[object]:
+    """The values of one column of a Parquet file, in order.
+
+    pyarrow reads the file where it lies; ``datasets.load_dataset`` would first copy all of it into its cache.
+
+    Raises:
+        UserError: not a Parquet file, damaged, or without the column.
+    """
+    parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
+    with _one_line_errors(path, "a Parquet file"):
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+    _check_column(path, column, names)
+    with _one_line_errors(path, "a Parquet file"), file:
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+            yield from batch.column(0).to_pylist()
+
+
+def read_saved(path: Path, column: str) -> Iterator[object]:
+    """The values of one column of a folder written by ``Dataset.save_to_disk``, in order.
+
+    Raises:
+        UserError: the folder is damaged or without the column.
+    """
+    datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
+    with _one_line_errors(path, "a folder of datasets.save_to_disk"):
+        dataset = datasets.load_from_disk(str(path)).with_format(None)
+    _check_column(path, column, dataset.column_names)
+    with _one_line_errors(path, "a folder of datasets.save_to_disk"):
+        for batch in dataset.select_columns([column]).iter(batch_size=_ROWS):
+            yield from batch[column]
+
+
+def _check_column(path: Path, column: str, names: list[str]) -> None:
+    if column not in names:
+        raise UserError(f"{path} has no column {column!r}; its columns are {shorten(names)}")
+
+
+@contextmanager
+def _one_line_errors(path: Path, what: str) -> Iterator[None]:
+    """Arrow reports damage as OSError or as one of several subclasses of ValueError, TypeError and KeyError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
+        raise UserError(f"{path} cannot be read as {what}: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,25 @@
+"""Fixtures for all tests: processes that last the session, text to train on."""
+
+import os
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory):
+    """Two processes with a gloo group between them, one thread each."""
+    with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def text_folder() -> Path:
+    """Real text of the machine the tests run on; skips where there is none."""
+    folder = Path(os.environ.get("FMOE_TEXT", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no text in {folder}; FMOE_TEXT names a folder of .txt files")
+    return folder

@@ -1,0 +1,203 @@
+"""The layer's contracts beside its arithmetic."""
+
+import pytest
+import torch
+from compare import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import fmoe
+from fmoe.gates import NaiveGate, SwitchGate
+
+
+def layer_and_input(*shape, **options):
+    torch.manual_seed(0)
+    options = {"num_experts": 4, "d_hidden": 16, "seed": 1} | options
+    return fmoe.FMoE(8, **options), torch.randn(*shape, 8, requires_grad=True)
+
+
+@pytest.mark.parametrize("gate", ["naive", "switch", "gshard"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), (0, 5), (1, 1), (2, 3, 4)], ids=str)
+def test_any_number_of_tokens(gate, shape):
+    layer, x = layer_and_input(*shape, gate=gate)
+    y = layer(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_an_expert_without_tokens_has_zero_gradients_not_none():
+    layer, x = layer_and_input(6, top_k=1)
+    with torch.no_grad():
+        layer.gate.weight.zero_()[2].fill_(1)
+    x = x.detach().abs().requires_grad_()
+    layer(x).sum().backward()
+    assert layer.experts.weight_in.grad[2].abs().sum() > 0
+    for e in (0, 1, 3):
+        assert layer.experts.weight_in.grad[e].abs().sum() == 0
+        assert layer.experts.bias_out.grad[e].abs().sum() == 0
+    assert fmoe.metrics(layer)[""].dead_experts == 3
+
+
+def test_dropped_tokens_are_the_same_every_time_and_come_out_as_zero():
+    layer, x = layer_and_input(1, 64, gate="switch", gate_options={"capacity_factor": 0.25, "jitter": 0.0})
+    first = layer(x)
+    assert (first.abs().sum(-1) == 0).any()
+    for _ in range(20):
+        assert torch.equal(layer(x), first)
+
+
+def test_routing_groups_make_the_split_of_a_batch_irrelevant():
+    """Capacity, noise and balance loss see sequences, whatever sequences lie beside them."""
+    results = []
+    for parts in (1, 3):
+        layer, x = layer_and_input(6, 16, gate="gshard", loss_weights={"balance": 1.0})
+        fmoe.set_loss_scale(1 / parts)
+        try:
+            outputs = []
+            for i, part in enumerate(x.detach().chunk(parts)):
+                fmoe.random.set_position(seed=0, step=0, first_token=i * (6 // parts) * 16)
+                outputs.append(layer(part))
+                outputs[-1].square().sum().backward()
+        finally:
+            fmoe.set_loss_scale(1.0)
+        results.append((torch.cat(outputs), [p.grad for p in layer.parameters()], fmoe.metrics(layer)[""]))
+    (whole, whole_grads, whole_report), (split, split_grads, split_report) = results
+    assert_close(split, whole, 1e-6, "output")
+    for a, b in zip(split_grads, whole_grads, strict=True):
+        assert_close(a, b, 1e-5, "gradient")
+    assert split_report.load == whole_report.load
+    assert split_report.losses["balance"] == pytest.approx(whole_report.losses["balance"], rel=1e-5)
+
+
+def test_sequence_first_is_the_transposed_input():
+    layer, x = layer_and_input(5, 12, gate="gshard", gate_options={"capacity_factor": 0.5})
+    fmoe.random.set_position(0, 0)
+    expected = layer(x)
+    layer.sequence_first = True
+    fmoe.random.set_position(0, 0)
+    assert torch.allclose(layer(x.transpose(0, 1).contiguous()).transpose(0, 1), expected, atol=1e-6)
+
+
+def test_masked_tokens_are_not_routed_and_take_no_capacity():
+    layer, x = layer_and_input(2, 8, gate="switch", gate_options={"capacity_factor": None, "jitter": 0.0})
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[:, 5:] = False
+    y = layer(x, mask)
+    assert (y[:, 5:] == 0).all()
+    assert torch.allclose(y[:, :5], layer(x[:, :5].contiguous()), atol=1e-6)
+    y.sum().backward()
+    assert fmoe.metrics(layer, reset=True)[""].tokens == 10
+    assert fmoe.metrics(layer)[""].tokens == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_changes_neither_noise_nor_statistics(use_reentrant):
+    layer, x = layer_and_input(2, 8, gate="gshard")
+
+    def gradients(call):
+        layer.zero_grad()
+        x.grad = None
+        fmoe.random.set_position(seed=5, step=9)
+        y = call(x)
+        fmoe.random.set_position(seed=5, step=10)  # the next micro batch begins before this one's backward pass
+        y.square().sum().backward()
+        return [x.grad.clone(), *(p.grad.clone() for p in layer.parameters())], fmoe.metrics(layer, reset=True)[""]
+
+    plain, plain_report = gradients(layer)
+    again, report = gradients(lambda x: checkpoint(layer, x, use_reentrant=use_reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert report == plain_report
+
+
+def test_noise_without_a_position_follows_manual_seed():
+    layer, x = layer_and_input(2, 8, gate="switch", gate_options={"jitter": 0.5, "capacity_factor": None})
+    torch.manual_seed(1)
+    a, b = layer(x), layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(layer(x), a)
+    assert not torch.equal(a, b)
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_losses_reach_the_router_by_default_and_can_be_turned_off():
+    for weights, moved in (({}, True), ({"balance": 0.0, "z": 0.0}, False)):
+        layer, x = layer_and_input(2, 8, loss_weights=weights)
+        (layer(x).sum() * 0).backward()
+        assert bool(layer.gate.weight.grad.abs().sum() > 0) is moved
+    layer, x = layer_and_input(2, 8)
+    layer.eval()
+    (layer(x).sum() * 0).backward()
+    assert layer.gate.weight.grad.abs().sum() == 0
+
+
+def test_a_gate_is_a_name_a_class_or_an_instance():
+    torch.manual_seed(0)
+    by_name, x = layer_and_input(4, gate="naive")
+    by_class, _ = layer_and_input(4, gate=NaiveGate)
+    assert torch.equal(by_name(x), by_class(x))
+    gate = SwitchGate(8, 4, jitter=0.0)
+    by_instance, _ = layer_and_input(4, gate=gate)
+    assert by_instance.gate is gate
+    assert by_instance(x).shape == x.shape
+
+
+def test_state_dict_and_meta_device_round_trip():
+    layer, x = layer_and_input(4, gate="naive")
+    with torch.device("meta"):
+        other = fmoe.FMoE(8, num_experts=4, d_hidden=16, seed=1)
+    other.to_empty(device="cpu")
+    other.reset_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+
+
+def test_experts_are_drawn_by_global_id():
+    whole = fmoe.experts.FFNExperts(6, 8, 16, seed=3)
+    upper = fmoe.experts.FFNExperts(2, 8, 16, first_expert=4, seed=3)
+    assert torch.equal(whole.weight_in[4:], upper.weight_in)
+    assert torch.equal(whole.bias_out[4:], upper.bias_out)
+    assert not torch.equal(whole.weight_in[0], whole.weight_in[1])
+    bound = 1 / 8**0.5
+    assert whole.weight_in.abs().max() <= bound
+    assert whole.weight_in.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+
+
+def test_transformer_mlp_is_the_layer_with_ffn_experts():
+    torch.manual_seed(0)
+    mlp = fmoe.FMoETransformerMLP(8, 16, 4, activation="relu", seed=1)
+    layer, x = layer_and_input(4, expert_options={"activation": "relu"})
+    assert torch.equal(mlp(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: fmoe.FMoE(8, 4, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
+        (lambda: fmoe.FMoE(8, 4, top_k=0), "top_k=0"),
+        (lambda: fmoe.FMoE(0, 4), "d_model=0 is not positive"),
+        (lambda: fmoe.FMoE(8, 0), "num_experts=0 is not positive"),
+        (lambda: fmoe.FMoE(8, 4, 0), "d_hidden=0"),
+        (lambda: fmoe.FMoE(8, 4, gate="swich"), "did you mean 'switch'"),
+        (lambda: fmoe.FMoE(8, 4, gate="switch", gate_options={"capacity_factor": 0}), "capacity_factor=0"),
+        (lambda: fmoe.FMoE(8, 4, gate="switch", gate_options={"jitter": 1.5}), "jitter=1.5"),
+        (lambda: fmoe.FMoE(8, 4, gate=NaiveGate(8, 5)), "gate.num_experts=5 differs from num_experts=4"),
+        (lambda: fmoe.FMoE(8, 4, expert_options={"activation": "gulu"}), "activation='gulu'"),
+        (lambda: fmoe.FMoE(8, 4)(torch.randn(3, 7)), "(3, 7)"),
+        (lambda: fmoe.FMoE(8, 4)(torch.ones(3, 8, dtype=torch.int64)), "torch.int64"),
+        (lambda: fmoe.FMoE(8, 4)(torch.randn(3, 8), torch.ones(2, dtype=torch.bool)), "mask has shape (2,)"),
+        (lambda: fmoe.fmoefy(torch.nn.Linear(2, 2), 4), "Linear"),
+    ],
+)
+def test_wrong_inputs_say_value_and_limit(build, says):
+    with pytest.raises(fmoe.UserError) as error:
+        build()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)

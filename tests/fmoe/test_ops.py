@@ -1,0 +1,81 @@
+"""Native operations against their references, values and gradients, over random shapes with dropped assignments."""
+
+import pytest
+import torch
+from compare import assert_close
+
+from fmoe import ops
+from fmoe.dispatch import DispatchPlan
+from fmoe.ops import reference
+from fmoe.routing import Routing
+
+
+def random_plan(generator, num_tokens, top_k, num_experts, drop):
+    expert = torch.randint(0, num_experts, (num_tokens, top_k), generator=generator)
+    expert[torch.rand(num_tokens, top_k, generator=generator) < drop] = -1
+    weight = torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float64)
+    return DispatchPlan.from_routing(Routing(expert, weight), num_experts), expert, weight
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_permute_combine_grouped_linear(seed):
+    g = torch.Generator().manual_seed(seed)
+    num_tokens = [0, 1, 7, 40][seed % 4]
+    top_k, num_experts, drop = 1 + seed % 3, [1, 3, 8][seed % 3], [0.0, 0.3, 1.0][seed // 10]
+    plan, _, weight = random_plan(g, num_tokens, top_k, num_experts, drop)
+    results = []
+    for module in (ops, reference):
+        x = torch.randn(
+            num_tokens, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+        )
+        w = torch.randn(
+            num_experts, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True
+        )
+        b = torch.randn(
+            num_experts, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True
+        )
+        mix = weight.clone().requires_grad_()
+        rows = module.permute(x, plan, plan.num_rows)
+        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan)
+        (out * torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))).sum().backward()
+        results.append({"rows": rows, "out": out, "dx": x.grad, "dw": w.grad, "db": b.grad, "dmix": mix.grad})
+    for name, expected in results[1].items():
+        assert_close(results[0][name], expected, 1e-12, name)
+
+
+def test_plan_is_sorted_stable_and_of_fixed_size():
+    g = torch.Generator().manual_seed(0)
+    plan, expert, _ = random_plan(g, 50, 2, 4, 0.3)
+    flat = expert.flatten()
+    assert plan.order_N.shape == (100,)
+    assert plan.counts == [int((flat == e).sum()) for e in range(4)]
+    sorted_experts = flat[plan.order_N]
+    kept = sorted_experts[: plan.num_rows]
+    assert (kept >= 0).all() and (sorted_experts[plan.num_rows :] == -1).all()
+    for e in range(4):
+        mine = plan.order_N[: plan.num_rows][kept == e]
+        assert (mine.diff() > 0).all(), "token order within an expert"
+    assert torch.equal(plan.order_N[plan.place_TK.flatten()], torch.arange(100))
+
+
+def test_grouped_linear_poisons_nothing():
+    """Outputs and gradients are written whole, whatever the memory held."""
+    counts = [0, 3, 0, 2]
+    torch.manual_seed(0)
+    for _ in range(5):
+        poison = torch.full((64, 64), float("nan"))
+        del poison
+        rows = torch.randn(5, 6, requires_grad=True)
+        w = torch.randn(4, 5, 6, requires_grad=True)
+        b = torch.randn(4, 5, requires_grad=True)
+        ops.grouped_linear(rows, w, b, counts).sum().backward()
+        assert all(t.grad.isfinite().all() for t in (rows, w, b))
+        assert (w.grad[0] == 0).all() and (b.grad[2] == 0).all()
+
+
+def test_reorder_is_its_inverse_backward():
+    index = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    inverse = index.argsort()
+    x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(ops.reorder(x, index, inverse), x[index])
+    assert torch.autograd.gradcheck(lambda x: ops.reorder(x, index, inverse), x)

@@ -1,0 +1,126 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fmoe.cli import run
+from fmoe.errors import UserError
+from pretrain.data.cli import main
+from pretrain.data.indexed import IndexedCorpus
+from pretrain.data.samples import GPTSamples, unigram_entropy
+from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[3]
+TEXT = Path(os.environ.get("FMOE_TEXT", ROOT.parent / "shared" / "data"))
+
+
+def test_from_text_to_samples(texts: list[str], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model, prefix = str(tmp_path / "tokenizer.model"), str(tmp_path / "train")
+    assert main(["tokenizer", str(jsonl), "--out", model, "--vocab-size", "600", "--sentinels", "5"]) == 0
+    assert f"{model}: 600 pieces, 5 sentinels" in capsys.readouterr().out
+    assert main(["prepare", str(jsonl), "--tokenizer", model, "--out", prefix, "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    count = sum(bool(text) for text in texts)
+    assert out.startswith(f"{count} documents, ")
+    assert all(f"{prefix}{suffix}: " in out for suffix in (".bin", ".idx", ".json"))
+    assert main(["show", prefix, "--tokenizer", model, "--documents", "2", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert f"{prefix}: {count} documents, " in out
+    assert "document 0, " in out and repr(texts[0][:40])[:-1] in out
+    assert "document 2" not in out
+    assert len(GPTSamples([IndexedCorpus(prefix)], 128, seed=0)[0]) == 129
+
+
+def test_outputs_are_replaced_only_when_asked(jsonl: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prefix = tmp_path / "train"
+    arguments = ["prepare", str(jsonl), "--tokenizer", str(tokenizer.path), "--out", str(prefix), "--workers", "1"]
+    main(arguments)
+    with pytest.raises(UserError, match=r"train\.bin exists; --overwrite replaces it"):
+        main(arguments)
+    main([*arguments, "--overwrite"])
+    with pytest.raises(UserError, match=r"tokenizer\.model exists; --overwrite"):
+        main(["tokenizer", str(jsonl), "--out", str(tokenizer.path)])
+    with pytest.raises(UserError, match="is an input and would be overwritten"):
+        main(["tokenizer", str(jsonl), "--out", str(jsonl), "--overwrite"])
+    (tmp_path / "test.jsonl").touch()
+    with pytest.raises(UserError, match=r"test\.jsonl exists; --overwrite"):
+        main(["corpus", "--out", str(tmp_path)])
+
+
+def test_show_refuses_another_tokenizer(jsonl: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    main(["prepare", str(jsonl), "--tokenizer", str(tokenizer.path), "--out", str(tmp_path / "a"), "--workers", "1"])
+    other = train_tokenizer([jsonl], tmp_path / "other.model", 400)
+    with pytest.raises(UserError, match=r"was prepared with another tokenizer than .*other\.model"):
+        main(["show", str(tmp_path / "a"), "--tokenizer", str(other.path)])
+
+
+def test_a_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run("fmoe data", lambda: main(["show", str(tmp_path / "none")])) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    for arguments in ([], ["other"], ["corpus"], ["corpus", "--ou", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+
+
+@pytest.mark.parametrize("command", [[], ["corpus"], ["tokenizer"], ["prepare"], ["show"]], ids=str)
+def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    assert " ".join(["fmoe data", *command]) in capsys.readouterr().out.split("example", 1)[1]
+
+
+def test_no_command_imports_megatron_or_more_of_torch_than_fmoe_does(
+    jsonl: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    script = (
+        "import sys, fmoe; before = 'torch' in sys.modules\n"
+        "from pretrain.data.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "assert ('torch' in sys.modules) == before\n"
+        "assert not {'megatron', 'datasets', 'pyarrow', 'wandb'} & set(sys.modules)\n"
+    )
+    arguments = ["prepare", jsonl, "--tokenizer", tokenizer.path, "--out", tmp_path / "a", "--workers", "1"]
+    subprocess.run([sys.executable, "-c", script, *map(str, arguments)], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_the_script_of_the_default_corpus() -> None:
+    script = ROOT / "data" / "pylib" / "prepare.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    shown = subprocess.run([script, "--help"], check=True, capture_output=True, text=True)
+    assert shown.stdout.startswith("usage: prepare.sh [OUT_DIR]")
+    wrong = subprocess.run([script, "--other"], capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+
+
+def test_the_script_runs_each_step_once(tmp_path: Path) -> None:
+    """With a stand-in for fmoe that notes its arguments and makes the output that the script looks for."""
+    fmoe = tmp_path / "fmoe"
+    fmoe.write_text(
+        "#!/usr/bin/env bash\n"
+        f'echo "$2" "${{@: -1}}" >> "{tmp_path}/calls"\n'
+        'while [[ $1 != --out ]]; do step=${step-}.$1; shift; done; mkdir -p "$(dirname "$2")"\n'
+        'case $step in .data.corpus) mkdir -p "$2"; touch "$2/test.jsonl";; .data.tokenizer*) touch "$2";; '
+        '*) touch "$2.idx";; esac\n'
+    )
+    fmoe.chmod(0o755)
+    script = ROOT / "data" / "pylib" / "prepare.sh"
+    environment = {**os.environ, "FMOE": str(fmoe)}
+    for _ in range(2):
+        subprocess.run([script, tmp_path / "out dir"], check=True, env=environment, capture_output=True)
+    calls = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == ["corpus", "tokenizer", "prepare", "prepare", "prepare"]
+
+
+@pytest.mark.skipif(not list(TEXT.glob("*.txt")), reason=f"no real text at {TEXT}; FMOE_TEXT names a folder of it")
+def test_real_text(tmp_path: Path) -> None:
+    model, prefix = str(tmp_path / "tokenizer.model"), str(tmp_path / "train")
+    paths = sorted(TEXT.glob("*.txt"))[:2]
+    main(["tokenizer", *map(str, paths), "--out", model, "--max-bytes", "500000"])
+    main(["prepare", *map(str, paths), "--tokenizer", model, "--out", prefix, "--workers", "1"])
+    corpus, tokenizer = IndexedCorpus(prefix), Tokenizer.load(model)
+    assert corpus.num_documents == len(paths)
+    for i, path in enumerate(paths):
+        assert tokenizer.decode(corpus.document(i)).encode() == path.read_bytes()
+    assert 3 < unigram_entropy([corpus], tokenizer.vocab_size) < 7.6  # ln 2048 = 7.62
