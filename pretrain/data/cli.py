@@ -2,6 +2,7 @@
 
 import argparse
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands, name, run, summary: str, description: str, example: str) -> argparse.ArgumentParser:
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    summary: str,
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=summary,

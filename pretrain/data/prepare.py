@@ -18,7 +18,7 @@ import numpy as np
 
 from fmoe import __version__
 from fmoe.errors import UserError
-from pretrain.data.documents import Piece, Source, find_sources, read_source
+from pretrain.data.documents import Piece, Source, find_sources, read_source, shorten
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
 from pretrain.data.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def prepare(
             counts.add(batch)
             report(counts.bytes_done, writer.num_documents, writer.num_tokens)
         if not writer.num_documents:
-            names = ", ".join(source.name for source in sources)
+            names = shorten(source.name for source in sources)
             raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones)")
         writer.describe(
             fmoe=__version__,
@@ -208,9 +208,11 @@ def _encoder(
         # starting it lifts the mask; then a call a worker, because each call starts one while none is idle.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        for _ in range(num_workers):
-            executor.submit(int)
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        try:
+            for _ in range(num_workers):
+                executor.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
     except BrokenProcessPool as error:
         raise UserError(

@@ -38,9 +38,9 @@ def test_any_number_of_workers_gives_the_same_files(
     jsonl: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BATCH_BYTES", 5_000)  # more batches than are in flight
-    for num_workers in (1, 3):
+    for num_workers in (1, 2):
         prepare([jsonl], tokenizer.path, tmp_path / str(num_workers) / "a", num_workers=num_workers)
-    assert files(tmp_path / "1") == files(tmp_path / "3")
+    assert files(tmp_path / "1") == files(tmp_path / "2")
 
 
 @pytest.mark.parametrize("size", [1, 100, 10_000])
@@ -80,8 +80,8 @@ def test_a_large_vocabulary_takes_int32(tokenizer: Tokenizer, tmp_path: Path, mo
     ("content", "options", "message"),
     [
         ('{"text": "good"}\n' * 5 + "bad\n", {}, r"a\.jsonl, line 6 is not JSON"),
-        ('{"text": ""}\n', {}, r"no document with text in a\.jsonl \(1 empty ones\)"),
-        ("", {}, r"no document with text in a\.jsonl"),
+        ('{"text": ""}\n', {}, r"no document with text in 'a\.jsonl' \(1 empty ones\)"),
+        ("", {}, r"no document with text in 'a\.jsonl'"),
         ('{"text": "good"}\n', {"num_workers": 0}, "num_workers=0 is less than 1"),
         ('{"text": "good"}\n', {"text_key": "body"}, "no key 'body'"),
     ],

@@ -1,0 +1,59 @@
+# `make train` and `make test` work from nothing: they make .venv, install, and go. A second call skips what is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Without a GPU the CPU build of torch; with one, the default build. `make TORCH=torch==2.12.0 train` takes another.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+ifeq ($(GPUS),0)
+TORCH ?= torch==2.13.0
+PROCESSES ?= 2
+else
+TORCH ?= torch
+PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
+endif
+
+.PHONY: help train test lint bench corpus clean
+
+help:
+	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
+	@echo "make test    set up, run the tests"
+	@echo "make lint    set up, check style"
+	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
+	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
+
+train: $(VENV)/.train corpus
+	$(BIN)/fmoe train quickstart --resume auto --parallel.expert $(PROCESSES) $(ARGS)
+
+corpus: $(VENV)/.train
+	FMOE=$(BIN)/fmoe bash data/pylib/prepare.sh
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.test
+	$(BIN)/python -m bench step $(ARGS)
+
+clean:
+	rm -rf $(VENV) data/*/out
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fmoe needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself, so that nothing else chooses its build.
+$(VENV)/.train: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[pretrain]'
+	@touch $@
+
+$(VENV)/.test: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.train

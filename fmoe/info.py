@@ -1,0 +1,45 @@
+"""``fmoe info``: what is installed and what would run."""
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+import torch
+
+_EXTRAS = {
+    "pretrain": ["megatron-core", "datasets", "numpy", "psutil", "rich", "safetensors", "sentencepiece", "tyro", "wandb"],
+    "tensorboard": ["tensorboard"],
+}
+
+
+def lines() -> list[str]:
+    """The report, a line a fact."""
+    report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        report.append(f"devices: {', '.join(names)} (nccl)")
+    else:
+        report.append(f"devices: cpu, {torch.get_num_threads()} threads (gloo)")
+    for extra, packages in _EXTRAS.items():
+        found = {package: _version(package) for package in packages}
+        missing = [package for package, number in found.items() if number is None]
+        report.append(f"{extra}: " + ", ".join(f"{package} {number}" for package, number in found.items() if number))
+        if missing:
+            report.append(f"{extra}: missing {', '.join(missing)}: pip install 'fmoe[{extra}]'")
+    for group in ("fmoe.commands", "fmoe.adapters"):
+        names = sorted(entry.name for entry in entry_points(group=group))
+        report.append(f"{group.split('.')[1]}: {', '.join(names)}")
+    return report
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints `lines`."""
+    print("\n".join(lines()))
+    return 0
