@@ -7,7 +7,17 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 import torch
 
 _EXTRAS = {
-    "pretrain": ["megatron-core", "datasets", "numpy", "psutil", "rich", "safetensors", "sentencepiece", "tyro", "wandb"],
+    "pretrain": [
+        "megatron-core",
+        "datasets",
+        "numpy",
+        "psutil",
+        "rich",
+        "safetensors",
+        "sentencepiece",
+        "tyro",
+        "wandb",
+    ],
     "tensorboard": ["tensorboard"],
 }
 

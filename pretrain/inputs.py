@@ -32,10 +32,19 @@ def open_inputs(recipe: Recipe) -> Inputs:
             f"the vocabulary of data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} entries, "
             f"more than model.vocab_size={model.vocab_size}"
         )
-    train = [IndexedCorpus(prefix) for prefix in data.train]
-    validation = [IndexedCorpus(prefix) for prefix in data.validation]
+    train = [_corpus(prefix, tokenizer) for prefix in data.train]
+    validation = [_corpus(prefix, tokenizer) for prefix in data.validation]
+    if validation:
+        unigram_entropy(validation, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
     return Inputs(
         train=GPTSamples(train, model.sequence_length, recipe.train.seed),
         validation=GPTSamples(validation, model.sequence_length, 0, shuffle=False) if validation else None,
         unigram_entropy=unigram_entropy(train, model.vocab_size),
     )
+
+
+def _corpus(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:
+    corpus = IndexedCorpus(prefix)
+    if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
+        raise UserError(f"{prefix} was prepared with another tokenizer than data.tokenizer={tokenizer.path}")
+    return corpus

@@ -3,21 +3,22 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pretrain import process
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
+from pretrain.config import Recipe, load_recipe
 
 
 def main(argv: Sequence[str]) -> int:
     """Checks the recipe and its inputs, then becomes torchrun, or trains in this process if one is enough."""
     arguments, overrides = parse(argv, "fmoe train")
-    from pretrain.config import load_recipe
-
     recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
     if process.world_size() > 1 or recipe.parallel.world_size == 1:
         return train(argv)
-    check(recipe, arguments.resume)
+    if check(recipe, arguments.resume):
+        return 0
     size = recipe.parallel.world_size
     environment = dict(os.environ)
     # Threads of all processes together are the machine's cores.
@@ -28,18 +29,20 @@ def main(argv: Sequence[str]) -> int:
     os.execve(sys.executable, command, environment)
 
 
-def check(recipe, resume: str | None) -> None:
-    """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2."""
-    from pathlib import Path
+def check(recipe: Recipe, resume: str | None) -> bool:
+    """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2.
 
-    from megatron_patch import cpu
+    Returns:
+        Whether the run is finished already, which it then says.
+    """
+    from pretrain import session  # here, because it imports megatron-core
 
-    cpu.install()
-    from pretrain.inputs import open_inputs
-    from pretrain.session import find_checkpoint
-    from pretrain.trainer import check_resumable
-
-    open_inputs(recipe)
-    checkpoint = find_checkpoint(Path(recipe.run.folder), resume)
-    if checkpoint is not None:
-        check_resumable(recipe, checkpoint)
+    session.open_inputs(recipe)
+    checkpoint = session.find_checkpoint(Path(recipe.run.folder), resume)
+    if checkpoint is None:
+        return False
+    session.check_resumable(recipe, checkpoint)
+    if checkpoint.step < recipe.train.steps:
+        return False
+    session.summarize(recipe)
+    return True

@@ -1,8 +1,8 @@
 """From a checked recipe to a finished run: folder, checkpoint to go on from, trainer."""
 
 import json
-import logging
 import platform
+import sys
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +19,8 @@ from pretrain.config import Recipe, write_recipe
 from pretrain.engine import init_parallel
 from pretrain.inputs import open_inputs
 from pretrain.process import Processes
-from pretrain.tracking import build_trackers
+from pretrain.tracking import build_trackers, read_metrics
 from pretrain.trainer import Trainer, check_resumable
-
-logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -58,6 +56,10 @@ def train(recipe: Recipe, resume: str | None) -> None:
     checkpoint = find_checkpoint(folder, resume)
     if checkpoint is not None:
         check_resumable(recipe, checkpoint)
+        if checkpoint.step == recipe.train.steps:
+            if process.local_rank() == 0:
+                summarize(recipe)
+            return
     processes = process.start()
     dist.barrier()  # every rank has looked at the folder before one of them writes
     callbacks = []
@@ -88,6 +90,37 @@ def train(recipe: Recipe, resume: str | None) -> None:
         write_recipe(recipe, folder / "config.toml")
     _describe(trainer, folder, processes)
     trainer.run()
+    if processes.is_main:
+        summarize(recipe)
+
+
+def summarize(recipe: Recipe) -> None:
+    """Says how a finished run ended and where its results are."""
+    folder = Path(recipe.run.folder)
+    last: dict = {}
+    for record in read_metrics(folder / METRICS):
+        last.update(record)
+    losses = [f"training loss {last['loss']:.4f}"] if "loss" in last else []
+    if "val/loss" in last:
+        losses.append(f"validation loss {last['val/loss']:.4f}")
+    if "corpus/unigram_entropy" in last:
+        losses.append(f"unigram entropy {last['corpus/unigram_entropy']:.4f}")
+    lines = [
+        f"finished at step {last.get('step')}: {', '.join(losses)} (nats a token)",
+        f"  metrics      {folder / METRICS}",
+    ]
+    if (newest := latest(folder / CHECKPOINTS)) is not None:
+        lines.append(f"  checkpoint   {newest}")
+    if (folder / "wandb").is_dir():
+        lines.append(f"  wandb        {folder / 'wandb'}   (wandb leet {folder / 'wandb'})")
+    if (folder / "tensorboard").is_dir():
+        lines.append(f"  tensorboard  {folder / 'tensorboard'}")
+    _say(lines)
+
+
+def _say(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
@@ -110,9 +143,6 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
         | {"python": platform.python_version()},
     }
     (folder / "run.json").write_text(json.dumps(text, indent=1) + "\n")
-    logger.info(
-        "%s parameters, %s active; %s",
-        f"{model.num_params():,}",
-        f"{model.num_active_params():,}",
-        "; ".join(f"rank {rank} holds experts {ids[0]}-{ids[-1]}" for rank, ids in enumerate(held) if ids) or "dense",
-    )
+    lines = [f"{model.num_params():,} parameters, {model.num_active_params():,} active a token"]
+    lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
+    _say(lines)
