@@ -8,6 +8,9 @@ from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.samples import GPTSamples, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
 
+# The same sequences for every run: a random choice, so that a few of them stand for all documents.
+_VALIDATION_SEED = 0
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -38,7 +41,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
         unigram_entropy(validation, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
     return Inputs(
         train=GPTSamples(train, model.sequence_length, recipe.train.seed),
-        validation=GPTSamples(validation, model.sequence_length, 0, shuffle=False) if validation else None,
+        validation=GPTSamples(validation, model.sequence_length, _VALIDATION_SEED) if validation else None,
         unigram_entropy=unigram_entropy(train, model.vocab_size),
     )
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from forks import ForkServer
 from rank_pool import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +15,13 @@ def two_ranks(tmp_path_factory):
     """Two processes with a gloo group between them, one thread each."""
     with RankPool(2, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """New processes in milliseconds with megatron-core imported, one rank or more, and commands in them."""
+    with ForkServer(tmp_path_factory.mktemp("forks")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,181 @@
+"""The CPU runtime: complete, loud when Megatron-core has moved a name, and silent where there is a GPU."""
+
+import importlib
+import importlib.metadata
+
+import pytest
+import torch
+from rank_pool import Raised
+
+# Functions run in processes of the `forks` fixture: what they patch is gone with them.
+
+
+def names_in_place():
+    from megatron_patch import cpu
+
+    return {
+        f"{patch.module}.{patch.name}": getattr(importlib.import_module(patch.module), patch.name, None)
+        for patch in cpu.PATCHES
+    }
+
+
+def install_twice():
+    from megatron_patch import cpu
+
+    before = names_in_place()
+    first = cpu.install()
+    once, modes_once = names_in_place(), torch.overrides._len_torch_function_stack()
+    second = cpu.install()
+    twice, modes_twice = names_in_place(), torch.overrides._len_torch_function_stack()
+    return {
+        "returned": (first, second),
+        "unchanged by the first": [name for name in once if once[name] is before[name]],
+        "changed by the second": [name for name in once if once[name] is not twice[name]],
+        "modes": (modes_once, modes_twice),
+    }
+
+
+def test_installing_twice_is_installing_once(forks):
+    (result,) = forks.run(1, install_twice)
+    assert result == {
+        "returned": (True, True),
+        # The one patch that only puts a missing name there.
+        "unchanged by the first": ["megatron.core.transformer.moe.moe_utils.te_general_gemm"],
+        "changed by the second": [],
+        "modes": (1, 1),
+    }
+
+
+def behaviour():
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_patch import cpu
+
+    cpu.install()
+    assert torch.cuda.current_device() == torch.device("cpu")
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2, device=torch.device("cuda", 0)).device.type == "cpu"
+    x = torch.zeros(2)
+    assert x.cuda() is x
+    assert x.to("cuda:0").device.type == "cpu"
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert torch.empty(2, device="meta").device.type == "meta"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        torch.cuda.synchronize()
+    assert moe_utils.te_general_gemm is None
+
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("a", 1)
+    tracker.add("b", 2)
+    torch.manual_seed(3)
+    expected = [torch.rand(1).item() for _ in range(2)]
+    torch.manual_seed(3)
+    seen, inside = [torch.rand(1).item()], []
+    for name in ("a", "b", "a"):
+        with tracker.fork(name):
+            inside.append(torch.rand(1).item())
+    seen.append(torch.rand(1).item())
+    assert seen == expected, "a fork moved the generator outside"
+    assert len(set(inside)) == 3, "a fork does not go on where it ended"
+    saved = tracker.get_states()
+    with tracker.fork("a"):
+        next_of_a = torch.rand(1).item()
+    tracker.set_states(saved)
+    with tracker.fork("a"):
+        assert torch.rand(1).item() == next_of_a
+    for arguments in (("a", 9), ("c", 1)):
+        try:
+            tracker.add(*arguments)
+        except Exception:
+            continue
+        raise AssertionError(f"add{arguments} was accepted")
+
+
+def test_cuda_means_the_cpu(forks):
+    (result,) = forks.run(1, behaviour)
+    assert result is None, result.trace
+
+
+def install_with(module, name):
+    """Installs with a name in the list that megatron-core does not have."""
+    from fmoe.errors import UserError
+    from megatron_patch import cpu
+
+    cpu.PATCHES = (*cpu.PATCHES, cpu.Patch(module, name, lambda old: old, "a test"))
+    before = names_in_place()
+    try:
+        cpu.install()
+    except UserError as error:
+        changed = [key for key, value in names_in_place().items() if value is not before[key]]
+        return str(error), changed, torch.overrides._len_torch_function_stack()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param("megatron.core.tensor_parallel.random", "_moved_away", id="name"),
+        pytest.param("megatron.core.tensor_parallel.moved_away", "_seed", id="module"),
+    ],
+)
+def test_a_name_that_has_moved_is_named_and_nothing_is_patched(forks, module, name):
+    (result,) = forks.run(1, install_with, module, name)
+    assert not isinstance(result, Raised), result.trace
+    message, changed, modes = result
+    assert f"{module}.{name}" in message
+    assert importlib.metadata.version("megatron-core") in message
+    assert "\n" not in message
+    assert (changed, modes) == ([], 0)
+
+
+def install_at_version(installed):
+    from megatron_patch import cpu, version
+
+    def pretended(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    version.version = pretended
+    return cpu.install()
+
+
+@pytest.mark.parametrize("installed", ["0.15.3", "0.16.0", "0.16.0rc2", "0.17.0rc0", "0.17.0", "1.0.0", "core"])
+def test_a_version_out_of_range_is_one_line_with_the_range(forks, installed):
+    (result,) = forks.run(1, install_at_version, installed)
+    assert isinstance(result, Raised), f"{installed} was accepted"
+    assert result.kind.__name__ == "UserError"
+    assert f"megatron-core {installed} " in result.message
+    assert "megatron-core>=0.16.1,<0.17" in result.message
+    assert "\n" not in result.message
+
+
+@pytest.mark.parametrize("installed", ["0.16.1", "0.16.7", "0.16.1.post1", "0.16.10+local.3"])
+def test_a_version_in_range_is_accepted(forks, installed):
+    assert forks.run(1, install_at_version, installed) == [True]
+
+
+def test_without_megatron_core_the_extra_is_named(forks):
+    (result,) = forks.run(1, install_at_version, None)
+    assert result.kind.__name__ == "MissingPackageError"
+    assert "pip install 'fmoe[pretrain]'" in result.message
+
+
+def install_beside_a_gpu():
+    from megatron_patch import cpu
+
+    torch.cuda.is_available = lambda: True
+    before = names_in_place()
+    installed = cpu.install()
+    return installed, [key for key, value in names_in_place().items() if value is not before[key]]
+
+
+def test_beside_a_gpu_nothing_is_changed(forks):
+    assert forks.run(1, install_beside_a_gpu) == [(False, [])]

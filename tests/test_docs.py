@@ -1,0 +1,37 @@
+"""The documentation is true: Python snippets run, links lead somewhere, commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fmoe.cli import commands
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("data/**/*.md"))
+# Snippets that stand for a line in a larger program: names that the reader brings.
+BROUGHT = re.compile(r"\b(gpt_model|moe_group|data_group)\b")
+
+
+def snippets():
+    for page in PAGES:
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
+            yield pytest.param(code, id=f"{page.name}-{number}")
+
+
+@pytest.mark.parametrize("code", list(snippets()))
+def test_snippets(code):
+    program = compile(code, "snippet", "exec")
+    if not BROUGHT.search(code):
+        exec(program, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_commands(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    known = commands()
+    for name in re.findall(r"^(?:\$ )?fmoe ([a-z]+)", text, re.M):
+        assert name in known, f"{page.name} mentions fmoe {name}"
