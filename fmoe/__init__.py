@@ -1,5 +1,6 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
+from fmoe.adapters import register_adapter
 from fmoe.dispatch import DispatchPlan
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.gates import register_gate
@@ -23,6 +24,7 @@ __all__ = [
     "UserError",
     "fmoefy",
     "metrics",
+    "register_adapter",
     "register_gate",
     "set_loss_scale",
 ]

@@ -3,6 +3,7 @@
 Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),  # not a lambda: layers can be pickled
     "relu": F.relu,
     "silu": F.silu,
 }
@@ -34,6 +35,7 @@ class FFNExperts(nn.Module):
         activation: a name of `ACTIVATIONS` or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have one.
+        dropout: probability that a hidden value is zeroed in training, between activation and W_out.
         first_expert: global id of the first of them; each expert's weights are drawn under its global id.
         seed: key of the layer, for the same purpose.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
@@ -49,6 +51,7 @@ class FFNExperts(nn.Module):
         activation: str | Activation = "gelu",
         gated: bool = False,
         bias: bool = True,
+        dropout: float = 0.0,
         first_expert: int = 0,
         seed: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
@@ -61,8 +64,10 @@ class FFNExperts(nn.Module):
             if activation not in ACTIVATIONS:
                 raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
             activation = ACTIVATIONS[activation]
+        if not 0 <= dropout <= 1:
+            raise UserError(f"dropout={dropout} is not between 0 and 1")
         self.num_experts, self.d_model, self.d_hidden = num_experts, d_model, d_hidden
-        self.activation, self.gated = activation, gated
+        self.activation, self.gated, self.dropout = activation, gated, dropout
         self.first_expert, self.seed = first_expert, seed
         self.init_method, self.output_init_method = init_method, output_init_method
         self.weight_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated), d_model))
@@ -108,6 +113,8 @@ class FFNExperts(nn.Module):
             hidden_RH = self.activation(gate_RH) * value_RH
         else:
             hidden_RH = self.activation(hidden_RH)
+        if self.dropout and self.training:
+            hidden_RH = F.dropout(hidden_RH, self.dropout)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def extra_repr(self) -> str:
