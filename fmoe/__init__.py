@@ -2,8 +2,9 @@
 
 from fmoe.dispatch import DispatchPlan
 from fmoe.errors import MissingPackageError, UserError
+from fmoe.experts import FMoELinear, register_expert
 from fmoe.gates import register_gate
-from fmoe.layer import FMoE
+from fmoe.layer import FMoE, collect_losses
 from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.patch import fmoefy
@@ -15,14 +16,17 @@ __version__ = "0.1.0"
 __all__ = [
     "DispatchPlan",
     "FMoE",
+    "FMoELinear",
     "FMoETransformerMLP",
     "MissingPackageError",
     "Routing",
     "RoutingGroups",
     "RoutingStats",
     "UserError",
+    "collect_losses",
     "fmoefy",
     "metrics",
+    "register_expert",
     "register_gate",
     "set_loss_scale",
 ]

@@ -15,7 +15,7 @@ from fmoe import random
 from fmoe.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoutingStats:
     """What happened in one routing, as detached tensors on the tokens' device. Every field is a sum, so that adding
     them over micro batches and ranks gives the figures of the whole batch.
@@ -33,7 +33,7 @@ class RoutingStats:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What a gate decided: a value, with no side channel.
 
@@ -63,6 +63,7 @@ class RoutingGroups:
         size: tokens of a group; None for one sequence.
         sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
         mask_T: bool, True for tokens to route (padding is False); None for all.
+        token_ids_T: of the vocabulary, for gates that route by them; None where nobody gave them.
         first_group: index of the first group within the global batch of the step.
         noise_key: makes the key of the noise, called only by gates that draw some.
     """
@@ -75,6 +76,7 @@ class RoutingGroups:
         size: int | None = None,
         sequence_first: bool = False,
         mask_T: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
         first_group: int = 0,
         noise_key: Callable[[], int] = lambda: random.noise_key(0),
     ):
@@ -82,6 +84,7 @@ class RoutingGroups:
         self.size = max(sequence_length if size is None else size, 1)
         self.count = -(-self.num_tokens // self.size)
         self.mask_T = mask_T
+        self.token_ids_T = token_ids_T
         self.first_group = first_group
         self._shape = (num_sequences, sequence_length)
         self._sequence_first = sequence_first and num_sequences > 1
@@ -137,6 +140,13 @@ class RoutingGroups:
         base = torch.tensor(random.key(self._key, purpose), device=device)
         return self.join(random.uniform(random.fold(base, index_G), self.size * width).view(-1, self.size, width))
 
+    def token_keys(self, purpose: str, device: torch.device) -> Tensor:
+        """A key of noise for every token, int64 [T], that it has wherever its group lies."""
+        index_G = torch.arange(self.first_group, self.first_group + self.count, device=device)
+        base = torch.tensor(random.key(self._key, purpose), device=device)
+        key_GS = random.fold(random.fold(base, index_G).unsqueeze(1), torch.arange(self.size, device=device))
+        return self.join(key_GS)
+
 
 def tokens_of(
     x: Tensor,
@@ -145,6 +155,7 @@ def tokens_of(
     group_size: int | None = None,
     sequence_first: bool = False,
     mask: Tensor | None = None,
+    token_ids: Tensor | None = None,
     layer_seed: int = 0,
 ) -> tuple[Tensor, RoutingGroups]:
     """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
@@ -152,6 +163,7 @@ def tokens_of(
     Args:
         x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
         mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
+        token_ids: int64, the shape of ``x`` without D.
 
     Raises:
         UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
@@ -162,6 +174,10 @@ def tokens_of(
         raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
     if mask is not None and mask.shape != x.shape[:-1]:
         raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(x.shape[:-1])}, that of the tokens")
+    if mask is not None and mask.dtype != torch.bool:
+        raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
+    if token_ids is not None and token_ids.shape != x.shape[:-1]:
+        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(x.shape[:-1])}")
     x_TD = x.reshape(-1, d_model)
     if sequence_first and x.dim() == 3:
         sequence_length, num_sequences = x.shape[:2]
@@ -177,7 +193,8 @@ def tokens_of(
         sequence_length,
         size=size,
         sequence_first=sequence_first,
-        mask_T=None if mask is None else mask.reshape(-1).bool(),
+        mask_T=None if mask is None else mask.reshape(-1),
+        token_ids_T=None if token_ids is None else token_ids.reshape(-1),
         first_group=first_token // max(size, 1),
         noise_key=lambda: random.noise_key(layer_seed),
     )

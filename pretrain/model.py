@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fmoe.gates import GATES
-from fmoe.gates.switch import SwitchGate
+from fmoe.gates.switch import SwitchRouter
 from megatron_patch import fmoefy
 from megatron_patch.attention import SDPAttention
 from pretrain.config import ModelConfig, Recipe
@@ -58,7 +58,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
 def gate_options(model: ModelConfig) -> dict:
     """Keywords of the recipe's gate."""
     options = {"capacity_factor": model.capacity_factor, "eval_capacity_factor": model.eval_capacity_factor}
-    if issubclass(GATES.get(model.gate, object), SwitchGate):
+    if issubclass(GATES.get(model.gate, object), SwitchRouter):
         options["jitter"] = model.jitter
     return options
 

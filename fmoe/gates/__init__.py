@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fmoe.errors import UserError
-from fmoe.gates.base import TopKGate
-from fmoe.gates.gshard import GShardGate
-from fmoe.gates.naive import NaiveGate
-from fmoe.gates.switch import SwitchGate
+from fmoe.gates.base import TopKRouter
+from fmoe.gates.gshard import GShardRouter
+from fmoe.gates.naive import NaiveRouter
+from fmoe.gates.switch import SwitchRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
@@ -26,9 +26,9 @@ def register_gate(name: str, gate: type[nn.Module]) -> None:
     GATES[name] = gate
 
 
-register_gate("naive", NaiveGate)
-register_gate("switch", SwitchGate)
-register_gate("gshard", GShardGate)
+register_gate("naive", NaiveRouter)
+register_gate("switch", SwitchRouter)
+register_gate("gshard", GShardRouter)
 
 
 def build_gate(
@@ -57,4 +57,4 @@ def build_gate(
     return gate
 
 
-__all__ = ["GATES", "GShardGate", "Gate", "NaiveGate", "SwitchGate", "TopKGate", "build_gate", "register_gate"]
+__all__ = ["GATES", "GShardRouter", "Gate", "NaiveRouter", "SwitchRouter", "TopKRouter", "build_gate", "register_gate"]

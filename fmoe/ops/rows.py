@@ -83,7 +83,7 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
             dot_M = torch.linalg.vecdot(grad_MD.to(dtype), rows_MD.to(dtype))
-            grad_weight_TK = torch.zeros_like(weight_TK)
+            grad_weight_TK = torch.zeros(weight_TK.shape, dtype=weight_TK.dtype, device=weight_TK.device)
             grad_weight_TK.view(-1)[order_M] = dot_M.to(weight_TK.dtype)
         weight_M1 = weight_TK.reshape(-1).index_select(0, order_M).unsqueeze(1)
         return (grad_MD * weight_M1).to(rows_MD.dtype), grad_weight_TK, None
