@@ -9,6 +9,7 @@ from compare import assert_close
 from torch import nn
 
 import fmoe
+import fmoe.init
 from fmoe.experts import FFNExperts
 from fmoe.parallel import is_expert
 from fmoe.routing import Routing
@@ -256,3 +257,11 @@ def test_what_cannot_be_says_so(make, says):
     with pytest.raises(fmoe.UserError) as error:
         make()
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_truncated_normal_is_cut_and_scaled():
+    weight = torch.empty(400, 1000)
+    fmoe.init.truncated_normal_(weight)
+    std = (0.1 / 1000) ** 0.5
+    assert weight.abs().max() <= 2 * std
+    assert weight.std().item() == pytest.approx(0.88 * std, rel=0.02)  # of a normal cut at two standard deviations
