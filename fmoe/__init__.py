@@ -3,7 +3,7 @@
 from fmoe.dispatch import DispatchPlan
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import FMoELinear, register_expert
-from fmoe.gates import register_gate
+from fmoe.gates import attach_end_step, end_step, register_gate
 from fmoe.layer import FMoE, collect_losses
 from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
@@ -23,7 +23,9 @@ __all__ = [
     "RoutingGroups",
     "RoutingStats",
     "UserError",
+    "attach_end_step",
     "collect_losses",
+    "end_step",
     "fmoefy",
     "metrics",
     "register_expert",

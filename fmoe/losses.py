@@ -40,6 +40,58 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
     return num_experts * (per_group_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
 
 
+def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
+    """`load_balancing_loss` of scores that do not sum to one, normalised for each token (DeepSeek-V3, arXiv 2412.19437
+    equations 17-20; a routing group is the sequence).
+
+    Args:
+        scores_GSE: positive affinities of tokens and experts, differentiable.
+        load_GE: how often each expert is among the K best scores of the group's tokens.
+        valid_GS: which places hold a token; None for all.
+    """
+    return load_balancing_loss(scores_GSE / scores_GSE.sum(-1, keepdim=True).clamp(min=1e-20), load_GE, valid_GS)
+
+
+def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
+    """``CV(Importance)^2``, Importance being the sum of an expert's gate values over the group's tokens (Shazeer et
+    al., arXiv 1701.06538 equations 6-7).
+
+    Args:
+        gates_GSE: combine weight of each expert, 0 where it was not chosen; differentiable.
+        valid_GS: which places hold a token; None for all.
+
+    Returns:
+        A scalar; 0 when there is no token.
+    """
+    return _squared_variation(gates_GSE, valid_GS)
+
+
+def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
+    """``CV(Load)^2``, Load being a smooth estimate of how many of the group's tokens an expert gets (arXiv 1701.06538
+    equations 10-11).
+
+    Args:
+        chosen_GSE: probability P(x, i) that a new draw of an expert's noise alone has it chosen (equation 9).
+        valid_GS: which places hold a token; None for all.
+
+    Returns:
+        A scalar; 0 when there is no token.
+    """
+    return _squared_variation(chosen_GSE, valid_GS)
+
+
+def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
+    """Variance over experts of the sums over a group's tokens, over the mean squared; averaged by tokens."""
+    if valid_GS is None:
+        valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
+    valid_GS = valid_GS.to(value_GSE.dtype)
+    total_GE = (value_GSE * valid_GS.unsqueeze(-1)).sum(1)
+    mean_G = total_GE.mean(1)
+    square_G = total_GE.var(1, correction=0) / mean_G.square().clamp(min=1e-20)
+    tokens_G = valid_GS.sum(1)
+    return (square_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
+
+
 def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
     """Mean over tokens of ``logsumexp(logits)^2``, which keeps router logits small (ST-MoE, arXiv 2202.08906
     equation 5).

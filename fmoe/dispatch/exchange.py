@@ -109,10 +109,10 @@ class AllToAllExchange:
         failed = [worker for worker, row in enumerate(received) if row[-1]]
         if failed:
             _raise_together(self.group, failed, error, send.device)
-        return _AllToAllTransfer(self.group, [row[:-1] for row in sent], [row[:-1] for row in received], send.device)
+        return AllToAllTransfer(self.group, [row[:-1] for row in sent], [row[:-1] for row in received], send.device)
 
 
-class _AllToAllTransfer:
+class AllToAllTransfer:
     def __init__(self, group, sent_WL: list[list[int]], received_WL: list[list[int]], device: torch.device):
         self._group = group
         self._sent, self._received = [sum(row) for row in sent_WL], [sum(row) for row in received_WL]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import TopKRouter
+from fmoe.gates.base import Router
 from fmoe.routing import Routing, RoutingGroups
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def route(layer: "FMoE", inputs: Any, x_TD: Tensor, groups: RoutingGroups) -> Ro
         UserError: what it decided cannot be.
     """
     gate = layer.gate
-    if isinstance(gate, TopKRouter):
+    if isinstance(gate, Router):
         routing = gate(x_TD, groups)
     else:
         result = gate(x_TD, groups) if _takes_groups(gate) else gate(inputs if layer.is_fastmoe else x_TD)

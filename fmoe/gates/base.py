@@ -1,4 +1,4 @@
-"""What the gates that pick each token's best experts have in common.
+"""What gates have in common.
 
 Shape letters: T tokens, D width, E experts, K choices, G routing groups, S places of a group.
 """
@@ -25,7 +25,7 @@ class Scores:
     Attributes:
         x_TD: the router's input.
         logits_TE: its output.
-        probs_TE: softmax of the logits.
+        probs_TE: softmax of the logits, or what else sums to one.
         logsumexp_T: of the logits.
     """
 
@@ -50,8 +50,8 @@ class Choice:
     losses: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class TopKRouter(nn.Module):
-    """Linear router -> K choices a token -> capacity -> losses. A gate overrides `choose`, and what else differs.
+class Router(nn.Module):
+    """What all gates share: the number of choices, capacity, statistics.
 
     Args:
         d_model: D.
@@ -60,17 +60,93 @@ class TopKRouter(nn.Module):
         capacity_factor: an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments of a
             routing group in training; None for no limit (dropless).
         eval_capacity_factor: the same in evaluation.
-        balance_group: counts the load of the balance loss over this process group as well as over the rank's own
-            routing groups ("global batch" balance, arXiv 2501.11873); None counts within each routing group.
-        bias: whether the router's linear map has one.
-        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), torch's for a Linear.
 
     Raises:
         UserError: ``top_k`` not in 1..E, a capacity factor that is not positive.
     """
 
     default_top_k = 2
-    has_balance_loss = True
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+    ):
+        super().__init__()
+        top_k = min(self.default_top_k, num_experts) if top_k is None else top_k
+        if not 1 <= top_k <= num_experts:
+            raise UserError(f"top_k={top_k} is not between 1 and num_experts={num_experts}")
+        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
+            if factor is not None and not (factor > 0 and math.isfinite(factor)):
+                raise UserError(f"{name}={factor} is not positive and finite; None means no limit")
+        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+
+    def reset_parameters(self) -> None:
+        """Draws the gate's parameters anew, as the constructor did; here there are none."""
+
+    def finish(
+        self,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        losses: Mapping[str, Tensor],
+        entropy_T: Tensor,
+        groups: RoutingGroups,
+    ) -> Routing:
+        """The Routing of choices that padding is left out of already: capacity and statistics."""
+        kept_TK = self.drop(expert_TK, groups)
+        return Routing(
+            kept_TK, weight_TK, losses, routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
+        )
+
+    def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
+        """The choices with -1 where the expert is over its capacity."""
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+
+
+class FixedRouter(Router):
+    """A gate without parameters, which does not look at what the tokens are. Every choice weighs 1 / K."""
+
+    def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
+        """``expert_TK``."""
+        raise NotImplementedError
+
+    def entropy(self) -> float:
+        """Of the distribution that a token's expert is drawn from, nats."""
+        return 0.0
+
+    def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        weight_TK = torch.full((x_TD.shape[0], self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
+        expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
+        entropy_T = torch.full((x_TD.shape[0],), self.entropy(), device=x_TD.device)
+        return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
+
+
+class TopKRouter(Router):
+    """Linear router -> K choices a token -> losses and capacity. A gate overrides `choose`, and what else differs.
+
+    Args:
+        d_model, num_experts, top_k, capacity_factor, eval_capacity_factor: see `Router`.
+        balance_group: counts the load of the balance loss over this process group as well as over the rank's own
+            routing groups ("global batch" balance, arXiv 2501.11873); None counts within each routing group.
+        bias: whether the router's linear map has one.
+        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), torch's for a Linear.
+
+    Raises:
+        UserError: ``top_k`` not in 1..E, a capacity factor that is not positive, ``balance_group`` for a gate without
+            the balance loss.
+    """
+
+    common_losses: tuple[str, ...] = ("balance", "z")
 
     def __init__(
         self,
@@ -84,15 +160,15 @@ class TopKRouter(nn.Module):
         bias: bool = False,
         init_method: Callable[[Tensor], object] | None = None,
     ):
-        super().__init__()
-        top_k = min(self.default_top_k, num_experts) if top_k is None else top_k
-        if not 1 <= top_k <= num_experts:
-            raise UserError(f"top_k={top_k} is not between 1 and num_experts={num_experts}")
-        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
-            if factor is not None and not (factor > 0 and math.isfinite(factor)):
-                raise UserError(f"{name}={factor} is not positive and finite; None means no limit")
-        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+        )
+        if balance_group is not None and "balance" not in self.common_losses:
+            raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss")
         self.balance_group = balance_group
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
@@ -125,10 +201,6 @@ class TopKRouter(nn.Module):
         """The choices that the load balancing loss counts: all K, unless the gate's paper says otherwise."""
         return expert_TK
 
-    def balance_probs(self, scores: Scores) -> Tensor:
-        """The probabilities that the load balancing loss sees; rows sum to one."""
-        return scores.probs_TE
-
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         """The router's view of the tokens."""
         x_TD = self.router_input(x_TD, groups)
@@ -144,38 +216,37 @@ class TopKRouter(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             scores = self.scores(x_TD.to(dtype), groups)
             choice = self.choose(scores, groups)
-        expert_TK = choice.expert_TK
-        if groups.mask_T is not None:
-            expert_TK = torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
-        losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        kept_TK = expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
-        return Routing(kept_TK, choice.weight_TK, losses, routing_stats(expert_TK, kept_TK, scores, groups))
+            expert_TK = leave_out_padding(choice.expert_TK, groups)
+            losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
+            entropy_T = torch.special.entr(scores.probs_TE.detach()).sum(-1)
+        return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
 
     def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
-        losses = {"z": router_z_loss(scores.logsumexp_T, groups.mask_T)}
-        if self.has_balance_loss:
-            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts).to(
-                scores.probs_TE.dtype
-            )
+        losses = {}
+        if "z" in self.common_losses:
+            losses["z"] = router_z_loss(scores.logsumexp_T, groups.mask_T)
+        if "balance" in self.common_losses:
+            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
+            load_GE = load_GE.to(scores.probs_TE.dtype)
             if self.balance_group is not None:
                 total_E = load_GE.sum(0)
                 dist.all_reduce(total_E, group=self.balance_group)
                 load_GE = total_E.expand_as(load_GE)
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
-            losses["balance"] = load_balancing_loss(groups.split(self.balance_probs(scores)), load_GE, valid_GS)
+            losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
         return losses
 
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+
+def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
+    """-1 for tokens that are not to be routed."""
+    return expert_TK if groups.mask_T is None else torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
 
 
 @torch.no_grad()
-def routing_stats(expert_TK: Tensor, kept_TK: Tensor, scores: Scores, groups: RoutingGroups) -> RoutingStats:
+def routing_stats(
+    expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
+) -> RoutingStats:
     """Sums over the tokens of a routing: made choices ``expert_TK``, of which ``kept_TK`` are left after capacity."""
-    log_probs_TE = scores.logits_TE - scores.logsumexp_T.unsqueeze(-1)
-    entropy_T = -(scores.probs_TE * log_probs_TE).sum(-1)
-    num_experts = scores.logits_TE.shape[1]
     tokens = torch.full((), float(groups.num_tokens), device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T
