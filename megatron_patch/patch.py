@@ -52,6 +52,8 @@ def fmoefy(model: nn.Module, num_experts: int, *, layers: Collection[int] | None
             layer.config, layer_number=layer.layer_number, pg_collection=groups, num_experts=num_experts, **options
         )
         layer.mlp = new.to(old.device).train(layer.training)
+    if layers is not None:  # unlike layers: sharded_state_dict must not stack them into one tensor
+        model.config.moe_layer_freq = [int(number in layers) for number in known]
     return model
 
 
@@ -62,4 +64,15 @@ def adapter(model: nn.Module) -> Callable[..., nn.Module] | None:
         inner = inner.module
     if not isinstance(inner, GPTModel):
         return None
-    return lambda model, **options: fmoefy(model, **options)
+    return _convert
+
+
+def _convert(
+    model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = False, **options
+) -> nn.Module:
+    """`fmoefy` with `fmoe.fmoefy`'s spellings of ``layers``; numbers count from 1 here."""
+    if upcycle:
+        raise UserError("upcycle=True: Megatron-core models get new experts in this version")
+    if isinstance(layers, int):
+        layers = range(layers, len(model.decoder.layers) + 1, layers)
+    return fmoefy(model, layers=None if layers == "all" else layers, **options)

@@ -1,5 +1,6 @@
 """Which megatron-core this adapter knows."""
 
+import itertools
 from importlib.metadata import PackageNotFoundError, version
 
 from fmoe.errors import MissingPackageError, UserError
@@ -20,10 +21,10 @@ def check_version() -> str:
         raise MissingPackageError("megatron-core is not installed: pip install 'fmoe[pretrain]'") from error
     numbers = []
     for part in installed.split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not part.isdigit() and not digits:
+        digits = "".join(itertools.takewhile(str.isdigit, part))  # of 0rc2 the 0
+        if not digits:
             break
         numbers.append(int(digits))
-    if not LOWEST <= tuple(numbers) < (*BELOW, 0):
+    if not LOWEST <= tuple(numbers) < BELOW:
         raise UserError(f"megatron-core {installed} is not supported: pip install '{REQUIREMENT}'")
     return installed

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         from pretrain.session import train  # here, because it imports megatron-core
 
         train(recipe, arguments.resume)
-    except UserError:
+    except (UserError, ModuleNotFoundError):
         # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
         if process.local_rank() != 0 and not dist.is_initialized():
             return EXIT_USAGE

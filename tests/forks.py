@@ -31,6 +31,22 @@ class Ended:
     err: str
 
 
+def values(results: list[Any]) -> list[Any]:
+    """The results of `ForkServer.run` or `RankPool.run`, none of which may be a `Raised` or `DIED`."""
+    for rank, result in enumerate(results):
+        if isinstance(result, Raised):
+            raise AssertionError(f"rank {rank}:\n{result.trace}")
+        if isinstance(result, str) and result == DIED:
+            raise AssertionError(f"rank {rank} died")
+    return results
+
+
+def only(results: list[Any]) -> Any:
+    """The one value of a run of one rank."""
+    (value,) = values(results)
+    return value
+
+
 class ForkServer:
     """``with ForkServer(tmp_path) as forks: forks.run(2, function, *args)`` and ``forks.command("fmoe", "train", ...)``.
 
@@ -122,7 +138,7 @@ def _serve(pipe) -> None:
         try:
             size, target, args = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)  # tearing down torch takes seconds
         pipe.send(_fork(size, target, args))
 
 

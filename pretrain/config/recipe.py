@@ -229,8 +229,8 @@ class Recipe:
         for section, names in _NOT_NEGATIVE.items():
             for name in names:
                 value = getattr(getattr(self, section), name)
-                if value < 0:
-                    raise UserError(f"{section}.{name}={value} is negative")
+                if not value >= 0:  # NaN too
+                    raise UserError(f"{section}.{name}={value} is not 0 or more")
         _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
         if model.hidden_size // model.num_heads % 2 and model.position == "rope":
             raise UserError(

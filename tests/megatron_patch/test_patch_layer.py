@@ -1,0 +1,359 @@
+"""FMoE in a Megatron-core GPT: both ways in, what the layer takes from the config, masks, recomputation, checkpoints."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forks import only, values
+
+# Functions run in processes of the `forks` fixture, where megatron-core is imported already.
+
+
+def both_ways():
+    import fmoe
+    import megatron_patch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from tiny_gpt import MOE, batch, start, tiny_gpt
+
+    start()
+    spec = get_gpt_layer_local_spec()
+    untouched = copy.deepcopy(spec)
+    models = {
+        "spec": tiny_gpt(megatron_patch.fmoe_layer_spec(spec, **MOE)),
+        "in place": megatron_patch.fmoefy(tiny_gpt(), **MOE),
+        "entry point": fmoe.fmoefy(tiny_gpt(), **MOE),
+    }
+    assert spec == untouched, "the base spec was changed"
+    # Attention and embedding come from torch's default generator, from which a dense MLP draws too: take one model's.
+    dense = {k: v for k, v in models["in place"].state_dict().items() if ".experts." not in k and ".gate." not in k}
+    models["spec"].load_state_dict(dense, strict=False)
+    seen = {}
+    for name, model in models.items():
+        fmoe.random.set_position(seed=1, step=2)
+        tokens, positions, labels = batch()
+        loss = model(tokens, positions, None, labels=labels).mean()
+        loss.backward()
+        seen[name] = {
+            "loss": loss.item(),
+            "class": type(model.decoder.layers[0].mlp).__name__,
+            **{f"weight of {k}": v.clone() for k, v in model.named_parameters()},
+            **{f"gradient of {k}": v.grad for k, v in model.named_parameters()},
+        }
+    return seen
+
+
+def test_spec_in_place_and_entry_point_give_the_same_model_bit_for_bit(forks):
+    seen = only(forks.run(1, both_ways))
+    expected = seen.pop("in place")
+    assert expected["class"] == "MegatronFMoE"
+    assert any(".experts.weight_in" in name for name in expected)
+    for way, values in seen.items():
+        assert values.keys() == expected.keys(), way
+        for name, value in values.items():
+            same = torch.equal(value, expected[name]) if torch.is_tensor(value) else value == expected[name]
+            assert same, f"{way}: {name}"
+
+
+def one_layer():
+    from megatron_patch import MegatronFMoE, fmoefy
+    from tiny_gpt import MOE, start, tiny_gpt
+
+    start()
+    gpt = tiny_gpt()
+    before = dict(gpt.named_parameters())
+    assert fmoefy(gpt, layers=[2], **MOE) is gpt
+    first, second = gpt.decoder.layers
+    assert not isinstance(first.mlp, MegatronFMoE)
+    assert isinstance(second.mlp, MegatronFMoE)
+    assert second.mlp.layer_number == 2
+    for name, parameter in gpt.named_parameters():
+        if not name.startswith("decoder.layers.1.mlp."):
+            assert parameter is before[name], name
+    whole = fmoefy(tiny_gpt(), **MOE)
+    for a, b in zip(second.mlp.parameters(), whole.decoder.layers[1].mlp.parameters(), strict=True):
+        assert torch.equal(a, b), "a layer's experts depend on which other layers have some"
+    assert not torch.equal(whole.decoder.layers[0].mlp.gate.weight, whole.decoder.layers[1].mlp.gate.weight)
+
+
+def test_a_subset_of_layers(forks):
+    only(forks.run(1, one_layer))
+
+
+def wrong(case):
+    import fmoe
+    import megatron_patch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+    from tiny_gpt import EXPERTS, start, tiny_config, tiny_gpt
+
+    start()
+    gpt = tiny_gpt(bf16=True, params_dtype=torch.bfloat16) if case.startswith("float16") else tiny_gpt()
+    dense = [type(layer.mlp) for layer in gpt.decoder.layers]
+    messages = []
+    try:
+        if case == "tensor parallel":
+            megatron_patch.MegatronFMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
+        model, options = gpt, {}
+        if case == "linear":
+            model = torch.nn.Linear(2, 2)
+        elif case.startswith("ddp"):
+            model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
+        elif case.startswith("float16"):
+            model = Float16Module(gpt.config, gpt)
+        elif case.startswith("layer"):
+            options = {"layers": [1, int(case.split()[1])]}
+        for convert in (megatron_patch.fmoefy, fmoe.fmoefy):
+            try:
+                convert(model, num_experts=EXPERTS, **options)
+                messages.append(None)
+            except fmoe.UserError as error:
+                messages.append(str(error))
+    except fmoe.UserError as error:
+        messages = [str(error)]
+    assert [type(layer.mlp) for layer in gpt.decoder.layers] == dense, "the model was changed all the same"
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("ddp", ["DistributedDataParallel", "before"]),
+        ("float16", ["Float16Module", "before"]),
+        ("linear", ["Linear"]),
+        ("layer 3", ["layers=[1, 3]", "1 to 2"]),
+        ("layer 0", ["layers=[0, 1]", "1 to 2"]),
+        ("tensor parallel", ["tensor_model_parallel_size=2"]),
+    ],
+)
+def test_wrong_models_are_refused(forks, case, parts):
+    messages = only(forks.run(1, wrong, case))
+    for message in messages:
+        assert message is not None, "it was accepted"
+        assert all(part in message for part in parts), message
+        assert "\n" not in message
+
+
+def numbered():
+    from megatron_patch import MegatronFMoE
+    from tiny_gpt import MOE, start, tiny_config
+
+    start()
+
+    def layer(number, **options):
+        built = MegatronFMoE(tiny_config(), layer_number=number, **MOE | options)
+        return built, [p.detach().clone() for p in built.parameters()]
+
+    second, weights = layer(None)
+    second.set_layer_number(2)
+    assert second.layer_number == 2
+    for number, same in ((2, True), (1, False)):
+        _, expected = layer(number)
+        assert all(torch.equal(a, b) for a, b in zip(second.parameters(), expected, strict=True)) is same
+    assert not torch.equal(weights[0], next(second.parameters()))
+    with torch.no_grad():
+        second.gate.weight.fill_(0.5)
+    second.set_layer_number(2)
+    assert (second.gate.weight == 0.5).all(), "the same number drew the weights again"
+    _, other_run = layer(2, seed=6)
+    assert not any(torch.equal(a, b) for a, b in zip(layer(2)[1], other_run, strict=True) if a.any())
+
+
+def test_the_layer_number_is_a_key_of_weights(forks):
+    only(forks.run(1, numbered))
+
+
+def as_dense(activation, gated, bias):
+    """One expert that gets every token with weight one is the MLP with the same weights."""
+    from megatron_patch import fmoefy
+    from tiny_gpt import LENGTH, WIDTH, start, tiny_gpt
+
+    start()
+    functions = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+    options = {"activation_func": functions[activation], "gated_linear_unit": gated, "add_bias_linear": bias}
+    mlp = tiny_gpt(**options).decoder.layers[0].mlp
+    gpt = fmoefy(tiny_gpt(**options), num_experts=1, top_k=1)
+    fmoe_layer = gpt.decoder.layers[0].mlp
+    experts = fmoe_layer.experts
+    pairs = [(experts.weight_in, mlp.linear_fc1.weight), (experts.weight_out, mlp.linear_fc2.weight)]
+    if bias:
+        pairs += [(experts.bias_in, mlp.linear_fc1.bias), (experts.bias_out, mlp.linear_fc2.bias)]
+    assert len(list(experts.parameters())) == len(pairs)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for ours, theirs in pairs:
+            ours[0].copy_(theirs.normal_(std=0.3))
+    x = torch.randn(LENGTH, 3, WIDTH)
+    expected, expected_bias = mlp(x)
+    output, none = fmoe_layer(x)
+    assert none is None
+    return output, expected + expected_bias if bias else expected
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True), ("gelu", True), ("relu", False)])
+def test_activation_gating_and_bias_are_those_of_the_config(forks, activation, gated, bias):
+    output, expected = only(forks.run(1, as_dense, activation, gated, bias))
+    assert torch.allclose(output, expected, rtol=1e-5, atol=1e-5)
+    assert expected.norm() > 1
+
+
+def initial_weights():
+    from megatron_patch import fmoefy
+    from tiny_gpt import LAYERS, start, tiny_gpt
+
+    start()
+    gpt = fmoefy(tiny_gpt(init_method_std=0.5, num_moe_experts=2, moe_ffn_hidden_size=200), num_experts=2)
+    experts = gpt.decoder.layers[0].mlp.experts
+    return experts.weight_in.shape, experts.weight_in.std(), experts.weight_out.std() * (2 * LAYERS) ** 0.5
+
+
+def test_initial_weights_and_width_are_those_of_the_config(forks):
+    shape, std_in, std_out = only(forks.run(1, initial_weights))
+    assert shape == (2, 200, 32)
+    assert std_in.item() == pytest.approx(0.5, rel=0.03)
+    assert std_out.item() == pytest.approx(0.5, rel=0.03)
+
+
+def padded():
+    import fmoe
+    from megatron_patch import MegatronFMoE
+    from tiny_gpt import LENGTH, MOE, WIDTH, start, tiny_config
+
+    start()
+    layer = MegatronFMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}})
+    torch.manual_seed(0)
+    x = torch.randn(LENGTH, 2, WIDTH)
+    padding = torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[0, 10:] = True
+    padding[1, 3:] = True
+    padded_y, _ = layer(x, padding_mask=padding)
+    padded_y.sum().backward()
+    tokens = fmoe.metrics(layer, reset=True)[""].tokens
+    other = x.clone()
+    other[padding.t()] = 1e3  # what stands in the padding must not matter
+    return padded_y, layer(other, padding_mask=padding)[0], layer(x)[0], padding.t(), tokens
+
+
+def test_padding_is_not_routed(forks):
+    y, y_other, whole, padding, tokens = only(forks.run(1, padded))
+    assert (y[padding] == 0).all()
+    assert torch.equal(y, y_other)
+    assert torch.allclose(y[~padding], whole[~padding], atol=1e-6)
+    assert tokens == 13
+
+
+def recomputed(granularity, attention):
+    import fmoe
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron_patch import fmoefy
+    from megatron_patch.attention import SDPAttention
+    from tiny_gpt import MOE, batch, start, tiny_gpt
+
+    start()
+    spec, options = get_gpt_layer_local_spec(), {}
+    if attention == "fused":
+        spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    if granularity == "full":
+        options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gpt = fmoefy(tiny_gpt(spec, **options), loss_weights={"balance": 0.3, "z": 0.1}, **MOE).train()
+    forwards = 0
+
+    def count(*_):
+        nonlocal forwards
+        forwards += 1
+
+    gpt.decoder.layers[0].mlp.gate.register_forward_hook(count)
+    losses = []
+    for micro_batch in range(2):  # the second one's forward pass begins before the first one's backward pass
+        fmoe.random.set_position(seed=1, step=3, first_token=micro_batch * 64)
+        tokens, positions, labels = batch(4 * micro_batch)
+        losses.append(gpt(tokens, positions, None, labels=labels).mean())
+    for loss in losses:
+        loss.backward()
+    tracked = {name: entry["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {
+        "losses": [loss.item() for loss in losses],
+        "gradients": {name: p.grad for name, p in gpt.named_parameters()},
+        "reports": fmoe.metrics(gpt),
+        "tracked": tracked,
+        "forwards": forwards,
+    }
+
+
+@pytest.mark.parametrize("attention", ["fused", "stock"])
+def test_recomputation_changes_nothing_and_counts_once(forks, attention):
+    plain, again = (only(forks.run(1, recomputed, granularity, attention)) for granularity in ("none", "full"))
+    assert (plain["forwards"], again["forwards"]) == (2, 4), "nothing was recomputed"
+    assert again["losses"] == plain["losses"]
+    for name, gradient in plain["gradients"].items():
+        assert torch.equal(again["gradients"][name], gradient), name
+    assert again["reports"] == plain["reports"]
+    assert [report.tokens for report in again["reports"].values()] == [2 * 4 * 16] * 2
+    assert plain["tracked"].keys() == {"load_balancing_loss", "z_loss"}
+    for name, values in plain["tracked"].items():
+        assert torch.equal(again["tracked"][name], values), name
+        weight = {"load_balancing_loss": 0.3, "z_loss": 0.1}[name]
+        ours = [r.losses["balance" if "load" in name else "z"] for r in plain["reports"].values()]
+        # Megatron's tracker adds up micro batches, ours is their mean.
+        assert values.tolist() == pytest.approx([2 * weight * value for value in ours], rel=1e-5)
+
+
+def sharded(layers):
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron_patch import fmoefy
+    from tiny_gpt import MOE, start, tiny_gpt
+
+    start(expert_parallel=2)
+    gpt = fmoefy(tiny_gpt(), layers=layers, **MOE)
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    found = [t for t in nested_values(gpt.sharded_state_dict(metadata=metadata)) if isinstance(t, ShardedTensor)]
+    ours = {id(p) for name, p in gpt.named_parameters() if ".experts." in name or ".gate." in name}
+    assert ours <= {id(t.data) for t in found}, "a parameter is missing"
+    return [
+        (t.key, t.global_shape, t.global_offset, t.prepend_axis_num, tuple(t.local_shape), t.replica_id, t.data)
+        for t in found
+        if id(t.data) in ours
+    ]
+
+
+def test_experts_lie_side_by_side_in_the_sharded_state_dict(forks):
+    ranks = values(forks.run(2, sharded, None))
+    experts = {}
+    for rank, tensors in enumerate(ranks):
+        for key, shape, offset, prepended, local, replica, data in tensors:
+            if ".gate." in key:
+                assert replica[-1] == rank, "the gate is replicated: one replica is the main one"
+                assert shape[prepended:] == local == (4, 32)
+            else:
+                assert replica == (0, 0, 0), "each expert is held once"
+                experts.setdefault((key, shape), []).append((offset, prepended, local, data))
+    assert {key.rsplit(".", 1)[-1]: shape for key, shape in experts} == {
+        "weight_in": (2, 4, 24, 32),
+        "weight_out": (2, 4, 32, 24),
+    }
+    for (key, shape), parts in experts.items():
+        covered = torch.zeros(shape, dtype=torch.int64)
+        for offset, prepended, local, data in parts:
+            assert local == (2, *shape[2:])
+            assert data.shape == local
+            block = (1,) * prepended + local
+            covered[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))] += 1
+        assert (covered == 1).all(), f"{key}: some elements are written never or twice"
+
+
+def test_layers_without_experts_leave_no_hole_in_the_sharded_state_dict(forks):
+    ranks = values(forks.run(2, sharded, [2]))
+    covered = {}
+    for tensors in ranks:
+        for key, shape, offset, prepended, local, replica, _ in tensors:
+            if ".experts." in key:
+                count = covered.setdefault(key, torch.zeros(shape, dtype=torch.int64))
+                block = (1,) * prepended + local
+                count[tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))] += 1
+    assert len(covered) == 2
+    for key, count in covered.items():
+        assert (count == 1).all(), f"{key} of shape {tuple(count.shape)}: some elements are written never or twice"

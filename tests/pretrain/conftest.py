@@ -1,0 +1,88 @@
+"""A tiny corpus of real text, and a recipe on it that trains in seconds."""
+
+import json
+import sysconfig
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrackingConfig,
+    TrainConfig,
+    write_recipe,
+)
+from pretrain.data.prepare import prepare
+from pretrain.data.tokenizer import train_tokenizer
+
+
+@dataclass(frozen=True)
+class TinyCorpus:
+    """Paths of what lies in ``folder``; the prefixes are without .bin."""
+
+    folder: Path
+    tokenizer: Path
+    train: Path
+    validation: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory) -> TinyCorpus:
+    """The sources of Python's json package, 384 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [path.read_text() for path in sorted((Path(sysconfig.get_path("stdlib")) / "json").glob("*.py"))]
+    corpus = TinyCorpus(folder, folder / "tokenizer.model", folder / "train", folder / "validation")
+    for prefix, part in ((corpus.train, texts[1:]), (corpus.validation, texts[:1])):
+        prefix.with_suffix(".jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    train_tokenizer([corpus.train.with_suffix(".jsonl")], corpus.tokenizer, 384, sentinels=0)
+    for prefix in (corpus.train, corpus.validation):
+        prepare([prefix.with_suffix(".jsonl")], corpus.tokenizer, prefix, num_workers=1)
+    return corpus
+
+
+@pytest.fixture(scope="session")
+def write_tiny_recipe(tiny_corpus):
+    """``write_tiny_recipe(path, section={"key": value}, ...)`` writes a tiny recipe with those values."""
+    base = Recipe(
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_heads=2,
+            ffn_hidden_size=32,
+            sequence_length=16,
+            vocab_size=384,
+            num_experts=4,
+            jitter=0.1,
+            capacity_factor=1.0,
+        ),
+        data=DataConfig(
+            tokenizer=str(tiny_corpus.tokenizer),
+            train=(str(tiny_corpus.train),),
+            validation=(str(tiny_corpus.validation),),
+        ),
+        parallel=ParallelConfig(),
+        optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2),
+        train=TrainConfig(steps=4, global_batch=4, micro_batch=2, validation_every=4, validation_sequences=4),
+        checkpoint=CheckpointConfig(every=0),
+        tracking=TrackingConfig(wandb=False),
+    )
+
+    def write(path: Path, **sections) -> Path:
+        changed = {section: replace(getattr(base, section), **values) for section, values in sections.items()}
+        write_recipe(replace(base, **changed), path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def recipe_file(write_tiny_recipe, tmp_path):
+    """``recipe_file(section={"key": value}, ...)`` writes it in the test's own folder and returns its path."""
+    return partial(write_tiny_recipe, tmp_path / "recipe.toml")

@@ -1,0 +1,283 @@
+"""Recipes: read, overridden, checked, written; and what they say of the model's size."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from forks import only
+
+from fmoe.errors import UserError
+from pretrain.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
+    load_recipe,
+    write_recipe,
+)
+from pretrain.config.load import RECIPES
+
+TINY = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 24, "sequence_length": 16}
+TINY |= {"vocab_size": 96, "num_experts": 4, "top_k": 2}
+MODELS = {
+    "moe": {},
+    "dense": {"num_experts": 0, "top_k": 1},
+    "gated": {"gated": True, "activation": "silu"},
+    "learned positions": {"position": "learned_absolute"},
+    "untied": {"tie_embeddings": False},
+    "some layers": {"moe_layers": (1, 3)},
+    "all of it": {"moe_layers": (2,), "gated": True, "tie_embeddings": False, "position": "learned_absolute"},
+    "every expert active": {"top_k": 4},
+}
+
+
+def count(models):
+    """(parameters, those of experts that a token does not meet) of each model as it is built."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from fmoe.parallel import is_expert
+    from megatron_patch import cpu
+    from pretrain.engine import init_parallel
+    from pretrain.model import build_model
+    from pretrain.process import Processes
+
+    cpu.install()
+    recipes = [Recipe(model=model) for model in models]
+    init_parallel(recipes[0], Processes(dist.get_rank(), 1, torch.device("cpu")))
+    counts = []
+    for recipe in recipes:
+        model_parallel_cuda_manual_seed(1)
+        parameters = list(build_model(recipe).parameters())
+        idle = 0
+        if recipe.model.num_experts:
+            experts = sum(p.numel() for p in parameters if is_expert(p))
+            idle = experts // recipe.model.num_experts * (recipe.model.num_experts - recipe.model.top_k)
+        counts.append((sum(p.numel() for p in parameters), idle))
+    return counts
+
+
+def test_parameter_counts_are_those_of_the_built_model(forks):
+    models = [ModelConfig(**TINY | options) for options in MODELS.values()]
+    for name, model, (built, idle) in zip(MODELS, models, only(forks.run(1, count, models)), strict=True):
+        assert model.num_params() == built, name
+        assert model.num_active_params() == built - idle, name
+        assert (idle > 0) == (name not in ("dense", "every expert active")), name
+
+
+def test_flops_per_token_by_hand():
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_heads=2,
+        ffn_hidden_size=10,
+        sequence_length=16,
+        vocab_size=32,
+        num_experts=4,
+        top_k=2,
+        moe_layers=(2,),
+        tie_embeddings=False,
+    )
+    attention = 4 * 8 * 8  # query, key, value, output
+    dense, expert, router = 2 * 8 * 10, 2 * 8 * 10, 4 * 8
+    matrices = 2 * attention + dense + 2 * expert + router + 32 * 8  # the output layer; the embedding is looked up
+    scores = 2 * (2 * 16 * 8) * 2  # 2 layers x (q k^T and probabilities x v) x multiply and add, forward
+    by_hand = 3 * (2 * matrices + scores)  # backward is twice the forward
+    norms = 6 * (2 * 4 * 8 + 2 * 8)  # weights and biases of LayerNorm count as matrices here: 1% of this tiny model
+    assert model.flops_per_token() == pytest.approx(by_hand, rel=norms / by_hand)
+    assert model.flops_per_token() >= by_hand
+    tied = replace(model, tie_embeddings=True)
+    assert tied.flops_per_token() == model.flops_per_token(), "tying changes parameters, not arithmetic"
+    assert replace(model, top_k=3).flops_per_token() - model.flops_per_token() == 6 * expert
+
+
+def test_every_key_comes_back_from_the_file(tmp_path):
+    """No value is the default's."""
+    recipe = Recipe(
+        run=RunConfig(folder='runs/"odd" \\ näme\t\n世界'),
+        model=ModelConfig(
+            num_layers=3,
+            hidden_size=48,
+            num_heads=4,
+            ffn_hidden_size=100,
+            sequence_length=64,
+            vocab_size=300,
+            activation="silu",
+            gated=True,
+            position="learned_absolute",
+            dropout=0.1,
+            tie_embeddings=False,
+            init_std=1e-3,
+            num_experts=6,
+            moe_layers=(1, 3),
+            top_k=2,
+            gate="gshard",
+            capacity_factor=None,
+            eval_capacity_factor=3.0,
+            jitter=0.25,
+            group_size=32,
+            balance_loss=1e-7,
+            z_loss=0.0,
+        ),
+        data=DataConfig(tokenizer="none", train=("a", "b c"), validation=()),
+        parallel=ParallelConfig(expert=3, data=2),
+        optimizer=OptimizerConfig(
+            lr=1e22,
+            min_lr=1e-5,
+            schedule="linear",
+            warmup_steps=3,
+            decay_steps=7,
+            beta1=0.8,
+            beta2=0.99,
+            eps=1e-6,
+            weight_decay=0.0,
+            clip_grad=0.5,
+            distributed=True,
+        ),
+        train=TrainConfig(
+            steps=9,
+            global_batch=36,
+            micro_batch=2,
+            seed=2**40,
+            precision="bf16",
+            validation_every=3,
+            validation_sequences=12,
+        ),
+        checkpoint=CheckpointConfig(every=4, keep=0),
+        tracking=TrackingConfig(wandb=False, tensorboard=True, console_every=2, project="none"),
+    )
+    default = asdict(Recipe())
+    for section, values in asdict(recipe).items():
+        for key, value in values.items():
+            assert value != default[section][key], f"{section}.{key} is not tried"
+    recipe.check()
+    for number, written in enumerate((recipe, Recipe())):
+        path = tmp_path / f"{number}.toml"
+        write_recipe(written, path)
+        assert load_recipe(str(path)) == written
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.toml", "1.toml"]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_recipes_load_by_name(path, tmp_path):
+    recipe = load_recipe(path.stem)
+    write_recipe(recipe, tmp_path / "again.toml")
+    assert load_recipe(str(tmp_path / "again.toml")) == recipe
+
+
+def test_quickstart_is_what_the_readme_promises():
+    recipe = load_recipe("quickstart")
+    assert (recipe.parallel.expert, recipe.parallel.world_size, recipe.model.num_experts) == (2, 2, 8)
+    assert recipe.model.layers_with_experts == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "value"),
+    [
+        (["--model.num-experts", "16"], "model.num_experts", 16),
+        (["--model.num_experts", "16"], "model.num_experts", 16),
+        (["--model.num-experts=16"], "model.num_experts", 16),
+        (["--model.capacity-factor", "none"], "model.capacity_factor", None),
+        (["--model.capacity-factor", "None"], "model.capacity_factor", None),
+        (["--model.moe-layers", "1", "3"], "model.moe_layers", (1, 3)),
+        (["--model.group-size", "64"], "model.group_size", 64),
+        (["--data.train", "a", "b"], "data.train", ("a", "b")),
+        (["--optimizer.distributed"], "optimizer.distributed", True),
+        (["--tracking.no-wandb"], "tracking.wandb", False),
+        (["--train.precision", "bf16"], "train.precision", "bf16"),
+        (["--optimizer.lr", "1e-4", "--optimizer.min-lr", "0"], "optimizer.lr", 1e-4),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_options_override_the_file(options, key, value):
+    recipe = load_recipe("quickstart", options)
+    section, name = key.split(".")
+    assert getattr(getattr(recipe, section), name) == value
+    base = load_recipe("quickstart")
+    changed = [
+        f"{s}.{k}" for s, values in asdict(recipe).items() for k, v in values.items() if v != asdict(base)[s][k]
+    ]
+    assert set(changed) - {"optimizer.min_lr"} == {key}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "parts"),
+    [
+        ("model", "num_layers", "four", ["model.num_layers='four'", "int"]),
+        ("model", "num_layers", 4.0, ["model.num_layers=4.0", "int"]),
+        ("model", "num_layers", True, ["model.num_layers=True", "int"]),
+        ("model", "gated", 1, ["model.gated=1", "bool"]),
+        ("model", "activation", "gulu", ["model.activation='gulu'", "gelu", "relu", "silu"]),
+        ("model", "moe_layers", 3, ["model.moe_layers=3", "list"]),
+        ("model", "moe_layers", ["a"], ["model.moe_layers='a'", "int"]),
+        ("model", "capacity_factor", "much", ["model.capacity_factor='much'", "float"]),
+        ("data", "train", "prefix", ["data.train='prefix'", "list"]),
+        ("model", "num_layers", 0, ["model.num_layers=0"]),
+        ("model", "num_layers", -1, ["model.num_layers=-1"]),
+        ("model", "moe_layers", [5], ["model.moe_layers", "5", "model.num_layers=4"]),
+        ("model", "num_heads", 5, ["model.num_heads=5", "model.hidden_size=192"]),
+        ("model", "num_heads", 64, ["model.num_heads=64", "model.hidden_size=192", "model.position=rope"]),
+        ("model", "top_k", 9, ["model.top_k=9", "model.num_experts=8"]),
+        ("model", "num_experts", 0, ["parallel.expert=2", "model.num_experts=0"]),
+        ("model", "capacity_factor", 0.0, ["model.capacity_factor=0"]),
+        ("model", "capacity_factor", float("nan"), ["model.capacity_factor=nan"]),
+        ("model", "jitter", 1.0, ["model.jitter=1.0"]),
+        ("model", "dropout", 1.0, ["model.dropout=1.0"]),
+        ("parallel", "expert", 3, ["parallel.expert=3", "model.num_experts=8"]),
+        ("parallel", "data", 3, ["parallel.data", "48", "train.global_batch=16"]),
+        ("train", "micro_batch", 3, ["train.micro_batch", "6", "train.global_batch=16"]),
+        ("train", "validation_sequences", 17, ["train.micro_batch", "train.validation_sequences=17"]),
+        ("train", "steps", 30, ["optimizer.warmup_steps=30", "train.steps=30"]),
+        ("optimizer", "decay_steps", 20, ["optimizer.warmup_steps=30", "optimizer.decay_steps=20"]),
+        ("optimizer", "lr", 0.0, ["optimizer.lr=0"]),
+        ("optimizer", "lr", float("nan"), ["optimizer.lr=nan"]),
+        ("optimizer", "min_lr", 1.0, ["optimizer.min_lr=1.0", "optimizer.lr=0.002"]),
+        ("optimizer", "min_lr", float("nan"), ["optimizer.min_lr=nan"]),
+        ("optimizer", "beta1", 1.0, ["optimizer.beta1=1.0"]),
+        ("optimizer", "clip_grad", -1.0, ["optimizer.clip_grad=-1.0"]),
+        ("optimizer", "clip_grad", float("nan"), ["optimizer.clip_grad=nan"]),
+        ("data", "train", [], ["data.train"]),
+        ("checkpoint", "keep", -1, ["checkpoint.keep=-1"]),
+        ("train", "seed", -1, ["train.seed=-1"]),
+    ],
+    ids=lambda x: repr(x) if not isinstance(x, list) else "",
+)
+def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, value, parts):
+    base = asdict(load_recipe("quickstart"))
+    base[section][key] = value
+    path = tmp_path / "wrong.toml"
+    toml = {float: repr, bool: lambda v: str(v).lower()}
+    lines = []
+    for name, values in base.items():
+        lines.append(f"[{name}]")
+        for k, v in values.items():
+            v = "none" if v is None else list(v) if isinstance(v, tuple) else v
+            lines.append(f"{k} = {toml.get(type(v), json.dumps)(v)}")
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError) as error:
+        load_recipe(str(path))
+    message = str(error.value)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path):
+    for name, content, parts in (
+        ("syntax", b"[model\nnum_layers = 1", ["cannot be read", "line 1"]),
+        ("latin", b'[run]\nfolder = "\xe9"', ["cannot be read"]),
+        ("table", b"model = 3", ["model=3", "section"]),
+        ("typo", b"[modell]\nnum_layers = 3", ["unknown key modell", "did you mean model"]),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            load_recipe(str(path))
+        assert all(part in str(error.value) for part in parts), str(error.value)
+    with pytest.raises(UserError, match=r"recipe 'quickstrat' is neither a file nor .*quickstart"):
+        load_recipe("quickstrat")

@@ -1,0 +1,247 @@
+"""What a user can get wrong ends with one line that names value, limit and key, exit code 2, and nothing written."""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+
+import pytest
+
+from pretrain.data.indexed import IndexedWriter, corpus_paths
+
+
+def tree(folder):
+    """Every file below a folder with its content, and whether it holds a run."""
+    files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files | {"run": (folder / "run").exists()}
+
+
+@pytest.fixture
+def refused(forks, tmp_path):
+    """``refused(PROGRAM, *argv, says=[...])`` asserts all of the above for ``python -m PROGRAM``, and gives the line."""
+
+    def check(program, *argv, says, size=1, before=None, environment=None):
+        name = f"fmoe {argv[0]}" if program == "fmoe" else program
+        files = tree(tmp_path)
+        ends = forks.command(program, *argv, size=size, before=before, environment=environment, folder=tmp_path)
+        line = "".join(end.err for end in ends)
+        assert [end.code for end in ends] == [2] * size, line
+        assert line.startswith(f"{name}: error: "), line
+        assert line.count("\n") == 1 and line.endswith("\n"), f"not one line: {line}"
+        missing = [part for part in says if str(part) not in line]
+        assert not missing, f"{missing} not in: {line}"
+        assert tree(tmp_path) == files, "something was written"
+        assert not any(end.out for end in ends), ends
+
+    return check
+
+
+def text_with(recipe, old, new):
+    text = recipe.read_text()
+    assert old in text
+    recipe.write_text(text.replace(old, new))
+
+
+# In the recipe's text, or on the command line.
+RECIPES = {
+    "unknown key": ("num_experts = 4", "num_exprts = 4", [], ["model.num_exprts", "did you mean model.num_experts?"]),
+    "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean model.num_experts?"]),
+    "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
+    "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
+    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["--model.num-layers", "two", "int"]),
+    "wrong choice": ("", "", ["--train.precision", "fp8"], ["--train.precision", "fp8", "fp32", "bf16"]),
+    "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "model.num_experts=4"]),
+    "top_k over experts": ("", "", ["--model.top-k", "5"], ["model.top_k=5", "model.num_experts=4"]),
+    "no value": ("", "", ["--model.top-k"], ["--model.top-k"]),
+    "stray word": ("", "", ["sixteen"], ["sixteen"]),
+    "vocabulary": ("", "", ["--model.vocab-size", "383"], ["384", "data.tokenizer=", "model.vocab_size=383"]),
+    "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
+    "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
+    "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "sequence_length=99999", "100000"]),
+    "no checkpoint": ("", "", ["--resume", "."], [". is no checkpoint"]),
+    "no run to resume": ("", "", ["--resume"], ["run is no checkpoint"]),
+    "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
+    "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is no checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("program", ["pretrain", "fmoe train of two"])
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_wrong_recipe(refused, recipe_file, case, program):
+    old, new, argv, says = RECIPES[case]
+    recipe = recipe_file(run={"folder": "run"}, parallel={"expert": 2} if program.endswith("two") else {})
+    text_with(recipe, old, new)
+    refused(*(["fmoe", "train"] if program != "pretrain" else ["pretrain"]), recipe, *argv, says=says)
+
+
+@pytest.mark.parametrize("case", ["unknown key", "top_k over experts", "vocabulary", "no checkpoint", "unknown gate"])
+def test_a_wrong_recipe_of_two_processes_is_told_once(refused, recipe_file, case):
+    old, new, argv, says = RECIPES[case]
+    recipe = recipe_file(run={"folder": "run"}, parallel={"expert": 2})
+    text_with(recipe, old, new)
+    refused("pretrain", recipe, *argv, says=says, size=2)
+
+
+def test_no_recipe(refused):
+    refused("pretrain", says=["no recipe", "python -m pretrain RECIPE"])
+    refused("fmoe", "train", says=["no recipe", "fmoe train RECIPE"])
+    for program in (["pretrain"], ["fmoe", "train"]):
+        refused(*program, "quickstrat", says=["'quickstrat'", "quickstart"])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_world_size(refused, recipe_file, size):
+    recipe = recipe_file(run={"folder": "run"}, train={"global_batch": 16, "validation_sequences": 16})
+    says = [f"world size {size}", "parallel.expert=2 x parallel.data=2 = 4", "--nproc_per_node 4"]
+    refused("pretrain", recipe, "--parallel.expert", "2", "--parallel.data", "2", says=says, size=size)
+
+
+def test_an_empty_corpus(refused, recipe_file, tmp_path):
+    with IndexedWriter(tmp_path / "empty", "u2"):
+        pass
+    recipe = recipe_file(run={"folder": "run"})
+    for key in ("train", "validation"):
+        refused("pretrain", recipe, f"--data.{key}", "empty", says=[f"data.{key}", "empty", " 0 ", "sequence_length=16"])
+
+
+def test_an_index_that_does_not_fit(refused, recipe_file, tiny_corpus, tmp_path):
+    for path in corpus_paths(tiny_corpus.train):
+        shutil.copy(path, tmp_path / path.name)
+    cut = tmp_path / "train.bin"
+    size = cut.stat().st_size
+    with cut.open("r+b") as file:
+        file.truncate(size - 2)
+    recipe = recipe_file(run={"folder": "run"})
+    for program in (["pretrain"], ["fmoe", "train"]):
+        refused(*program, recipe, "--data.train", "train", says=["data.train", "train.bin", size - 2, size, "train.idx"])
+    (tmp_path / "train.bin").unlink()
+    refused("pretrain", recipe, "--data.train", "train", says=["data.train", "train.bin does not exist"])
+
+
+def test_a_corpus_of_another_tokenizer(refused, recipe_file, tiny_corpus, tmp_path):
+    from pretrain.data.tokenizer import train_tokenizer
+
+    train_tokenizer([tiny_corpus.train.with_suffix(".jsonl")], tmp_path / "other.model", 370, sentinels=0)
+    recipe = recipe_file(run={"folder": "run"})
+    refused("pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "data.tokenizer=other.model"])
+
+
+def test_a_file_that_is_no_tokenizer(refused, recipe_file, tmp_path):
+    (tmp_path / "no.model").write_bytes(b"not a model")
+    refused("pretrain", recipe_file(), "--data.tokenizer", "no.model", says=["no.model is not a sentencepiece model"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("text.txt", b"caf\xe9 au lait\n" * 5), ("text.jsonl", b'{"text": "fine"}\n{"text": "caf\xe9"}\n')],
+)
+def test_text_that_is_not_utf8(refused, tiny_corpus, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    where = f"byte {content.index(0xE9)}"
+    says = [f"{name} is not UTF-8", where]
+    refused("fmoe", "data", "prepare", name, "--tokenizer", tiny_corpus.tokenizer, "--out", "out/train", says=says)
+    refused("fmoe", "data", "tokenizer", name, "--out", "out/tokenizer.model", says=says)
+
+
+def test_text_without_a_document(refused, tiny_corpus, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    options = ["--tokenizer", tiny_corpus.tokenizer, "--out", "out/train"]
+    refused("fmoe", "data", "prepare", "empty.txt", *options, says=["no document with text in 'empty.txt'"])
+
+
+@dataclass(frozen=True)
+class Without(MetaPathFinder):
+    """Makes a package look as if it were not installed, to those who import it from now on."""
+
+    package: str
+
+    def __call__(self):
+        for name in list(sys.modules):
+            if name.split(".")[0] in (self.package, "pretrain", "megatron_patch", "bench"):
+                del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+EXTRA = {"tensorboard": "tensorboard"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("package", ["tyro", "megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard"])
+def test_training_without_a_package_names_the_extra(refused, recipe_file, package, size):
+    recipe = recipe_file(
+        run={"folder": "run"}, tracking={"wandb": True, "tensorboard": True}, parallel={"expert": size}
+    )
+    says = [f" {package}", f"pip install 'fmoe[{EXTRA.get(package, 'pretrain')}]'"]
+    refused("pretrain", recipe, says=says, before=Without(package), size=size, environment={"WANDB_MODE": "offline"})
+
+
+@pytest.mark.parametrize(
+    ("package", "argv"),
+    [
+        ("tyro", ["train", "quickstart"]),
+        ("megatron", ["train", "quickstart"]),
+        ("sentencepiece", ["data", "prepare", "a.txt", "--tokenizer", "b.model", "--out", "c"]),
+        ("numpy", ["data", "show", "a"]),
+        ("safetensors", ["checkpoint", "ls", "a"]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else " ".join(x[:2]),
+)
+def test_fmoe_without_a_package_names_the_extra(refused, package, argv):
+    refused("fmoe", *argv, says=[f" {package}", "pip install 'fmoe[pretrain]'"], before=Without(package))
+
+
+@pytest.fixture
+def finished(forks, recipe_file, tmp_path):
+    """A recipe that was run to its end, in the folder "run"."""
+    recipe = recipe_file(run={"folder": "run"}, train={"steps": 3}, checkpoint={"every": 2})
+    (end,) = forks.command("pretrain", recipe, folder=tmp_path)
+    assert end.code == 0, end.err
+    return recipe
+
+
+CHANGES = {
+    "layers": (["--model.num-layers", "3"], ["model.num_layers=3", "2"]),
+    "gate": (["--model.gate", "gshard"], ["model.gate=gshard", "switch"]),
+    "seed": (["--train.seed", "5"], ["train.seed=5", "1234"]),
+    "batch": (["--train.global-batch", "8"], ["train.global_batch=8", "4"]),
+    "precision": (["--train.precision", "bf16"], ["train.precision=bf16", "fp32"]),
+    "steps": (["--train.steps", "2", "--optimizer.warmup-steps", "1"], ["train.steps=2", "3 steps"]),
+}
+
+
+def test_a_run_is_neither_overwritten_nor_changed(refused, finished, tmp_path):
+    two = ["--parallel.expert", "2"]
+    refused("pretrain", finished, says=["run.folder=run", "--resume"])
+    refused("pretrain", finished, *two, says=["run.folder=run", "--resume"], size=2)
+    refused("fmoe", "train", finished, *two, says=["run.folder=run", "--resume"])
+    for argv, says in CHANGES.values():
+        refused("pretrain", finished, "--resume", *argv, says=[*says, "step-00000003"])
+    argv, says = CHANGES["layers"]
+    refused("fmoe", "train", finished, "--resume", *two, *argv, says=[*says, "step-00000003"])
+
+
+def test_a_damaged_checkpoint_is_not_resumed(refused, finished, tmp_path):
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-00000003")
+    shard = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resume = ["--resume", "--train.steps", "4"]
+    refused("pretrain", finished, *resume, says=[shard.name])
+    shard.unlink()
+    refused("pretrain", finished, *resume, "--parallel.expert", "2", says=[shard.name], size=2)
+    (checkpoint / "manifest.json").write_text("{}")
+    refused("pretrain", finished, *resume, says=["manifest.json"])
+
+
+def test_help_is_no_error(forks, tmp_path):
+    for program in (["pretrain"], ["fmoe", "train"]):
+        for argv in (["--help"], ["quickstart", "--help"]):
+            (end,) = forks.command(*program, *argv, folder=tmp_path)
+            assert end.code == 0 and end.err == ""
+            assert "--model.num-experts" in end.out or "--resume" in end.out

@@ -1,0 +1,164 @@
+"""Runs of `python -m pretrain`: stopped, killed, resumed, at another split, and always the same losses."""
+
+import os
+import shutil
+import signal
+
+import pytest
+from forks import Ended
+
+from pretrain.tracking import read_metrics
+
+# What says how fast it was, not what was computed.
+TIMED = {"tokens_per_second", "step_seconds", "mfu", "memory_mb"}
+
+
+def train(forks, *argv, size=1, **options):
+    """Runs a command that is to succeed; its output."""
+    ends = forks.command("pretrain", *argv, size=size, **options)
+    for end in ends:
+        assert end.code == 0, end.err
+    return ends[0].out
+
+
+def steps(folder):
+    """Rows of metrics.jsonl by step, without the timings; no step is there twice."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row.pop("step"): {key: value for key, value in row.items() if key not in TIMED} for row in rows}
+
+
+# Of a case: half of the run's steps, and sections of the recipe.
+BF16 = {"train": {"precision": "bf16"}}
+CASES = {
+    "ep2": (20, {"parallel": {"expert": 2}}),
+    "ep2-distributed": (4, {"parallel": {"expert": 2}, "optimizer": {"distributed": True}}),
+    "dp2-distributed-bf16": (4, {"parallel": {"data": 2}, "optimizer": {"distributed": True}} | BF16),
+    "bf16, dropout and gshard": (4, {"model": {"dropout": 0.1, "gate": "gshard", "top_k": 2}} | BF16),
+    "some layers have experts": (2, {"model": {"moe_layers": (2,)}}),
+    "dense": (2, {"model": {"num_experts": 0, "top_k": 1}, "optimizer": {"warmup_steps": 1}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file, tmp_path, case):
+    half, sections = CASES[case]
+    size = 2 if "parallel" in sections else 1
+    sections = sections | {"train": {"steps": 2 * half} | sections.get("train", {}), "checkpoint": {"every": half}}
+    recipe = recipe_file(**sections)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(forks, recipe, "--run.folder", whole, size=size)
+    checkpoint = whole / "checkpoints" / f"step-{half:08d}"
+    train(forks, recipe, "--run.folder", resumed, "--resume", checkpoint, size=size)
+    expected, found = steps(whole), steps(resumed)
+    assert sorted(expected) == list(range(2 * half + 1))
+    assert found == {step: row for step, row in expected.items() if step > half}
+    assert expected[2 * half]["val/loss"] < expected[0]["val/loss"]
+
+
+def test_resume_at_another_split(forks, recipe_file, tmp_path):
+    """A checkpoint of two processes goes on in one, that of one in two, and the losses are the same."""
+    recipe = recipe_file(checkpoint={"every": 4})
+    two, data, distributed = ["--parallel.expert", "2"], ["--parallel.data", "2"], ["--optimizer.distributed"]
+    train(forks, recipe, "--run.folder", tmp_path / "of two", *two, *distributed, size=2)
+    train(forks, recipe, "--run.folder", tmp_path / "of one")
+    rows = {}
+    for name, begun, argv in (
+        ("EP=2 in the same", "of two", [*two, *distributed]),
+        ("EP=2 in one", "of two", []),
+        ("one in EP=2", "of one", [*two, *distributed]),
+        ("one in DP=2", "of one", data),
+    ):
+        run = ["--run.folder", tmp_path / name, "--resume", tmp_path / begun, "--train.steps", "6"]
+        train(forks, recipe, *run, *argv, size=2 if argv else 1)
+        rows[name] = steps(tmp_path / name)
+        assert sorted(rows[name]) == [5, 6]
+    expected = rows["EP=2 in the same"]
+    for name, found in rows.items():
+        for step in (5, 6):
+            for key in ("loss", "grad_norm", "moe/balance_loss", "lr"):
+                assert found[step][key] == pytest.approx(expected[step][key], rel=1e-4), f"{name}, {step}, {key}"
+
+
+class KillAtStep:
+    """Ends the process as `kill -9` does when it begins step ``step`` (counted from 0)."""
+
+    def __init__(self, step, rank=None):
+        self.step, self.rank = step, rank
+
+    def __call__(self):
+        from pretrain.trainer import Trainer
+
+        make_step = Trainer._step
+
+        def step(trainer, *args):
+            if trainer.step == self.step and self.rank in (None, trainer.processes.rank):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return make_step(trainer, *args)
+
+        Trainer._step = step
+
+
+def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path):
+    recipe = recipe_file(checkpoint={"every": 2, "keep": 2}, train={"steps": 10}, parallel={"expert": 2})
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(forks, recipe, "--run.folder", whole, size=2)
+    command = ("pretrain", recipe, "--run.folder", killed, "--resume", "auto")
+    # The first start finds no checkpoint and begins anew; the first death comes before there is one, the second after.
+    for step in (1, 7):
+        ends = forks.command(*command, size=2, before=KillAtStep(step))
+        assert [end.code for end in ends] == [-signal.SIGKILL] * 2
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert max(row["step"] for row in read_metrics(killed / "metrics.jsonl")) == 7
+    train(forks, *command[1:], size=2)
+    assert steps(killed) == steps(whole)
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step-00000008", "step-00000010"]
+
+
+def test_one_rank_dies_and_the_other_does_not_wait_for_ever(forks, recipe_file, tmp_path):
+    recipe = recipe_file(parallel={"expert": 2})
+    alive, dead = forks.command(
+        "pretrain", recipe, "--run.folder", tmp_path / "run", size=2, before=KillAtStep(3, rank=1)
+    )
+    assert dead.code == -signal.SIGKILL
+    assert isinstance(alive, Ended) and alive.code not in (0, 2)
+    assert list(steps(tmp_path / "run")) == [0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def finished(forks, write_tiny_recipe, tmp_path_factory):
+    """(recipe, folder) of a run of 4 steps, with checkpoints at 2 and 4; to be copied, not changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_tiny_recipe(folder / "recipe.toml", checkpoint={"every": 2})
+    assert "finished at step 4" in train(forks, recipe, "--run.folder", folder / "run")
+    return recipe, folder / "run"
+
+
+def test_a_finished_run_is_not_begun_again_and_a_longer_one_goes_on(forks, finished, tmp_path):
+    recipe, run = finished
+    folder = shutil.copytree(run, tmp_path / "run")
+    assert "finished at step 4" in train(forks, recipe, "--run.folder", folder, "--resume")
+    assert steps(folder) == steps(run)
+    train(forks, recipe, "--run.folder", folder, "--resume", "--train.steps", "6")
+    assert list(steps(folder)) == list(range(7))
+    assert sorted(path.name[-1] for path in (folder / "checkpoints").iterdir()) == ["4", "6"]
+
+
+def test_a_finished_run_leaves_nothing_for_another_folder(forks, finished, tmp_path):
+    recipe, run = finished
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "other", "--resume", run)
+    assert "step 4" in end.out or "train.steps=4" in end.err, f"it does not say that no step is left: {end}"
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("resumed", ["an earlier step", "another run"])
+def test_what_would_end_in_a_mixed_record_is_refused_at_once(forks, finished, tmp_path, resumed):
+    """Checkpoints are never overwritten: a run can go back, or take another's checkpoint, in a new folder only."""
+    recipe, run = finished
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint = (folder if resumed == "an earlier step" else run) / "checkpoints" / "step-00000002"
+    record = (folder / "metrics.jsonl").read_bytes()
+    (end,) = forks.command("pretrain", recipe, "--run.folder", folder, "--resume", checkpoint)
+    assert (folder / "metrics.jsonl").read_bytes() == record, "the record was cut"
+    assert (end.code, end.out) == (2, "")
+    assert f"run.folder={folder}" in end.err and end.err.count("\n") == 1, end.err
