@@ -38,6 +38,12 @@ class Patch:
     reason: str
     required: bool = True
 
+    def holder(self) -> Any:
+        """The module or class that has the name."""
+        module, _, owner = self.module.partition(":")
+        imported = importlib.import_module(module)
+        return getattr(imported, owner) if owner else imported
+
 
 def _on_cpu(device: Any) -> Any:
     if isinstance(device, str) and device.startswith("cuda"):
@@ -241,10 +247,11 @@ def install() -> bool:
         return True
     found = []
     for patch in PATCHES:
-        module, _, owner = patch.module.partition(":")
-        holder = importlib.import_module(module)
-        holder = getattr(holder, owner) if owner else holder
-        if patch.required and not hasattr(holder, patch.name):
+        try:
+            holder = patch.holder()
+        except (ModuleNotFoundError, AttributeError):
+            holder = None
+        if holder is None or (patch.required and not hasattr(holder, patch.name)):
             raise UserError(
                 f"megatron-core {version} has no {patch.module}.{patch.name}, which megatron_patch replaces"
             )

@@ -15,7 +15,7 @@ def names_in_place():
     from megatron_patch import cpu
 
     return {
-        f"{patch.module}.{patch.name}": getattr(importlib.import_module(patch.module), patch.name, None)
+        f"{patch.module}.{patch.name}": getattr(patch.holder(), patch.name, None)
         for patch in cpu.PATCHES
     }
 

@@ -11,10 +11,11 @@ from forks import only, values
 
 
 def both_ways():
-    import fmoe
-    import megatron_patch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from tiny_gpt import MOE, batch, start, tiny_gpt
+
+    import fmoe
+    import megatron_patch
 
     start()
     spec = get_gpt_layer_local_spec()
@@ -56,8 +57,9 @@ def test_spec_in_place_and_entry_point_give_the_same_model_bit_for_bit(forks):
 
 
 def one_layer():
-    from megatron_patch import MegatronFMoE, fmoefy
     from tiny_gpt import MOE, start, tiny_gpt
+
+    from megatron_patch import MegatronFMoE, fmoefy
 
     start()
     gpt = tiny_gpt()
@@ -81,11 +83,12 @@ def test_a_subset_of_layers(forks):
 
 
 def wrong(case):
-    import fmoe
-    import megatron_patch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
     from tiny_gpt import EXPERTS, start, tiny_config, tiny_gpt
+
+    import fmoe
+    import megatron_patch
 
     start()
     gpt = tiny_gpt(bf16=True, params_dtype=torch.bfloat16) if case.startswith("float16") else tiny_gpt()
@@ -135,8 +138,9 @@ def test_wrong_models_are_refused(forks, case, parts):
 
 
 def numbered():
-    from megatron_patch import MegatronFMoE
     from tiny_gpt import MOE, start, tiny_config
+
+    from megatron_patch import MegatronFMoE
 
     start()
 
@@ -165,8 +169,9 @@ def test_the_layer_number_is_a_key_of_weights(forks):
 
 def as_dense(activation, gated, bias):
     """One expert that gets every token with weight one is the MLP with the same weights."""
-    from megatron_patch import fmoefy
     from tiny_gpt import LENGTH, WIDTH, start, tiny_gpt
+
+    from megatron_patch import fmoefy
 
     start()
     functions = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
@@ -199,8 +204,9 @@ def test_activation_gating_and_bias_are_those_of_the_config(forks, activation, g
 
 
 def initial_weights():
-    from megatron_patch import fmoefy
     from tiny_gpt import LAYERS, start, tiny_gpt
+
+    from megatron_patch import fmoefy
 
     start()
     gpt = fmoefy(tiny_gpt(init_method_std=0.5, num_moe_experts=2, moe_ffn_hidden_size=200), num_experts=2)
@@ -216,9 +222,10 @@ def test_initial_weights_and_width_are_those_of_the_config(forks):
 
 
 def padded():
+    from tiny_gpt import LENGTH, MOE, WIDTH, start, tiny_config
+
     import fmoe
     from megatron_patch import MegatronFMoE
-    from tiny_gpt import LENGTH, MOE, WIDTH, start, tiny_config
 
     start()
     layer = MegatronFMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}})
@@ -244,12 +251,13 @@ def test_padding_is_not_routed(forks):
 
 
 def recomputed(granularity, attention):
-    import fmoe
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from tiny_gpt import MOE, batch, start, tiny_gpt
+
+    import fmoe
     from megatron_patch import fmoefy
     from megatron_patch.attention import SDPAttention
-    from tiny_gpt import MOE, batch, start, tiny_gpt
 
     start()
     spec, options = get_gpt_layer_local_spec(), {}
@@ -304,8 +312,9 @@ def sharded(layers):
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron_patch import fmoefy
     from tiny_gpt import MOE, start, tiny_gpt
+
+    from megatron_patch import fmoefy
 
     start(expert_parallel=2)
     gpt = fmoefy(tiny_gpt(), layers=layers, **MOE)

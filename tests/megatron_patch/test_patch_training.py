@@ -31,9 +31,7 @@ def trained(expert_parallel, distributed):
         gpt,
     )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=1e-2, clip_grad=0.5, use_distributed_optimizer=distributed
-        ),
+        OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-2, clip_grad=0.5, use_distributed_optimizer=distributed),
         [model],
     )
     gpt.config.grad_scale_func = optimizer.scale_loss
