@@ -200,9 +200,7 @@ def test_options_override_the_file(options, key, value):
     section, name = key.split(".")
     assert getattr(getattr(recipe, section), name) == value
     base = load_recipe("quickstart")
-    changed = [
-        f"{s}.{k}" for s, values in asdict(recipe).items() for k, v in values.items() if v != asdict(base)[s][k]
-    ]
+    changed = [f"{s}.{k}" for s, values in asdict(recipe).items() for k, v in values.items() if v != asdict(base)[s][k]]
     assert set(changed) - {"optimizer.min_lr"} == {key}
 
 

@@ -18,7 +18,7 @@ def tree(folder):
 
 @pytest.fixture
 def refused(forks, tmp_path):
-    """``refused(PROGRAM, *argv, says=[...])`` asserts all of the above for ``python -m PROGRAM``, and gives the line."""
+    """``refused(PROGRAM, *argv, says=[...])`` asserts all of the above for ``python -m PROGRAM``; gives the line."""
 
     def check(program, *argv, says, size=1, before=None, environment=None):
         name = f"fmoe {argv[0]}" if program == "fmoe" else program
@@ -101,7 +101,9 @@ def test_an_empty_corpus(refused, recipe_file, tmp_path):
         pass
     recipe = recipe_file(run={"folder": "run"})
     for key in ("train", "validation"):
-        refused("pretrain", recipe, f"--data.{key}", "empty", says=[f"data.{key}", "empty", " 0 ", "sequence_length=16"])
+        refused(
+            "pretrain", recipe, f"--data.{key}", "empty", says=[f"data.{key}", "empty", " 0 ", "sequence_length=16"]
+        )
 
 
 def test_an_index_that_does_not_fit(refused, recipe_file, tiny_corpus, tmp_path):
@@ -113,7 +115,9 @@ def test_an_index_that_does_not_fit(refused, recipe_file, tiny_corpus, tmp_path)
         file.truncate(size - 2)
     recipe = recipe_file(run={"folder": "run"})
     for program in (["pretrain"], ["fmoe", "train"]):
-        refused(*program, recipe, "--data.train", "train", says=["data.train", "train.bin", size - 2, size, "train.idx"])
+        refused(
+            *program, recipe, "--data.train", "train", says=["data.train", "train.bin", size - 2, size, "train.idx"]
+        )
     (tmp_path / "train.bin").unlink()
     refused("pretrain", recipe, "--data.train", "train", says=["data.train", "train.bin does not exist"])
 
@@ -123,7 +127,9 @@ def test_a_corpus_of_another_tokenizer(refused, recipe_file, tiny_corpus, tmp_pa
 
     train_tokenizer([tiny_corpus.train.with_suffix(".jsonl")], tmp_path / "other.model", 370, sentinels=0)
     recipe = recipe_file(run={"folder": "run"})
-    refused("pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "data.tokenizer=other.model"])
+    refused(
+        "pretrain", recipe, "--data.tokenizer", "other.model", says=[tiny_corpus.train, "data.tokenizer=other.model"]
+    )
 
 
 def test_a_file_that_is_no_tokenizer(refused, recipe_file, tmp_path):
@@ -171,7 +177,9 @@ EXTRA = {"tensorboard": "tensorboard"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("package", ["tyro", "megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard"])
+@pytest.mark.parametrize(
+    "package", ["tyro", "megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard"]
+)
 def test_training_without_a_package_names_the_extra(refused, recipe_file, package, size):
     recipe = recipe_file(
         run={"folder": "run"}, tracking={"wandb": True, "tensorboard": True}, parallel={"expert": size}

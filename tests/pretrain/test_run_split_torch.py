@@ -109,7 +109,7 @@ def test_two_ranks_equal_one(two_ranks, gate, factor, dtype):
                 assert_close(actual, expected, limit, f"{split}, rank {rank}, {name}")
 
 
-class BrokenGate(fmoe.gates.NaiveGate):
+class BrokenGate(fmoe.gates.NaiveRouter):
     """Fails on the ranks it is told to."""
 
     def __init__(self, d_model, num_experts, top_k, *, ranks):
