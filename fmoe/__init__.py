@@ -1,6 +1,7 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
 from fmoe.dispatch import DispatchPlan
+from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import FMoELinear, register_expert
 from fmoe.gates import attach_end_step, end_step, register_gate
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DispatchPlan",
+    "DistributedGroupedDataParallel",
     "FMoE",
     "FMoELinear",
     "FMoETransformerMLP",

@@ -30,7 +30,7 @@ from fmoe.routing import Routing, tokens_of
 logger = logging.getLogger(__name__)
 
 
-class FMoE(nn.Module):
+class FMoE(fastmoe.FastMoEMembers, nn.Module):
     """A Mixture-of-Experts layer in the place of a feed-forward block (FastMoE, arXiv 2103.13262).
 
     ``y = sum over the K experts that the gate picks of weight * expert(x)``. With ``moe_group`` the experts are spread
@@ -208,6 +208,7 @@ class FMoE(nn.Module):
         # experts alone. It is set at one worker too, so that the same code runs at every split.
         for parameter in self.experts.parameters() if "experts" in self._modules else ():
             parameter.allreduce = False
+        self._tag_again()
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
@@ -236,11 +237,13 @@ class FMoE(nn.Module):
         """
         try:
             leaves, nest = pytree.tree_flatten(x)
-            if mask is None and self.mask is not None and self.mask_dict is not None:
-                mask = (self.mask == 0).view(leaves[0].shape[:-1])
             leading = leaves[0].shape[:-1]
+            filled = None
+            if self.mask is not None and self.mask_dict is not None:
+                filled = self.mask.to(leaves[0].device).view(leading)
+                mask = filled == 0 if mask is None else mask
             if self.slice_group is not None:
-                leaves, mask, token_ids = take_slice((leaves, mask, token_ids), self.slice_group)
+                leaves, mask, token_ids, filled = take_slice((leaves, mask, token_ids, filled), self.slice_group)
             sliced = leaves[0].shape[:-1]
             x_TD, groups = tokens_of(
                 leaves[0],
@@ -253,6 +256,7 @@ class FMoE(nn.Module):
             )
             leaves = [x_TD, *(_rows_of(leaf, sliced) for leaf in leaves[1:])]
             self._check_dtype(x_TD)
+            fastmoe.name_group(self, x_TD)
             routing = route(self, pytree.tree_unflatten(leaves, nest), x_TD, groups)
             plan = DispatchPlan.from_routing(routing, self.num_experts)
         except Exception as error:
@@ -266,8 +270,8 @@ class FMoE(nn.Module):
         outputs = [combine(transfer.combine(out), weight_TK, plan) for out in outputs]
         if self.shared is not None:
             outputs[0] = outputs[0] + self.shared(x_TD)
-        if self.mask is not None and self.mask_dict is not None:
-            outputs = [fastmoe.fill_masked(out, self.mask, self.mask_dict, weight_TK) for out in outputs]
+        if filled is not None:
+            outputs = [fastmoe.fill_masked(out, filled, self.mask_dict, weight_TK) for out in outputs]
         if self.slice_group is not None:
             outputs = [
                 gather_slices(out.view(*sliced, *out.shape[1:]), leading[0], self.slice_group) for out in outputs
@@ -282,7 +286,7 @@ class FMoE(nn.Module):
             keys_R = transfer.dispatch(permute(keys_T1, plan, transfer.num_rows)).squeeze(1)
             out = self.experts(rows, counts_L, keys_R)
         else:
-            out = self.experts(rows, counts_L)
+            out = self.expert_fn(rows, counts_L)
         expected = sum(transfer.counts)
         for leaf in pytree.tree_leaves(out):
             if leaf.shape[0] != expected:
@@ -330,7 +334,7 @@ class FMoE(nn.Module):
             self.metrics.add(routing.stats, routing.losses)
         if hasattr(self.gate, "record"):
             self.gate.record(routing)
-        if self._pending and not self.is_fastmoe and not self._warned:
+        if self._pending and not self._warned:
             self._warned = True
             logger.warning(
                 "the auxiliary losses of %s (aux_loss='manual') were not collected before the backward pass: add "
@@ -342,10 +346,6 @@ class FMoE(nn.Module):
         """With ``aux_loss="manual"``: the weighted losses of the forward passes since the last call, summed."""
         pending, self._pending = self._pending, []
         return sum(pending) if pending else None
-
-    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """FastMoE's tags of parameters for `DistributedGroupedDataParallel`."""
-        fastmoe.mark_parallel_comm(self, expert_dp_comm)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, workers={self.world_size}, first_expert={self.first_expert}"

@@ -86,8 +86,8 @@ def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
     total_GE = (value_GSE * valid_GS.unsqueeze(-1)).sum(1)
-    mean_G = total_GE.mean(1)
-    square_G = total_GE.var(1, correction=0) / mean_G.square().clamp(min=1e-20)
+    mean_G1 = total_GE.mean(1, keepdim=True)
+    square_G = (total_GE - mean_G1).square().mean(1) / mean_G1.square().squeeze(1).clamp(min=1e-20)
     tokens_G = valid_GS.sum(1)
     return (square_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
 

@@ -1,5 +1,6 @@
 """The feed-forward block of a transformer as a Mixture of Experts."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,9 +51,11 @@ class FMoETransformerMLP(FMoE):
         activation = nn.GELU() if activation is None else activation
         d_hidden = 4096 if d_hidden is None else d_hidden
 
-        def one_expert(width: int) -> _Expert:
-            return _Expert(1, width, d_hidden, activation, rank=expert_rank)
-
-        super().__init__(num_expert, d_model, expert=one_expert, **options)
+        expert = functools.partial(_one_expert, d_hidden=d_hidden, activation=activation, rank=expert_rank)
+        super().__init__(num_expert, d_model, expert=expert, **options)
         self.d_hidden = d_hidden
         self.mark_parallel_comm(expert_dp_comm)
+
+
+def _one_expert(d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int) -> _Expert:
+    return _Expert(1, d_model, d_hidden, activation, rank=rank)  # a function of the module: local ones do not pickle

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.errors import UserError
+from fmoe.experts.modules import ModuleExperts
+from fmoe.functions import ensure_comm
 
 if TYPE_CHECKING:
     from fmoe.layer import FMoE
@@ -21,7 +23,7 @@ class Spelled:
 
     num_experts: int
     d_model: int
-    top_k: int
+    top_k: int | None
     gate: Any
     expert: Sequence[Any] | None
     moe_group: dist.ProcessGroup | None
@@ -40,19 +42,18 @@ def translate(
     expert: Any,
     gate_bias: bool,
 ) -> Spelled:
-    """FastMoE's defaults: 32 experts a worker, width 1024, one worker, top 2, `NaiveGate`.
+    """FastMoE's defaults: 32 experts a worker, width 1024, one worker, `NaiveGate`, top 2 (1 for `SwitchGate`).
 
     ``world_size`` workers hold different experts; without ``moe_group`` they are the whole world. ``mp_group`` is the
     old name of ``slice_group``. ``expert`` is a class called with ``d_model``, or a list of those, one for each expert
     of the worker; None leaves ``self.experts`` to a subclass, which sets what is called as ``experts(rows, counts)``.
 
     Raises:
-        UserError: the group has not ``world_size`` workers.
+        UserError: the group has not ``world_size`` workers, ``gate`` is a name.
     """
     from fmoe.compat.gates import NaiveGate
 
     d_model = 1024 if d_model is None else d_model
-    top_k = 2 if top_k is None else top_k
     world_size = 1 if world_size is None else world_size
     if isinstance(expert, list):
         num_expert = len(expert)
@@ -71,6 +72,10 @@ def translate(
     if slice_group is not None and slice_group.size() == 1:
         slice_group = None
     gate = NaiveGate if gate is None else gate
+    if isinstance(gate, str):
+        raise UserError(f"gate={gate!r} is a name: write num_experts= (experts in all) for the modern spelling")
+    if top_k is None and not isinstance(gate, nn.Module):
+        top_k = getattr(gate, "default_top_k", 2)
     if isinstance(gate, type) and issubclass(gate, NaiveGate):
         built = gate(d_model, num_expert, world_size, top_k, gate_bias=gate_bias)
     elif isinstance(gate, nn.Module):
@@ -81,14 +86,63 @@ def translate(
     if expert is not None:
         # Of the E experts in all, the worker's own are built; the others stand in the list to be counted.
         experts = (list(expert) if isinstance(expert, list) else [expert] * num_expert) * world_size
+    top_k = getattr(built, "top_k", top_k)
     return Spelled(num_expert * world_size, d_model, top_k, built, experts, moe_group, slice_group)
 
 
-def mark_parallel_comm(layer: "FMoE", expert_dp_comm: str) -> None:
+def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
     """Tags parameters with ``dp_comm``, the group that `DistributedGroupedDataParallel` averages them over."""
-    for module, comm in ((layer.experts, expert_dp_comm), (layer.gate, "gate")):
-        for parameter in module.parameters():
-            parameter.dp_comm = comm
+    for parameter in module.parameters():
+        parameter.dp_comm = comm
+
+
+class FastMoEMembers:
+    """What FastMoE's `FMoE` has beside ours; mixed into it."""
+
+    experts: nn.Module
+    gate: nn.Module
+    slice_group: dist.ProcessGroup | None
+    _expert_dp_comm: str | None = None
+
+    @property
+    def slice_size(self) -> int:
+        """Ranks that hold the same tokens."""
+        return 1 if self.slice_group is None else self.slice_group.size()
+
+    @property
+    def slice_rank(self) -> int:
+        """This one's among them."""
+        return 0 if self.slice_group is None else self.slice_group.rank()
+
+    def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
+        """The experts' outputs for their rows; a subclass may do otherwise."""
+        if type(self.experts) is nn.ModuleList:  # set by a subclass, which FastMoE left uncalled
+            return ModuleExperts.forward(self.experts, inp, fwd_expert_count)
+        return self.experts(inp, fwd_expert_count)
+
+    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
+        """Tags of parameters for `DistributedGroupedDataParallel`: experts by the name given, the gate "gate"."""
+        mark_module_parallel_comm(self.experts, expert_dp_comm)
+        mark_module_parallel_comm(self.gate, "gate")
+        self._expert_dp_comm = expert_dp_comm
+
+    def _tag_again(self) -> None:
+        """Tags parameters that lost theirs: a copy's, or new ones."""
+        if self._expert_dp_comm is not None:
+            for module, comm in ((self.experts, self._expert_dp_comm), (self.gate, "gate")):
+                for parameter in module.parameters():
+                    parameter.dp_comm = getattr(parameter, "dp_comm", comm)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "experts":  # subclasses set it after ``super().__init__()``
+            self._mark_experts()
+
+
+def name_group(layer: "FMoE", x: Tensor) -> None:
+    """Tells the functions that the layer's gate may call which workers share its experts."""
+    if layer.is_fastmoe and layer.world_size > 1:
+        ensure_comm(x, layer.moe_group)
 
 
 def fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:

@@ -21,3 +21,8 @@ class _Expert(nn.Module):
     def forward(self, inp: Tensor, fwd_expert_count: Tensor) -> Tensor:
         """[R, D] -> [R, D]; ``fwd_expert_count`` has the rows of each expert."""
         return self.h4toh(self.activation(self.htoh4(inp, fwd_expert_count)), fwd_expert_count)
+
+    def reset_parameters(self) -> None:
+        """Draws both linear maps anew."""
+        self.htoh4.reset_parameters()
+        self.h4toh.reset_parameters()
