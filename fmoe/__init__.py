@@ -1,5 +1,6 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
+from fmoe.adapters import register_adapter
 from fmoe.dispatch import DispatchPlan
 from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
@@ -30,6 +31,7 @@ __all__ = [
     "end_step",
     "fmoefy",
     "metrics",
+    "register_adapter",
     "register_expert",
     "register_gate",
     "set_loss_scale",

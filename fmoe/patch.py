@@ -1,41 +1,256 @@
 """``fmoefy``: a model's feed-forward blocks become experts, in place, by one line.
 
-Which models are known is a matter of adapters, entry points of the group ``fmoe.adapters``: a function that takes the
-model and returns None if the model is not of its family, else a function of `fmoefy`'s options. So fmoe imports no
-model library.
+Blocks are found by `fmoe.adapters`, module by module. Models that need more (Megatron-core's, whose layers have a
+contract of their own) are left to adapters of whole models: entry points of the group ``fmoe.adapters``, named after
+the package whose models they know and loaded only once that is imported. Each is a function that takes the model and
+returns None if the model is not of its family, else a function of `fmoefy`'s options that differ from their defaults.
+So fmoe imports no model library.
 """
 
-from collections.abc import Callable
+import contextlib
+import copy
+import inspect
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
 from importlib.metadata import entry_points
+from typing import Any
 
+import torch
 from torch import nn
 
+from fmoe.adapters import ADAPTERS, Block, Found, find_blocks
+from fmoe.adapters.block import known_activation
 from fmoe.errors import UserError
+from fmoe.layer import FMoE
+from fmoe.random import key
+from fmoe.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 
 Convert = Callable[..., nn.Module]
-Adapter = Callable[[nn.Module], Convert | None]
+ModelAdapter = Callable[[nn.Module], Convert | None]
+
+# By name, so that none of them is imported: torch's (FSDPModule is FSDP2's), Megatron's, DeepSpeed's.
+_WRAPPERS = frozenset(
+    ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"]
+)
 
 
-def fmoefy(model: nn.Module, num_experts: int, **options) -> nn.Module:
+def fmoefy(
+    model: nn.Module,
+    num_experts: int,
+    *,
+    layers: str | int | Collection[int] = "all",
+    upcycle: bool = True,
+    exact: bool = True,
+    noise: float = 0.0,
+    granularity: int = 1,
+    seed: int | None = None,
+    **options: Any,
+) -> nn.Module:
     """Turns the feed-forward blocks of ``model`` into Mixture-of-Experts layers, in place; returns it.
 
-    Call it before DDP, a 16-bit wrapper or an optimizer sees the model.
+    Call it before DDP, FSDP, a 16-bit wrapper or an optimizer sees the model. dtype, device, mode, biases and dropout
+    of each block stay. Nothing is changed if it raises.
 
     Args:
-        num_experts: experts in all.
-        options: ``top_k``, ``gate``, ``layers`` and what else the adapter of the model's family takes (for
-            Megatron-core models, `megatron_patch.fmoefy`).
+        num_experts: experts in all, of each layer.
+        layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (n - 1,
+            2 n - 1, ...). `fmoe.adapters.find_blocks` lists them.
+        upcycle: every expert begins as the dense block (arXiv 2212.05055); False draws new ones of the block's sizes.
+        exact: with ``upcycle``, the model's output must be unchanged: an error tells what stands against it. False
+            takes a gate that drops tokens, say.
+        noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
+            square.
+        granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them are the block
+            (`fmoe.upcycle`), and m must divide ``num_experts`` and ``top_k``.
+        seed: key of new weights and noise; None draws one from torch's default generator.
+        options: of `FMoE`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``group_size``, ``moe_group``, ...
+            Megatron-core models: of `megatron_patch.fmoefy`, whose layers count from 1 and whose experts are new.
 
     Raises:
-        UserError: no installed adapter knows the model.
+        UserError: no block is found (lists what was looked at); the model is wrapped or has FMoE layers already;
+            ``layers`` chooses what is not there; upcycling cannot keep the output; an option of FMoE is wrong.
     """
+    chosen_here = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
+    chosen_here |= {"granularity": granularity, "seed": seed}
+    convert, asked = _whole_model(model)
+    if convert is not None:
+        changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
+        return convert(model, num_experts=num_experts, **changed, **options)
+    _check_model(model)
+    found = find_blocks(model)
+    if not found:
+        raise UserError(_what_was_looked_at(model, asked))
+    chosen = {index: found[index] for index in _choose(layers, len(found))}
+    _check_chosen(model, chosen.values(), granularity, options)
+    seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+    options = {"num_experts": num_experts, "granularity": granularity, **options}
+    how = None
+    if noise and not upcycle:
+        raise UserError(f"noise={noise} is for upcycled experts, and upcycle=False draws new ones")
+    if upcycle:
+        how = _plan(list(chosen.values()), exact=exact, noise=noise, options=options)
+    # All layers are made before the first is put in, so that an error leaves the model as it was.
+    made = [(f.block, _make(f.block, how, options, key("layer", seed, index))) for index, f in chosen.items()]
+    for block, layer in made:
+        _install(model, block, layer)
+    return model
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(fmoefy).parameters.items()
+    if parameter.default is not parameter.empty
+}
+
+
+def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
+    """What an adapter of whole models makes of the model, and the names of those there are."""
     names = []
     for entry in entry_points(group="fmoe.adapters"):
+        if entry.name not in sys.modules:  # then the model is none of its models, and loading it may take seconds
+            names.append(f"{entry.name} (not imported)")
+            continue
         names.append(entry.name)
-        convert = entry.load()(model)
-        if convert is not None:
-            return convert(model, num_experts=num_experts, **options)
-    raise UserError(
-        f"fmoefy does not know models of {type(model).__module__}.{type(model).__qualname__}; "
-        f"adapters installed: {', '.join(names) or 'none'}"
+        if (convert := entry.load()(model)) is not None:
+            return convert, names
+    return None, names
+
+
+def _check_model(model: nn.Module) -> None:
+    for module in model.modules():
+        if wrapper := next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None):
+            raise UserError(f"fmoefy got a model inside {wrapper}: call it before the model is wrapped")
+    present = sum(isinstance(module, FMoE) for module in model.modules())
+    if present:
+        raise UserError(f"the model has {present} FMoE layers already: call fmoefy once, with all `layers`")
+
+
+def _what_was_looked_at(model: nn.Module, entries: list[str]) -> str:
+    counts = Counter(type(module).__name__ for module in model.modules())
+    modules = ", ".join(f"{count} {name}" for name, count in counts.most_common(12))
+    more = f" and {len(counts) - 12} other classes" if len(counts) > 12 else ""
+    return (
+        f"fmoefy found no feed-forward block in {type(model).__module__}.{type(model).__qualname__}. Adapters asked: "
+        f"{', '.join(reversed(ADAPTERS))}; of whole models: {', '.join(entries) or 'none'}. "
+        f"Modules seen: {modules}{more}. A block is Linear D -> H, activation, Linear H -> D, or its gated form; "
+        "fmoe.register_adapter adds a family"
     )
+
+
+def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
+    there = f"the model has {count} feed-forward blocks, counted from 0 to {count - 1}"
+    if isinstance(layers, str):
+        if layers != "all":
+            raise UserError(f"layers={layers!r} is neither 'all', nor indices, nor n for every n-th block; {there}")
+        return list(range(count))
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        if not 1 <= layers <= count:
+            raise UserError(f"layers={layers} (every n-th block) chooses none; {there}")
+        return list(range(layers - 1, count, layers))
+    indices = list(layers) if isinstance(layers, Collection) else [layers]
+    if not indices or not all(type(index) is int and 0 <= index < count for index in indices):
+        raise UserError(f"layers={layers!r} are not all indices of blocks; {there}")
+    return sorted(set(indices))
+
+
+def _check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
+    if granularity < 1:
+        raise UserError(f"granularity={granularity} is not positive")
+    if "d_model" in options:
+        raise UserError(f"d_model={options['d_model']}: fmoefy takes the width from the model")
+    if isinstance(options.get("gate"), nn.Module) and len(chosen) > 1:
+        raise UserError(
+            f"gate is one {type(options['gate']).__name__}, and {len(chosen)} layers need one each: "
+            "pass its class or name with gate_options"
+        )
+    for name, _, block in chosen:
+        if block.module is model and block.install is None:
+            raise UserError(
+                f"the model itself is one feed-forward block ({type(model).__name__}), which cannot be swapped in "
+                "place: put it into a model, or build fmoe.FMoE"
+            )
+        if any(hasattr(t, "placements") for t in block.tensors):
+            raise UserError(f"the weights of {name} are sharded (DTensor): call fmoefy before that")
+        kinds = {(str(t.dtype).removeprefix("torch."), str(t.device)) for t in block.tensors}
+        if len(kinds) > 1:
+            raise UserError(
+                f"the weights of {name} differ in dtype or device ({', '.join(map(' on '.join, sorted(kinds)))}): "
+                "bring them to one first, e.g. model.to(torch.bfloat16)"
+            )
+        if torch.finfo(block.tensors[0].dtype).bits < 16:
+            raise UserError(f"the weights of {name} are {block.tensors[0].dtype}: experts need 16 bits or more")
+
+
+def _plan(chosen: list[Found], *, exact: bool, noise: float, options: dict[str, Any]) -> Upcycling:
+    expert_options = options.get("expert_options") or {}
+    fixed = [n for n in ("expert", "d_hidden") if n in options]
+    fixed += [f"expert_options[{n!r}]" for n in ("activation", "gated", "bias", *_NOT_DRAWN) if n in expert_options]
+    if fixed:
+        raise UserError(f"upcycle=True takes the experts from the dense blocks: {', '.join(fixed)} cannot be given too")
+    granularity = options["granularity"]
+    for name, _, block in chosen:
+        check_block(block, name, granularity)
+
+    def build(block: Block) -> FMoE:
+        # Alone and with a gate of its own: the trial neither talks to other ranks nor changes what the caller gave.
+        gate = {"gate": copy.deepcopy(options["gate"])} if "gate" in options else {}
+        return _make(block, None, {**options, **gate, "moe_group": None, "expert_options": None}, seed=0)
+
+    gate = options.get("gate")
+    return plan_upcycling(
+        build,
+        chosen[0].block,
+        granularity=granularity,
+        exact=exact,
+        noise=noise,
+        gate=repr(gate) if isinstance(gate, str) else None,
+    )
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """An initialiser for weights that are about to be overwritten: drawing them takes longer than all else."""
+
+
+_NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
+
+
+def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> FMoE:
+    """An FMoE of the block's sizes, dtype, device and mode, with new experts or, by ``how``, upcycled ones."""
+    options = {"sequence_first": block.sequence_first, **options}
+    granularity = options.pop("granularity")
+    options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))
+    if "expert" not in options:
+        options["expert_options"] = {
+            "activation": known_activation(block.activation),
+            "gated": block.is_gated,
+            "bias": block.has_bias,
+            "dropout": block.dropout,
+            **(_NOT_DRAWN if how is not None else {}),
+            **(options.get("expert_options") or {}),
+        }
+    like = block.tensors[0]
+    with torch.device("meta") if like.is_meta else contextlib.nullcontext():
+        layer = FMoE(d_model=block.d_model, seed=seed, **options)
+    layer.to(like.device)
+    for parameter in layer.parameters():  # not buffers: some gates keep float32 ones on purpose
+        parameter.data = parameter.data.to(like.dtype)
+    if how is not None:
+        upcycle_(layer, block, how)
+        layer.experts.init_method, layer.experts.output_init_method = None, None
+        for parameter in layer.experts.parameters():
+            parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
+    return layer.train(block.module.training)
+
+
+def _install(model: nn.Module, block: Block, layer: nn.Module) -> None:
+    if block.install is not None:
+        block.install(layer)
+        return
+    if block.after:
+        names = ["dropout", *(f"dropout{i}" for i in range(2, len(block.after) + 1))]
+        layer = nn.Sequential(OrderedDict(moe=layer, **dict(zip(names, block.after, strict=True))))
+        layer.training = block.module.training
+    for parent in list(model.modules()):
+        for name in [n for n, child in parent._modules.items() if child is block.module]:
+            setattr(parent, name, layer)

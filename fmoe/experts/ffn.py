@@ -19,7 +19,7 @@ Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),  # not a lambda: layers can be pickled
     "relu": F.relu,
     "silu": F.silu,
 }

@@ -31,7 +31,7 @@ def brute_force(x: Tensor, index: Tensor, score: Tensor, experts: list, weight: 
             if index[t, k] >= 0:
                 y = y + score[t, k] * experts[index[t, k]](x[t : t + 1]).squeeze(0)
         rows.append(y)
-    output = torch.stack(rows)
+    output = torch.stack(rows) if rows else x * score.sum()
     (output * weight.double()).sum().backward()
     grads = [[torch.zeros_like(p) if p.grad is None else p.grad for p in e.parameters()] for e in experts]
     return Outcome(output, x.grad, score.grad, grads)

@@ -214,7 +214,7 @@ def grouped_layers(expert_dp_comm):
     mlp = FMoETransformerMLP(L, D, 16, expert_dp_comm=expert_dp_comm, world_size=1 if expert_dp_comm == "dp" else W)
     plain = FMoE(L, D, world_size=W, expert=SmallExpert)
     mine = plain.experts[0].linear.weight.detach().clone()
-    wrapped = DistributedGroupedDataParallel(torch.nn.Sequential(mlp, copy.deepcopy(mlp), plain))
+    wrapped = DistributedGroupedDataParallel(torch.nn.Sequential(mlp, plain))
     same = {}
     for name, parameter in wrapped.module.named_parameters():
         first = parameter.detach().clone()
@@ -235,7 +235,7 @@ def test_experts_are_synchronised_only_where_workers_hold_the_same(two_ranks, ex
         for name, equal in same.items():
             if "gate" in name:
                 assert equal, name
-            elif name.startswith("2.") or expert_dp_comm == "none":
+            elif name.startswith("1.") or expert_dp_comm == "none":
                 assert not equal or name.endswith("bias"), name
             else:
                 assert equal, name
@@ -300,12 +300,11 @@ def test_slice_and_all_gather(two_ranks, count):
 
 
 def wrong_group():
-    functions.ensure_comm(None, dist.new_group([0]) if dist.get_rank() == 0 else dist.new_group([0]))
     functions.ensure_comm(None, dist.group.WORLD)
     functions.count_by_gate(torch.tensor([0]), 1, 3)
 
 
-def test_functions_say_which_group_is_too_small(two_ranks):
+def test_functions_say_that_the_group_is_another(two_ranks):
     for result in two_ranks.run(wrong_group):
         assert isinstance(result, Raised) and "world_size=3 differs from the 2 workers" in result.message
 

@@ -19,7 +19,9 @@ def problem(seed):
         scores = scores.masked_fill(torch.rand(scores.shape, generator=g) < 0.3, -torch.inf)
         scores[..., 0] = scores[..., 0].nan_to_num(neginf=0.0)
     valid = torch.rand(1, size, generator=g) < 0.8
-    load = torch.randint(0, 4, (1, experts), generator=g) if seed % 3 == 0 else torch.zeros(1, experts, dtype=torch.int64)
+    load = (
+        torch.randint(0, 4, (1, experts), generator=g) if seed % 3 == 0 else torch.zeros(1, experts, dtype=torch.int64)
+    )
     return scores, valid, load
 
 

@@ -47,7 +47,11 @@ def test_a_layer_with_each_gate_trains_and_saves(name):
     expected = layer(x, **ids)
     torch.manual_seed(1)
     assert torch.equal(other(x, **ids), expected)
-    assert torch.equal(copy.deepcopy(layer).state_dict()["gate.weight"], layer.gate.weight) if "weight" in layer.gate._parameters else True
+    assert (
+        torch.equal(copy.deepcopy(layer).state_dict()["gate.weight"], layer.gate.weight)
+        if "weight" in layer.gate._parameters
+        else True
+    )
 
 
 def test_a_gate_is_registered_by_one_line():

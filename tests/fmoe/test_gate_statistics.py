@@ -31,7 +31,9 @@ def build(name, top_k=None, **options):
 
 def loads(routing, num_groups):
     """[G, E]."""
-    return torch.stack([torch.bincount(part[part >= 0], minlength=EXPERTS) for part in routing.expert_TK.chunk(num_groups)])
+    return torch.stack(
+        [torch.bincount(part[part >= 0], minlength=EXPERTS) for part in routing.expert_TK.chunk(num_groups)]
+    )
 
 
 def variation(load):

@@ -1,0 +1,233 @@
+"""Sparse upcycling: a dense feed-forward block becomes experts (arXiv 2212.05055), and the output stays what it was.
+
+Every expert begins as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. What
+that sum is depends on the gate: 1 for softmax over the chosen, a probability for Switch, less where assignments are
+dropped. `plan_upcycling` does not ask which gate it is. It runs the layer on a small block and looks: a sum that is the
+same for all tokens is divided out of the experts' output maps; one that differs is told to the caller.
+
+**Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
+``e mod m`` of the hidden units, and the m experts of a group have the same router weights, so that a token's K choices
+are K / m whole groups, each of which adds up to the dense block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fmoe import random
+from fmoe.adapters import Block, LinearMap
+from fmoe.adapters.block import is_elementwise
+from fmoe.errors import UserError
+from fmoe.layer import FMoE
+
+# Router logits of this size make all probabilities 1 / E up to the tolerance of the comparison (1e-5 in float32), and
+# still tell experts apart.
+_QUIET_LOGIT, _QUIET_LOGIT_16_BIT = 1e-6, 1e-3
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """How experts are made of a dense block.
+
+    Attributes:
+        scale: factor of the experts' output maps (weight and bias).
+        is_quiet: the router begins with logits near zero, so that its probabilities are 1 / E.
+        granularity: experts that one copy of the block is cut into.
+        noise: standard deviation of Gaussian noise on the weights, relative to their root mean square.
+    """
+
+    scale: float = 1.0
+    is_quiet: bool = False
+    granularity: int = 1
+    noise: float = 0.0
+
+
+@torch.no_grad()
+def upcycle_(layer: FMoE, block: Block, how: Upcycling) -> None:
+    """Fills the experts of ``layer``, which are `fmoe.experts.FFNExperts` of the block's sizes, and if need be changes
+    its router. Noise is keyed by (seed of the layer, global expert id, name), as initial weights are."""
+    experts, width = layer.experts, block.d_hidden // how.granularity
+    for local in range(experts.weight_in.shape[0]):
+        expert = layer.first_expert + local
+        part = slice(expert % how.granularity * width, (expert % how.granularity + 1) * width)
+        output = block.map_out
+        values = {
+            "weight_in": torch.cat([m.weight[part] for m in block.maps_in]),
+            "weight_out": output.weight[:, part] * how.scale,
+        }
+        if block.has_bias:
+            values["bias_in"] = torch.cat(
+                [m.weight.new_zeros(width) if m.bias is None else m.bias[part] for m in block.maps_in]
+            )
+            bias_out = output.weight.new_zeros(block.d_model) if output.bias is None else output.bias
+            values["bias_out"] = bias_out * (how.scale / how.granularity)
+        for name, value in values.items():
+            if how.noise and name.startswith("weight"):
+                with random.keyed("upcycling noise", layer.seed, expert, name):
+                    noise = torch.randn(value.shape, dtype=torch.float32, device="cpu")
+                size = how.noise * value.float().square().mean().sqrt()
+                value = value + (noise.to(value.device) * size).to(value.dtype)
+            getattr(experts, name)[local].copy_(value)
+    if how.is_quiet:
+        router = _router(layer)
+        bound = _QUIET_LOGIT_16_BIT if torch.finfo(router.dtype).bits == 16 else _QUIET_LOGIT
+        router.mul_(bound / router.float().square().sum(1).mean().sqrt().clamp(min=1e-30))
+    if how.granularity > 1:
+        router = _router(layer)
+        router.copy_(router[:: how.granularity].repeat_interleave(how.granularity, 0))
+
+
+def plan_upcycling(
+    build: Callable[[Block], FMoE],
+    block: Block,
+    *,
+    granularity: int = 1,
+    exact: bool = True,
+    noise: float = 0.0,
+    gate: str | None = None,
+) -> Upcycling:
+    """How to upcycle so that the model's output is unchanged; measured on a layer that ``build`` makes.
+
+    Args:
+        build: an FMoE for a block, with all options of the real ones.
+        block: one of the model's.
+        exact: False takes what changes the output (dropped tokens, weights that differ), and scales by the median.
+        gate: what to call the gate in messages; None for its class.
+
+    Raises:
+        UserError: the output would change, and why.
+    """
+    if noise < 0:
+        raise UserError(f"noise={noise} is negative")
+    trial = _trial_block(block, granularity)
+    layer = build(trial)
+    gate = gate or type(layer.gate).__name__
+    if granularity > 1:
+        _check_granularity(layer.gate, granularity, _router(layer), gate)
+    share_T = _shares(layer, trial, Upcycling(granularity=granularity))
+    if not exact:
+        share = share_T.nanmedian().item()
+        if not abs(share) > 1e-6:
+            raise UserError(f"gate={gate} gives most tokens {share:.3g} of the dense block: it cannot be upcycled")
+        return Upcycling(_factor(share), False, granularity, noise)
+    if (scale := _constant(share_T)) is not None:
+        return Upcycling(scale, False, granularity, noise)
+    reasons = _what_drops(layer.gate)
+    if not reasons and granularity == 1 and _router(layer) is not None:
+        quiet = Upcycling(is_quiet=True)
+        if (scale := _constant(_shares(build(trial), trial, quiet))) is not None:
+            return Upcycling(scale, True, granularity, noise)
+    if reasons:
+        options = {name: value for _, changes in reasons for name, value in changes.items()}
+        raise UserError(
+            f"upcycle=True cannot keep the model's output with gate={gate}: {' and '.join(t for t, _ in reasons)}; "
+            f"pass gate_options={options}, or exact=False to accept another output"
+        )
+    raise UserError(
+        f"upcycle=True cannot keep the model's output with gate={gate}"
+        + (f" and granularity={granularity}" if granularity > 1 else "")
+        + f": {_spread(share_T)}, and no one factor makes that 1; pass a gate whose weights sum to one (gate='naive'), "
+        "or exact=False to accept another output"
+    )
+
+
+def check_block(block: Block, name: str, granularity: int) -> None:
+    """What may stand against upcycling in one block.
+
+    Raises:
+        UserError: naming the block.
+    """
+    if any(t.is_meta for t in block.tensors):
+        raise UserError(f"upcycle=True needs the weights of {name}, which is on the meta device: load them first")
+    if block.d_hidden % granularity:
+        raise UserError(f"granularity={granularity} does not divide the {block.d_hidden} hidden units of {name}")
+    if granularity > 1 and not is_elementwise(block.activation):
+        raise UserError(f"granularity={granularity} needs an activation of single values; that of {name} takes rows")
+
+
+def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None, name: str) -> None:
+    if router is None:
+        raise UserError(f"granularity={granularity} needs a gate with a router `weight` [E, D], not gate={name}")
+    top_k = getattr(gate, "top_k", granularity)
+    for key, value in (("num_experts", router.shape[0]), ("top_k", top_k)):
+        if value % granularity:
+            raise UserError(
+                f"{key}={value} is not divisible by granularity={granularity}: a copy of the dense block is that many "
+                "experts, and a token must get all of them"
+            )
+
+
+def _router(layer: FMoE) -> Tensor | None:
+    weight = getattr(layer.gate, "weight", None)
+    return weight if torch.is_tensor(weight) and weight.shape == (layer.num_experts, layer.d_model) else None
+
+
+def _trial_block(block: Block, granularity: int) -> Block:
+    """A block of the same width and few hidden units, on the CPU in float32."""
+    like = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    width, hidden = block.d_model, 4 * granularity
+    weight_in = torch.randn(hidden, width, **like) / width**0.5
+    weight_out = torch.randn(width, hidden, **like) / hidden**0.5
+    maps = (LinearMap(weight_in),), LinearMap(weight_out, torch.randn(width, **like))
+    return Block(*maps, activation=F.relu, module=nn.Identity(), sequence_first=block.sequence_first)
+
+
+@torch.no_grad()
+def _shares(layer: FMoE, block: Block, how: Upcycling) -> Tensor:
+    """``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan where there is none.
+
+    One half of the tokens are random, the others all alike, so that they crowd the same experts.
+    """
+    upcycle_(layer, block, how)
+    mode = layer.training
+    x = torch.randn(2, 64, block.d_model, generator=torch.Generator().manual_seed(1), device="cpu").float()
+    x[1] = x[1, :1]
+    x = x.transpose(0, 1).contiguous() if block.sequence_first else x
+    dense = block(x).double()
+    shares = []
+    for training in (True, False):
+        layer.train(training)
+        with random.keyed("upcycling trial", layer.seed):
+            y = layer(x).to(dense)
+        share = (y * dense).sum(-1) / dense.square().sum(-1)
+        off = (y - share.unsqueeze(-1) * dense).norm(dim=-1) > _TOLERANCE * dense.norm(dim=-1)
+        shares.append(share.masked_fill(off, torch.nan).flatten())
+    layer.train(mode)
+    return torch.cat(shares)
+
+
+def _constant(share_T: Tensor) -> float | None:
+    """The factor that makes every share 1, if one does."""
+    mean = share_T.mean()
+    if not mean.abs() > 1e-6 or not (share_T - mean).abs().max() <= _TOLERANCE * mean.abs():
+        return None
+    return _factor(mean.item())
+
+
+def _factor(share: float) -> float:
+    return 1.0 if abs(share - 1) < 1e-6 else 1 / share
+
+
+def _spread(share_T: Tensor) -> str:
+    known_T = share_T[~share_T.isnan()]
+    if len(known_T) < len(share_T):
+        return "some tokens get what is no multiple of the dense block"
+    return f"a token gets from {known_T.min():.3g} to {known_T.max():.3g} of the dense block"
+
+
+def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:
+    """What makes a gate drop tokens, as far as its attributes tell, and the options that stop it."""
+    reasons = []
+    never = getattr(gate, "num_experts", 0) / max(getattr(gate, "top_k", 1) or 1, 1)  # no expert can be full then
+    factors = {n: getattr(gate, n, None) for n in ("capacity_factor", "eval_capacity_factor")}
+    limits = {n: f for n, f in factors.items() if isinstance(f, int | float) and f < never}
+    if limits:
+        text = ", ".join(f"{name}={value}" for name, value in limits.items())
+        reasons.append((f"it drops tokens over capacity ({text})", dict.fromkeys(limits)))
+    if getattr(gate, "random_routing", False) and getattr(gate, "top_k", 1) > 1:
+        reasons.append(("it drops second experts at random in training", {"random_routing": False}))
+    return reasons

@@ -1,0 +1,55 @@
+"""`fmoe.fmoefy` leaves a Megatron-core model to megatron_patch, by its entry point."""
+
+import pytest
+from forks import only
+
+# Functions run in processes of the `forks` fixture, where megatron-core is imported already.
+
+
+def converted(options):
+    from tiny_gpt import EXPERTS, start, tiny_gpt
+
+    import fmoe
+    from megatron_patch import MegatronFMoE
+
+    start()
+    gpt = tiny_gpt()
+    try:
+        fmoe.fmoefy(gpt, EXPERTS, **options)
+    except fmoe.UserError as error:
+        return str(error)
+    return [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronFMoE)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 2]),
+        ({"layers": "all", "upcycle": False, "seed": 1}, [1, 2]),
+        ({"layers": [1]}, [1]),
+        ({"layers": 2}, [2]),
+        ({"layers": [3]}, "layers=[3]: the model's layers are numbered 1 to 2"),
+    ],
+    ids=str,
+)
+def test_megatron_models_go_to_their_adapter(forks, options, expected):
+    assert only(forks.run(1, converted, options)) == expected
+
+
+def not_megatrons():
+    from torch import nn
+
+    import fmoe
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    fmoe.fmoefy(model, 2)
+    try:
+        fmoe.fmoefy(nn.Linear(4, 4), 2)
+    except fmoe.UserError as error:
+        return isinstance(model[0], fmoe.FMoE), str(error)
+
+
+def test_other_models_do_not_although_megatron_is_there(forks):
+    found, message = only(forks.run(1, not_megatrons))
+    assert found
+    assert "of whole models: megatron." in message
