@@ -15,7 +15,7 @@ _buffers = WeakTensorKeyDictionary()
 
 
 def reused_like(parameter: Tensor) -> Tensor:
-    """An uninitialised contiguous tensor of the parameter's shape, dtype and device, if it can be in memory used before.
+    """An uninitialised tensor of the parameter's shape, dtype and device, if it can be in memory used before.
 
     The result is the caller's to give away: as long as anything refers to its memory it is not handed out again.
     """
