@@ -8,7 +8,7 @@ from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError
 
 # Each module has `main(argv: list[str]) -> int | None`.
-BENCHMARKS = {"step": "bench.step"}
+BENCHMARKS = {"layer": "bench.layer", "step": "bench.step"}
 
 USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help tells more)"
 

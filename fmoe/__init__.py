@@ -2,9 +2,11 @@
 
 from fmoe.adapters import register_adapter
 from fmoe.dispatch import DispatchPlan
+from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
-from fmoe.gates import register_gate
-from fmoe.layer import FMoE
+from fmoe.experts import FMoELinear, register_expert
+from fmoe.gates import attach_end_step, end_step, register_gate
+from fmoe.layer import FMoE, collect_losses
 from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.patch import fmoefy
@@ -15,16 +17,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DispatchPlan",
+    "DistributedGroupedDataParallel",
     "FMoE",
+    "FMoELinear",
     "FMoETransformerMLP",
     "MissingPackageError",
     "Routing",
     "RoutingGroups",
     "RoutingStats",
     "UserError",
+    "attach_end_step",
+    "collect_losses",
+    "end_step",
     "fmoefy",
     "metrics",
     "register_adapter",
+    "register_expert",
     "register_gate",
     "set_loss_scale",
 ]

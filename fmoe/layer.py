@@ -4,50 +4,71 @@ Shape letters: T tokens on this rank, D model width, E experts in all, L experts
 M assignments kept, R rows that this rank's experts get.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from fmoe import losses as auxiliary
 from fmoe import random
+from fmoe.compat import fastmoe
 from fmoe.dispatch import DispatchPlan, build_exchange
 from fmoe.errors import UserError
-from fmoe.experts import FFNExperts
+from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import Gate, build_gate
-from fmoe.losses import DEFAULT_LOSS_SCALE, attach_loss
+from fmoe.gates.adapt import route
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS, attach_loss
 from fmoe.metrics import LayerMetrics
 from fmoe.ops import combine, permute
+from fmoe.parallel.slicing import gather_slices, take_slice
 from fmoe.routing import Routing, tokens_of
 
-DEFAULT_LOSS_WEIGHTS = {"balance": 1e-2, "z": 1e-3}
+logger = logging.getLogger(__name__)
 
 
-class FMoE(nn.Module):
+class FMoE(fastmoe.FastMoEMembers, nn.Module):
     """A Mixture-of-Experts layer in the place of a feed-forward block (FastMoE, arXiv 2103.13262).
 
     ``y = sum over the K experts that the gate picks of weight * expert(x)``. With ``moe_group`` the experts are spread
-    over its workers; the result is that of one worker holding all of them.
+    over its workers; the result is that of one worker holding all of them. There are two spellings:
+
+    ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
+        experts counted in all; auxiliary losses are applied by default.
+    ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
+        FastMoE's, with its meaning (`fmoe.compat.fastmoe`): experts counted a worker, its users add
+        ``gate.get_loss()`` themselves.
 
     Args:
+        num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's spelling alone.
         d_model: D, the width of tokens.
         num_experts: E, in all; every worker holds ``E / workers`` of them.
         d_hidden: hidden width of an expert; None for ``4 * d_model``.
         top_k: K; None for the gate's own default.
-        gate: a name of `fmoe.gates.GATES`, a class, or a ready instance (`fmoe.gates`).
+        gate: a name of `fmoe.gates.GATES`, a class, a function or a ready instance; default "naive".
         gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
-        expert: ``"ffn"``, or a factory called as ``expert(num_local_experts, d_model, d_hidden, first_expert=...,
-            seed=..., **expert_options)`` whose modules map (rows, counts) to rows.
-        expert_options: keywords for the experts, e.g. ``{"activation": "relu", "bias": False}``.
+        expert: a name of `fmoe.experts.EXPERTS`, a module class or factory (called with ``d_model`` for each expert),
+            or a sequence of those or of modules, one for each of the E; default "ffn".
+        expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
+        shared_expert: a module, or the hidden width of one, that every token meets beside the routed experts.
+        shared_gate: weighs the shared expert by a sigmoid of the token (Qwen2-MoE) instead of by one.
+        granularity: m splits every expert into m of ``d_hidden / m`` and picks ``m * K`` of them (DeepSeekMoE, arXiv
+            2401.06066).
         moe_group: process group over which the experts are spread; None for one worker.
-        loss_weights: factor of each auxiliary loss by name; what is left out keeps its default (balance 1e-2, the
-            value of Switch; z 1e-3, that of ST-MoE); 0 turns one off.
+        slice_group: tensor parallel group whose ranks hold the same tokens: each computes its part of them.
+        aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `collect_losses`.
+        loss_weights: factor of each auxiliary loss by name; what is left out keeps its default
+            (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
         loss_scale: gives the factor between auxiliary losses and the backward pass; None for `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        seed: key of this layer's weights and noise; None draws one from torch's default generator, which is the same
-            on every rank if they were seeded alike and build the same layers.
+        check: look for NaN in what the gate decides (a host sync on a GPU).
+        name: how errors and warnings call the layer.
+        seed: key of this layer's weights and noise; None draws one from torch's default generator, on the first worker
+            of ``moe_group`` for all of them.
 
     Attributes:
         metrics: routing statistics since they were last reset (`fmoe.metrics`).
@@ -58,110 +79,293 @@ class FMoE(nn.Module):
 
     def __init__(
         self,
-        d_model: int,
-        num_experts: int,
-        d_hidden: int | None = None,
-        *,
-        top_k: int | None = None,
-        gate: str | type[nn.Module] | Gate = "naive",
-        gate_options: Mapping[str, Any] | None = None,
-        expert: str | Callable[..., nn.Module] = "ffn",
-        expert_options: Mapping[str, Any] | None = None,
+        num_expert: int | None = None,
+        d_model: int | None = None,
+        world_size: int | None = None,
+        mp_group: dist.ProcessGroup | None = None,
+        slice_group: dist.ProcessGroup | None = None,
         moe_group: dist.ProcessGroup | None = None,
+        top_k: int | None = None,
+        gate: str | type[nn.Module] | Gate | None = None,
+        expert: str | Callable[..., nn.Module] | Sequence[Any] | None = None,
+        gate_hook: Callable | None = None,
+        mask: Tensor | None = None,
+        mask_dict: Mapping[int, Tensor] | None = None,
+        gate_bias: bool = True,
+        *,
+        num_experts: int | None = None,
+        d_hidden: int | None = None,
+        gate_options: Mapping[str, Any] | None = None,
+        expert_options: Mapping[str, Any] | None = None,
+        shared_expert: nn.Module | int | None = None,
+        shared_gate: bool = False,
+        granularity: int = 1,
+        aux_loss: str = "auto",
         loss_weights: Mapping[str, float] | None = None,
         loss_scale: Callable[[], float | Tensor] | None = None,
         group_size: int | None = None,
         sequence_first: bool = False,
+        check: bool = False,
+        name: str = "FMoE",
         seed: int | None = None,
     ):
         super().__init__()
-        for name, value in (("d_model", d_model), ("num_experts", num_experts), ("group_size", group_size)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} is not positive")
-        self.d_model, self.num_experts = d_model, num_experts
+        self.is_fastmoe = num_experts is None
+        if self.is_fastmoe:
+            spelled = fastmoe.translate(
+                num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k, gate, expert, gate_bias
+            )
+            num_experts, d_model, top_k, gate = spelled.num_experts, spelled.d_model, spelled.top_k, spelled.gate
+            expert, moe_group, slice_group, aux_loss = spelled.expert, spelled.moe_group, spelled.slice_group, "manual"
+        else:
+            foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
+            for key, value in {**foreign, "mask_dict": mask_dict, "world_size": world_size}.items():
+                if value is not None:
+                    raise UserError(f"{key} belongs to FastMoE's spelling (num_expert=), not beside num_experts=")
+        if d_model is None:
+            raise UserError("d_model is missing")
+        for key, value in {
+            "d_model": d_model,
+            "num_experts": num_experts,
+            "group_size": group_size,
+            "granularity": granularity,
+            "d_hidden": d_hidden,
+        }.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{key}={value} is not a positive whole number")
+        if aux_loss not in ("auto", "manual"):
+            raise UserError(f"aux_loss={aux_loss!r} is neither 'auto' nor 'manual'")
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        if d_hidden % granularity:
+            raise UserError(f"granularity={granularity} does not divide d_hidden={d_hidden}")
+        self.d_model, self.d_hidden = d_model, d_hidden // granularity
+        self.num_experts = num_experts * granularity
+        self.moe_group, self.slice_group = moe_group, slice_group
+        self.aux_loss, self.loss_scale = aux_loss, loss_scale
         self.group_size, self.sequence_first = group_size, sequence_first
-        self.seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
-        self.exchange = build_exchange(moe_group, num_experts)
-        self.num_local_experts = num_experts // self.exchange.num_workers
-        self.first_expert = moe_group.rank() * self.num_local_experts if moe_group is not None else 0
-        with random.keyed("gate", self.seed):
-            self.gate = build_gate(gate, d_model, num_experts, top_k, **(gate_options or {}))
-        self.experts = self._build_experts(expert, 4 * d_model if d_hidden is None else d_hidden, expert_options or {})
-        for parameter in self.experts.parameters():
-            # Megatron's word for "not replicated like the rest": gradients are averaged over the ranks that hold the
-            # same experts alone. It is set at one worker too, so that the same code runs at every split.
-            parameter.allreduce = False
-        self.loss_weights = {**DEFAULT_LOSS_WEIGHTS, **(loss_weights or {})}
-        self.loss_scale = DEFAULT_LOSS_SCALE if loss_scale is None else loss_scale
-        self.metrics = LayerMetrics(num_experts, tuple(self.loss_weights))
-
-    def _build_experts(self, expert: str | Callable[..., nn.Module], d_hidden: int, options: Mapping[str, Any]):
-        if isinstance(expert, str):
-            if expert != "ffn":
-                raise UserError(f"expert={expert!r} is not known; there are 'ffn' and factories")
-            expert = FFNExperts
-        return expert(
-            self.num_local_experts, self.d_model, d_hidden, first_expert=self.first_expert, seed=self.seed, **options
+        self.check, self.name = check, name
+        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
+        self.exchange = build_exchange(moe_group, self.num_experts)
+        self.world_size = self.exchange.num_workers
+        self.num_local_experts = self.num_expert = self.num_experts // self.world_size
+        self.first_expert = moe_group.rank() * self.num_local_experts if self.world_size > 1 else 0
+        self.seed = self._draw_seed() if seed is None else seed
+        self._build_arguments = (
+            gate,
+            top_k and top_k * granularity,
+            dict(gate_options or {}),
+            expert,
+            dict(expert_options or {}),
         )
+        self.build()
+        self.top_k = getattr(self.gate, "top_k", top_k)
+        self.shared = None
+        if shared_expert is not None:
+            with random.keyed("shared expert", self.seed):
+                self.shared = SharedExpert(d_model, shared_expert, gated_output=shared_gate, options=expert_options)
+        unknown = (loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
+        if unknown and isinstance(gate, str | None):
+            raise UserError(f"loss_weights has {sorted(unknown)[0]!r}; known are {', '.join(DEFAULT_LOSS_WEIGHTS)}")
+        self.loss_weights = {**DEFAULT_LOSS_WEIGHTS, **(loss_weights or {})}
+        self.metrics = LayerMetrics(self.num_experts, tuple(self.loss_weights))
+        self._pending: list[Tensor] = []
+        self._warned = False
 
-    @property
-    def world_size(self) -> int:
-        """Workers that the experts are spread over."""
-        return self.exchange.num_workers
+    def _draw_seed(self) -> int:
+        seed = torch.randint(1 << 62, (1,), device="cpu")
+        if self.world_size > 1:
+            on_host = any(device.type == "cpu" for device in self.moe_group._device_types)
+            seed = seed if on_host else seed.cuda()
+            dist.broadcast(seed, src=dist.get_global_rank(self.moe_group, 0), group=self.moe_group)
+        return int(seed)
+
+    def build(self) -> None:
+        """Makes gate and experts under the layer's seed, which draws the same weights at every split."""
+        gate, top_k, gate_options, expert, expert_options = self._build_arguments
+        with random.keyed("gate", self.seed):
+            self.gate = build_gate(gate or "naive", self.d_model, self.num_experts, top_k, **gate_options)
+        if expert is not None or not self.is_fastmoe:  # FastMoE's subclasses set self.experts themselves
+            self.experts = build_experts(
+                "ffn" if expert is None else expert,
+                self.num_experts,
+                slice(self.first_expert, self.first_expert + self.num_local_experts),
+                self.d_model,
+                self.d_hidden,
+                self.seed,
+                expert_options,
+            )
+            self._mark_experts()
 
     def reset_parameters(self) -> None:
         """Draws every weight anew, the same ones (they are keyed): for models built on the meta device."""
         with random.keyed("gate", self.seed):
             self.gate.reset_parameters()
         self.experts.reset_parameters()
+        self._mark_experts()
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _mark_experts(self) -> None:
+        # Megatron's word for "not replicated like the rest": gradients are averaged over the ranks that hold the same
+        # experts alone. It is set at one worker too, so that the same code runs at every split.
+        for parameter in self.experts.parameters() if "experts" in self._modules else ():
+            parameter.allreduce = False
+        self._tag_again()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
+        self._mark_experts()
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)  # so does deepcopy
+        self._mark_experts()
+
+    def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
         """Routes every token and mixes its experts' outputs.
 
         Args:
-            x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``.
+            x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``; or a nest of tensors that agree in all but
+                their last dimension, of which the first is what the gate sees and the experts get all.
             mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and comes out as zero.
+            token_ids: the shape of ``mask``, for gates that route by them.
 
         Returns:
-            The shape of ``x``.
+            The shape of ``x``; of each tensor that the experts return, for nests.
 
         Raises:
-            UserError: shape or dtype of ``x`` or ``mask`` is wrong.
+            UserError: shape or dtype of ``x`` or ``mask`` is wrong, the gate decided what cannot be.
             RuntimeError: another worker failed before the exchange; its rank and message are named.
         """
         try:
+            leaves, nest = pytree.tree_flatten(x)
+            leading = leaves[0].shape[:-1]
+            filled = None
+            if self.mask is not None and self.mask_dict is not None:
+                filled = self.mask.to(leaves[0].device).view(leading)
+                mask = filled == 0 if mask is None else mask
+            if self.slice_group is not None:
+                leaves, mask, token_ids, filled = take_slice((leaves, mask, token_ids, filled), self.slice_group)
+            sliced = leaves[0].shape[:-1]
             x_TD, groups = tokens_of(
-                x,
+                leaves[0],
                 self.d_model,
                 group_size=self.group_size,
                 sequence_first=self.sequence_first,
                 mask=mask,
+                token_ids=token_ids,
                 layer_seed=self.seed,
             )
-            routing = self.gate(x_TD, groups)
+            leaves = [x_TD, *(_rows_of(leaf, sliced) for leaf in leaves[1:])]
+            self._check_dtype(x_TD)
+            fastmoe.name_group(self, x_TD)
+            routing = route(self, pytree.tree_unflatten(leaves, nest), x_TD, groups)
             plan = DispatchPlan.from_routing(routing, self.num_experts)
         except Exception as error:
-            self.exchange.abort(error)
+            self.exchange.abort(error, self._device(x))
             raise
         transfer = self.exchange.open(plan)
-        rows_RD = transfer.dispatch(permute(x_TD, plan, transfer.num_rows))
-        rows_RD = self.experts(rows_RD, transfer.counts)
-        y_TD = combine(transfer.combine(rows_RD), routing.weight_TK, plan)
-        return self._attach_losses(y_TD, routing).view(x.shape)
+        weight_TK = self._attach_losses(routing)
+        rows = [transfer.dispatch(permute(leaf, plan, transfer.num_rows)) for leaf in leaves]
+        rows = self._run_experts(pytree.tree_unflatten(rows, nest), transfer, groups, plan)
+        outputs, nest = pytree.tree_flatten(rows)
+        outputs = [combine(transfer.combine(out), weight_TK, plan) for out in outputs]
+        if self.shared is not None:
+            outputs[0] = outputs[0] + self.shared(x_TD)
+        if filled is not None:
+            outputs = [fastmoe.fill_masked(out, filled, self.mask_dict, weight_TK) for out in outputs]
+        if self.slice_group is not None:
+            outputs = [
+                gather_slices(out.view(*sliced, *out.shape[1:]), leading[0], self.slice_group) for out in outputs
+            ]
+        outputs = [out.reshape(*leading, *out.shape[-1:]) for out in outputs]
+        return pytree.tree_unflatten(outputs, nest)
 
-    def _attach_losses(self, y_TD: Tensor, routing: Routing) -> Tensor:
-        """Adds the weighted losses to the backward pass, and there counts the statistics."""
-        if not self.training or not routing.losses or not torch.is_grad_enabled():
-            return y_TD
+    def _run_experts(self, rows: Any, transfer, groups, plan) -> Any:
+        counts_L = torch.tensor(transfer.counts, dtype=torch.int64)
+        if self.training and getattr(self.experts, "wants_row_keys", False):
+            keys_T1 = groups.token_keys("expert dropout", plan.order_N.device).unsqueeze(1)
+            keys_R = transfer.dispatch(permute(keys_T1, plan, transfer.num_rows)).squeeze(1)
+            out = self.experts(rows, counts_L, keys_R)
+        else:
+            out = self.expert_fn(rows, counts_L)
+        expected = sum(transfer.counts)
+        for leaf in pytree.tree_leaves(out):
+            if leaf.shape[0] != expected:
+                raise UserError(f"the experts of {self.name} returned {leaf.shape[0]} rows for {expected}")
+        return out
+
+    def _check_dtype(self, x_TD: Tensor) -> None:
+        dtype = getattr(self.experts, "dtype", x_TD.dtype)
+        if x_TD.dtype != dtype and not torch.is_autocast_enabled(x_TD.device.type):
+            raise UserError(
+                f"the input of {self.name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast"
+            )
+
+    def _device(self, x: Any) -> torch.device:
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            return parameter.device
+        return next((leaf.device for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+    def total_loss(self, routing: Routing) -> Tensor | None:
+        """The auxiliary losses of a routing with their weights, summed; None if there is none."""
         unknown = routing.losses.keys() - self.loss_weights.keys()
         if unknown:
-            raise UserError(f"loss_weights has no entry for {sorted(unknown)}, which the gate returns")
-        total = sum(self.loss_weights[name] * loss for name, loss in routing.losses.items())
-        return attach_loss(y_TD, total, self.loss_scale, lambda: self.record(routing))
+            raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
+        weighted = [self.loss_weights[name] * loss for name, loss in routing.losses.items() if self.loss_weights[name]]
+        return sum(weighted) if weighted else None
+
+    def _attach_losses(self, routing: Routing) -> Tensor:
+        """The combine weights, in whose backward pass the losses join and the statistics are counted."""
+        if not (self.training and torch.is_grad_enabled()):
+            return routing.weight_TK
+        total = self.total_loss(routing)
+        if total is not None and self.aux_loss == "manual":
+            self._pending.append(total)
+            total = None
+        if total is None and not routing.weight_TK.requires_grad:
+            self.record(routing)  # nothing of the router is trained: no backward pass will come by
+            return routing.weight_TK
+        scale = self.loss_scale or auxiliary.loss_scale
+        return attach_loss(routing.weight_TK, total, scale, lambda: self.record(routing))
 
     def record(self, routing: Routing) -> None:
         """Counts the statistics of one micro batch; called once, in its backward pass."""
-        self.metrics.add(routing.stats, routing.losses)
+        if routing.stats is not None:
+            self.metrics.add(routing.stats, routing.losses)
+        if hasattr(self.gate, "record"):
+            self.gate.record(routing)
+        if self._pending and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the auxiliary losses of %s (aux_loss='manual') were not collected before the backward pass: add "
+                "fmoe.collect_losses(model) to the loss, or use aux_loss='auto'",
+                self.name,
+            )
+
+    def collect_losses(self) -> Tensor | None:
+        """With ``aux_loss="manual"``: the weighted losses of the forward passes since the last call, summed."""
+        pending, self._pending = self._pending, []
+        return sum(pending) if pending else None
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, workers={self.world_size}, first_expert={self.first_expert}"
+
+
+def _rows_of(leaf: Tensor, leading: torch.Size) -> Tensor:
+    if leaf.shape[: len(leading)] != leading:
+        raise UserError(f"a tensor of the input has shape {tuple(leaf.shape)}; it must begin with {tuple(leading)}")
+    return leaf.reshape(leading.numel(), *leaf.shape[len(leading) :])
+
+
+def collect_losses(model: nn.Module) -> Tensor:
+    """The auxiliary losses of all layers with ``aux_loss="manual"``, to be added to the training loss.
+
+    Returns:
+        A scalar; zero if there is none.
+    """
+    collected = [m.collect_losses() for m in model.modules() if isinstance(m, FMoE)]
+    collected = [loss for loss in collected if loss is not None]
+    if collected:
+        return sum(collected)
+    parameter = next(model.parameters(), None)
+    return torch.zeros((), device=None if parameter is None else parameter.device)

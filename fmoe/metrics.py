@@ -20,7 +20,7 @@ class LayerReport:
         load: each expert's share of the assignments that were kept; sums to 1.
         drop_rate: dropped assignments / all assignments.
         entropy: mean entropy of the router's probabilities, nats.
-        losses: mean of each unscaled auxiliary loss.
+        losses: mean of each unscaled auxiliary loss that the gate has.
         tokens: tokens routed.
     """
 
@@ -49,11 +49,13 @@ class LayerMetrics:
         self.num_experts = num_experts
         self.loss_names = loss_names
         self._sums: Tensor | None = None
+        self._seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
         """Adds one micro batch. Called from the backward pass, so that recomputation counts nothing twice."""
         if stats is None:
             return
+        self._seen.update(losses)
         scalars = [stats.dropped, stats.entropy, stats.tokens]
         scalars += [
             losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
@@ -65,7 +67,7 @@ class LayerMetrics:
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
         """[E + 3 + number of losses], float32: sums over what was added, fit to be added over ranks."""
         size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-        return torch.zeros(size, device=device) if self._sums is None else self._sums
+        return torch.zeros(size, device=device) if self._sums is None else self._sums.clone()
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
         """Turns sums (own, or reduced over ranks) into means. Reads them on the host."""
@@ -80,6 +82,7 @@ class LayerMetrics:
             losses={
                 name: total / tokens if tokens else 0.0
                 for name, total in zip(self.loss_names, rest[len(_SCALARS) :], strict=True)
+                if name in self._seen
             },
             tokens=int(tokens),
         )

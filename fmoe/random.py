@@ -86,16 +86,50 @@ def position() -> Position | None:
     return _positions.get(torch.initial_seed())
 
 
-def noise_key(layer_seed: int) -> int:
+def noise_key(layer_seed: int) -> int | Tensor:
     """The key of a layer's noise in this forward pass.
 
     Without a position it is drawn from torch's default generator: reproducible under `torch.manual_seed`, new at each
-    call, the same when recomputed.
+    call, the same when recomputed. A scalar on the host while torch.compile traces, which must not see its value.
     """
+    if torch.compiler.is_compiling():
+        return _noise_key_op(layer_seed, torch.device("cpu"))
+    return _noise_key(layer_seed)
+
+
+def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
+    """``key(key_, purpose)`` as an int64 scalar, on ``device`` or (while torch.compile traces) on the host."""
+    if torch.compiler.is_compiling():
+        return _derive_op(torch.as_tensor(key_, device="cpu"), purpose)
+    return torch.tensor(key(int(key_), purpose), device=device)
+
+
+def _noise_key(layer_seed: int) -> int:
     where = position()
     if where is None:
         return int(torch.randint(_INT63, (), device="cpu"))
     return key("noise", where.seed, layer_seed, where.step)
+
+
+# What Python does with keys, as operations that torch.compile does not look into: it would freeze their values.
+@torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def _noise_key_op(layer_seed: int, device: torch.device) -> Tensor:
+    return torch.tensor(_noise_key(layer_seed), device=device)
+
+
+@_noise_key_op.register_fake
+def _(layer_seed: int, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+@torch.library.custom_op("fmoe::derive_key", mutates_args=())
+def _derive_op(key_: Tensor, purpose: str) -> Tensor:
+    return torch.tensor(key(int(key_), purpose), device=key_.device)
+
+
+@_derive_op.register_fake
+def _(key_: Tensor, purpose: str) -> Tensor:
+    return torch.empty_like(key_)
 
 
 def uniform(keys_G: Tensor, count: int) -> Tensor:
@@ -110,6 +144,13 @@ def uniform(keys_G: Tensor, count: int) -> Tensor:
     x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
     x = _mix32(x.bitwise_xor_(high_G1))
     return _shift_right(x, 8).to(torch.float32).mul_(2.0**-24)
+
+
+def normal(keys_G: Tensor, count: int) -> Tensor:
+    """Standard normal numbers, float32 of shape [G, count]: the quantiles of `uniform`'s, within 5.3 of zero."""
+    # In the middle of its interval of width 2^-24 no number is 0; in float64, so that none is rounded to 1 either.
+    middle = uniform(keys_G, count).double() + 2.0**-25
+    return (2 * middle - 1).erfinv().mul(2**0.5).float()
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:

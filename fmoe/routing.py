@@ -6,7 +6,6 @@ rank, S tokens of a group (the last group may be padded).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fmoe import random
 from fmoe.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoutingStats:
     """What happened in one routing, as detached tensors on the tokens' device. Every field is a sum, so that adding
     them over micro batches and ranks gives the figures of the whole batch.
@@ -33,7 +32,7 @@ class RoutingStats:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What a gate decided: a value, with no side channel.
 
@@ -63,8 +62,12 @@ class RoutingGroups:
         size: tokens of a group; None for one sequence.
         sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
         mask_T: bool, True for tokens to route (padding is False); None for all.
+        token_ids_T: of the vocabulary, for gates that route by them; None where nobody gave them.
         first_group: index of the first group within the global batch of the step.
         noise_key: makes the key of the noise, called only by gates that draw some.
+
+    Raises:
+        UserError: ``mask_T`` or ``token_ids_T`` is not one for each token.
     """
 
     def __init__(
@@ -75,17 +78,22 @@ class RoutingGroups:
         size: int | None = None,
         sequence_first: bool = False,
         mask_T: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
         first_group: int = 0,
-        noise_key: Callable[[], int] = lambda: random.noise_key(0),
+        noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0),
     ):
         self.num_tokens = num_sequences * sequence_length
         self.size = max(sequence_length if size is None else size, 1)
         self.count = -(-self.num_tokens // self.size)
-        self.mask_T = mask_T
+        for name, value in (("mask_T", mask_T), ("token_ids_T", token_ids_T)):
+            if value is not None and value.shape != (self.num_tokens,):
+                raise UserError(f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), the tokens")
+        self.mask_T, self.token_ids_T = mask_T, token_ids_T
         self.first_group = first_group
         self._shape = (num_sequences, sequence_length)
         self._sequence_first = sequence_first and num_sequences > 1
         self._noise_key = noise_key
+        self._key: int | Tensor | None = None
 
     @property
     def padding(self) -> int:
@@ -115,7 +123,7 @@ class RoutingGroups:
             x_TX = x_TX.reshape(num_sequences, length, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
         return x_TX
 
-    @cached_property
+    @property
     def is_ragged(self) -> bool:
         """Some group holds places without a token to route."""
         return self.mask_T is not None or self.padding > 0
@@ -127,15 +135,27 @@ class RoutingGroups:
             mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         return self.split(mask_T, pad=False)
 
-    @cached_property
-    def _key(self) -> int:
-        return self._noise_key()
+    def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
+        """A key of noise for every group, int64 [G], that it has wherever it lies."""
+        if self._key is None:
+            self._key = self._noise_key()
+        index_G = torch.arange(self.first_group, self.first_group + self.count, device=device)
+        return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Noise in [0, 1) of shape [T, width], float32, that each token has wherever its group lies."""
-        index_G = torch.arange(self.first_group, self.first_group + self.count, device=device)
-        base = torch.tensor(random.key(self._key, purpose), device=device)
-        return self.join(random.uniform(random.fold(base, index_G), self.size * width).view(-1, self.size, width))
+        noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
+        return self.join(noise_GN.view(-1, self.size, width))
+
+    def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""
+        noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
+        return self.join(noise_GN.view(-1, self.size, width))
+
+    def token_keys(self, purpose: str, device: torch.device) -> Tensor:
+        """A key of noise for every token, int64 [T], that it has wherever its group lies."""
+        keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
+        return self.join(random.fold(keys_G1, torch.arange(self.size, device=device)))
 
 
 def tokens_of(
@@ -145,6 +165,7 @@ def tokens_of(
     group_size: int | None = None,
     sequence_first: bool = False,
     mask: Tensor | None = None,
+    token_ids: Tensor | None = None,
     layer_seed: int = 0,
 ) -> tuple[Tensor, RoutingGroups]:
     """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
@@ -152,6 +173,7 @@ def tokens_of(
     Args:
         x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
         mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
+        token_ids: int64, the shape of ``x`` without D.
 
     Raises:
         UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
@@ -162,6 +184,10 @@ def tokens_of(
         raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
     if mask is not None and mask.shape != x.shape[:-1]:
         raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(x.shape[:-1])}, that of the tokens")
+    if mask is not None and mask.dtype != torch.bool:
+        raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
+    if token_ids is not None and token_ids.shape != x.shape[:-1]:
+        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(x.shape[:-1])}")
     x_TD = x.reshape(-1, d_model)
     if sequence_first and x.dim() == 3:
         sequence_length, num_sequences = x.shape[:2]
@@ -177,7 +203,8 @@ def tokens_of(
         sequence_length,
         size=size,
         sequence_first=sequence_first,
-        mask_T=None if mask is None else mask.reshape(-1).bool(),
+        mask_T=None if mask is None else mask.reshape(-1),
+        token_ids_T=None if token_ids is None else token_ids.reshape(-1),
         first_group=first_token // max(size, 1),
         noise_key=lambda: random.noise_key(layer_seed),
     )

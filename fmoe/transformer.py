@@ -1,39 +1,61 @@
 """The feed-forward block of a transformer as a Mixture of Experts."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fmoe.compat.transformer import _Expert
 from fmoe.layer import FMoE
 
 
 class FMoETransformerMLP(FMoE):
     """`FMoE` whose experts are two-layer feed-forward networks, in the place of a transformer's MLP.
 
+    As `FMoE`, in two spellings: with ``num_experts=`` the modern one; else FastMoE's, whose experts are a list of
+    `_Expert` (``htoh4``, ``h4toh``) and whose parameters are tagged for `DistributedGroupedDataParallel`.
+
     Args:
+        num_expert, expert_dp_comm, expert_rank: FastMoE's spelling alone.
         d_model: width of tokens.
-        d_hidden: hidden width of each expert.
-        num_experts: in all.
-        activation: a name of `fmoe.experts.ffn.ACTIVATIONS` or a function.
+        d_hidden: hidden width of each expert; None for ``4 * d_model`` (FastMoE's spelling: 4096).
+        activation: a name of `fmoe.experts.ffn.ACTIVATIONS` (modern), a function or a module.
         options: all other arguments of `FMoE`.
     """
 
     def __init__(
         self,
-        d_model: int,
-        d_hidden: int,
-        num_experts: int,
+        num_expert: int | None = None,
+        d_model: int | None = None,
+        d_hidden: int | None = None,
+        activation: str | Callable[[Tensor], Tensor] | None = None,
+        expert_dp_comm: str = "none",
+        expert_rank: int = 0,
         *,
-        activation: str | Callable[[Tensor], Tensor] = "gelu",
+        num_experts: int | None = None,
         expert_options: Mapping[str, Any] | None = None,
         **options,
     ):
-        super().__init__(
-            d_model,
-            num_experts,
-            d_hidden,
-            expert="ffn",
-            expert_options={"activation": activation, **(expert_options or {})},
-            **options,
-        )
+        if num_experts is not None:
+            expert_options = {"activation": activation or "gelu", **(expert_options or {})}
+            super().__init__(
+                num_expert,
+                d_model,
+                num_experts=num_experts,
+                d_hidden=d_hidden,
+                expert_options=expert_options,
+                **{"expert": "ffn"} | options,
+            )
+            return
+        activation = nn.GELU() if activation is None else activation
+        d_hidden = 4096 if d_hidden is None else d_hidden
+
+        expert = functools.partial(_one_expert, d_hidden=d_hidden, activation=activation, rank=expert_rank)
+        super().__init__(num_expert, d_model, expert=expert, **options)
+        self.d_hidden = d_hidden
+        self.mark_parallel_comm(expert_dp_comm)
+
+
+def _one_expert(d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int) -> _Expert:
+    return _Expert(1, d_model, d_hidden, activation, rank=rank)  # a function of the module: local ones do not pickle

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 class SDPAttention(DotProductAttention):
     """`DotProductAttention` with the same arguments, shapes and results.
 
-    What torch's kernel has no form for (softmax with an offset, sliding windows, layer-scaled scores) goes the old way.
+    What torch's kernel has no form for (softmax with an offset, sliding windows, layer-scaled scores, decoding with
+    cached keys) goes the old way. A row whose keys are all masked gives NaN here and their mean there.
     """
 
     def forward(
@@ -32,6 +33,8 @@ class SDPAttention(DotProductAttention):
         """[s, b, heads, head width] each -> [s, b, heads * head width]. The mask is True where nothing is seen."""
         softmax = self.scale_mask_softmax
         special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
+        # torch aligns a causal mask at the top left, which is another one where there are more keys than queries.
+        special |= attention_mask is None and query.shape[0] != key.shape[0]
         if special or attention_bias is not None or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal

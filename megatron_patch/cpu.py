@@ -6,13 +6,14 @@ moved fails at once and by name, not as wrong numbers later.
 """
 
 import contextlib
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fmoe.errors import UserError
 from megatron_patch.version import check_version
@@ -25,7 +26,7 @@ class Patch:
     """One name that is replaced.
 
     Attributes:
-        module, name: where it lives.
+        module, name: where it lives; ``module:Class`` for a method.
         make: called with the present value, returns the new one.
         reason: what fails without it, with a place in megatron-core 0.16.1.
         required: whether the name has to be there (a name may be missing by mistake in 0.16.1).
@@ -37,26 +38,11 @@ class Patch:
     reason: str
     required: bool = True
 
-
-class _CudaMeansCpu(TorchFunctionMode):
-    """Within: ``device="cuda"`` is the CPU, ``.cuda()`` is the identity, and ``Tensor.type()`` names a CUDA tensor.
-
-    The last is for megatron-core alone, whose optimizers and clipping compare such names
-    (`clip_grads.py:167`, `distrib_optimizer.py:361`, `optimizer.py:671`).
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
-        if func is torch.Tensor.to:
-            args = (args[0], *map(_on_cpu, args[1:]))
-        out = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(out, str):
-            return out.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
-        return out
+    def holder(self) -> Any:
+        """The module or class that has the name."""
+        module, _, owner = self.module.partition(":")
+        imported = importlib.import_module(module)
+        return getattr(imported, owner) if owner else imported
 
 
 def _on_cpu(device: Any) -> Any:
@@ -67,9 +53,50 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
-class _NullStream:
-    """A stream of a device that finishes everything at once; all are the same one."""
+def _device_on_cpu(function: Callable) -> Callable:
+    """The function with ``device="cuda"`` (or a CUDA device's number) meaning the CPU."""
 
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None:
+            kwargs["device"] = _CPU if isinstance(device, int) else _on_cpu(device)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _to_on_cpu(to: Callable) -> Callable:
+    """``Tensor.to``, whose device may stand anywhere."""
+
+    @functools.wraps(to)
+    def wrapped(self, *args, **kwargs):
+        return to(self, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
+
+    return wrapped
+
+
+def _type_for_megatron(type_: Callable) -> Callable:
+    """``Tensor.type``, which names a CUDA tensor when megatron-core asks, and knows those names as a dtype."""
+
+    @functools.wraps(type_)
+    def wrapped(self, dtype=None, *args, **kwargs):
+        if dtype is not None:
+            if isinstance(dtype, str):
+                dtype = dtype.replace("torch.cuda.", "torch.", 1)
+            return type_(self, dtype, *args, **kwargs)
+        name = type_(self)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return name.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
+        return name
+
+    return wrapped
+
+
+class _NullStream:
+    """A stream of a device that finishes everything at once; all are alike."""
+
+    def __init__(self, *args, **kwargs): ...
     def wait_stream(self, stream) -> None: ...
     def wait_event(self, event) -> None: ...
     def synchronize(self) -> None: ...
@@ -95,6 +122,9 @@ class _NullEvent:
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end) -> float:
+        return 0.0
 
 
 _STREAM = _NullStream()
@@ -147,9 +177,22 @@ def _splits_as_numpy(move: Callable) -> Callable:
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
 
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye", "linspace"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+
 PATCHES = (
+    *(Patch("torch", name, _device_on_cpu, 'device="cuda" all over megatron-core') for name in _FACTORIES),
+    *(Patch("torch:Tensor", name, _device_on_cpu, 'device="cuda"') for name in _NEW),
+    Patch("torch:Tensor", "to", _to_on_cpu, "moves to the current device"),
+    Patch("torch:Tensor", "cuda", lambda old: lambda self, *args, **kwargs: self, "masks (fused_softmax.py), buffers"),
+    Patch(
+        "torch:Tensor", "type", _type_for_megatron, "compared with torch.cuda.* (clip_grads.py:167, optimizer.py:671)"
+    ),
     Patch("torch.cuda", "current_device", _constant(_CPU), "buffers (param_and_grad_buffer.py:800), optimizer.py:481"),
-    Patch("torch.cuda", "Stream", _constant(_STREAM), "side streams (param_and_grad_buffer.py:417)"),
+    Patch("torch.cuda", "Stream", lambda old: _NullStream, "side streams (param_and_grad_buffer.py:417)"),
     Patch("torch.cuda", "Event", lambda old: _NullEvent, "timing and ordering (token_dispatcher.py:445)"),
     Patch("torch.cuda", "current_stream", _constant(_STREAM), "ordering of communication"),
     Patch("torch.cuda", "default_stream", _constant(_STREAM), "ordering (param_and_grad_buffer.py:422)"),
@@ -184,7 +227,7 @@ PATCHES = (
     ),
 )
 
-_mode: _CudaMeansCpu | None = None
+_installed = False
 
 
 def install() -> bool:
@@ -196,22 +239,24 @@ def install() -> bool:
     Raises:
         UserError: megatron-core is outside the supported range, or a patched name has moved.
     """
-    global _mode
+    global _installed
     version = check_version()
     if torch.cuda.is_available():
         return False
-    if _mode is not None:
+    if _installed:
         return True
     found = []
     for patch in PATCHES:
-        module = importlib.import_module(patch.module)
-        if patch.required and not hasattr(module, patch.name):
+        try:
+            holder = patch.holder()
+        except (ModuleNotFoundError, AttributeError):
+            holder = None
+        if holder is None or (patch.required and not hasattr(holder, patch.name)):
             raise UserError(
                 f"megatron-core {version} has no {patch.module}.{patch.name}, which megatron_patch replaces"
             )
-        found.append((module, patch))
-    for module, patch in found:
-        setattr(module, patch.name, patch.make(getattr(module, patch.name, None)))
-    _mode = _CudaMeansCpu()
-    _mode.__enter__()
+        found.append((holder, patch))
+    for holder, patch in found:
+        setattr(holder, patch.name, patch.make(getattr(holder, patch.name, None)))
+    _installed = True
     return True

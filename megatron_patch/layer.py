@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmoe import FMoE, UserError
 from fmoe.random import key
@@ -34,7 +34,7 @@ class MegatronFMoE(FMoE):
         options: all other arguments of `fmoe.FMoE`.
 
     Raises:
-        UserError: tensor parallelism, which this layer does not run under yet.
+        UserError: tensor parallelism, which this layer does not run under yet; a ready gate, which layers would share.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class MegatronFMoE(FMoE):
         num_experts: int,
         d_hidden: int | None = None,
         seed: int = 0,
+        gate_options: Mapping[str, Any] | None = None,
         expert_options: Mapping[str, Any] | None = None,
         **options,
     ):
@@ -56,38 +57,54 @@ class MegatronFMoE(FMoE):
             raise UserError(
                 f"tensor_model_parallel_size={config.tensor_model_parallel_size}: FMoE layers run at 1 in this version"
             )
+        if isinstance(options.get("gate"), nn.Module):
+            raise UserError("gate is one module for all layers: give its name or class, and gate_options")
         self._run_seed = seed
         groups = pg_collection if hasattr(pg_collection, "ep") else None
-        super().__init__(
-            config.hidden_size,
-            num_experts,
-            d_hidden or config.moe_ffn_hidden_size or config.ffn_hidden_size,
-            expert_options={
+        if isinstance(options.get("gate", "naive"), str):
+            gate_options = {"init_method": config.init_method, **(gate_options or {})}
+        if isinstance(options.get("expert", "ffn"), str):
+            expert_options = {
                 "activation": config.activation_func,
                 "gated": config.gated_linear_unit,
                 "bias": config.add_bias_linear,
                 "init_method": config.init_method,
                 "output_init_method": config.output_layer_init_method,
                 **(expert_options or {}),
-            },
+            }
+        if d_hidden is None:
+            d_hidden = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        super().__init__(
+            d_model=config.hidden_size,
+            num_experts=num_experts,
+            d_hidden=d_hidden,
+            gate_options=gate_options,
+            expert_options=expert_options,
             moe_group=groups.ep if groups else parallel_state.get_expert_model_parallel_group(),
             loss_scale=_megatron_loss_scale,
             sequence_first=True,
             seed=key("layer", seed, layer_number or 0),
+            name=_name(layer_number),
             **options,
         )
         self.config = config
         self.layer_number = layer_number
-        config.num_moe_experts = num_experts
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
-        self.to(device=device, dtype=config.params_dtype)
+        config.num_moe_experts = self.num_experts
+        self._place()
+
+    def _place(self) -> None:
+        """On the device and in the dtype of the model around it."""
+        on_meta = any(parameter.is_meta for parameter in self.parameters())
+        on_cpu = on_meta or self.config.use_cpu_initialization
+        self.to(device=None if on_cpu else torch.cuda.current_device(), dtype=self.config.params_dtype)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron-core once the layer knows its place; the weights are drawn anew under it."""
+        """Called by Megatron-core once the layer knows its place; gate and experts are made anew under it."""
         if layer_number != self.layer_number:
-            self.layer_number = layer_number
-            self.seed = self.experts.seed = key("layer", self._run_seed, layer_number)
-            self.reset_parameters()
+            self.layer_number, self.name = layer_number, _name(layer_number)
+            self.seed = key("layer", self._run_seed, layer_number)
+            self.build()
+            self._place()
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: Tensor | None = None
@@ -96,14 +113,22 @@ class MegatronFMoE(FMoE):
         mask = None if padding_mask is None else ~padding_mask.bool().transpose(0, 1)
         return super().forward(hidden_states, mask), None
 
+    def total_loss(self, routing: Routing) -> Tensor | None:
+        total = super().total_loss(routing)
+        if total is not None and self.config.calculate_per_token_loss and routing.stats is not None:
+            # The training loss is then a sum over tokens, which finalize_model_grads divides by their number.
+            total = total * routing.stats.tokens
+        return total
+
     def record(self, routing: Routing) -> None:
         super().record(routing)
+        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         for name, loss in routing.losses.items():
             save_to_aux_losses_tracker(
                 _TRACKED.get(name, name),
-                self.loss_weights[name] * loss,
+                loss,
                 self.layer_number,
-                self.config.num_layers,
+                num_layers,
                 avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
 
@@ -139,3 +164,7 @@ def _megatron_loss_scale() -> float | Tensor:
     """What the schedule set for this micro batch: loss scale / micro batches."""
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     return 1.0 if scale is None else scale
+
+
+def _name(layer_number: int | None) -> str:
+    return "FMoE" if layer_number is None else f"FMoE of layer {layer_number}"

@@ -1,12 +1,16 @@
 """The files that a run reads, opened and checked against the recipe before anything else happens."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, require
+from fmoe.gates import build_gate
 from pretrain.config import Recipe
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.samples import GPTSamples, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.gate import gate_options
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
 _VALIDATION_SEED = 0
@@ -29,21 +33,47 @@ def open_inputs(recipe: Recipe) -> Inputs:
             vocabulary or a token id is larger than the model's vocabulary.
     """
     data, model = recipe.data, recipe.model
-    tokenizer = Tokenizer.load(data.tokenizer)
+    _check_packages(recipe)
+    if model.num_experts:
+        try:
+            build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **gate_options(model))
+        except UserError as error:
+            raise UserError(f"model.{error}") from error
+    with _naming("data.tokenizer"):
+        tokenizer = Tokenizer.load(data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the vocabulary of data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} entries, "
             f"more than model.vocab_size={model.vocab_size}"
         )
-    train = [_corpus(prefix, tokenizer) for prefix in data.train]
-    validation = [_corpus(prefix, tokenizer) for prefix in data.validation]
-    if validation:
-        unigram_entropy(validation, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
-    return Inputs(
-        train=GPTSamples(train, model.sequence_length, recipe.train.seed),
-        validation=GPTSamples(validation, model.sequence_length, _VALIDATION_SEED) if validation else None,
-        unigram_entropy=unigram_entropy(train, model.vocab_size),
-    )
+    with _naming("data.train"):
+        train = [_corpus(prefix, tokenizer) for prefix in data.train]
+        samples = GPTSamples(train, model.sequence_length, recipe.train.seed)
+        entropy = unigram_entropy(train, model.vocab_size)
+    validation = None
+    if data.validation:
+        with _naming("data.validation"):
+            corpora = [_corpus(prefix, tokenizer) for prefix in data.validation]
+            validation = GPTSamples(corpora, model.sequence_length, _VALIDATION_SEED)
+            unigram_entropy(corpora, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
+    return Inputs(samples, validation, entropy)
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """An error of what the key names begins with the key."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def _check_packages(recipe: Recipe) -> None:
+    """Optional packages that the recipe asks for, before anything is done."""
+    if recipe.tracking.wandb:
+        require("wandb", "pretrain", "tracking.wandb=true")
+    if recipe.tracking.tensorboard:
+        require("tensorboard", "tensorboard", "tracking.tensorboard=true")
 
 
 def _corpus(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:

@@ -38,11 +38,7 @@ def check(recipe: Recipe, resume: str | None) -> bool:
     from pretrain import session  # here, because it imports megatron-core
 
     session.open_inputs(recipe)
-    checkpoint = session.find_checkpoint(Path(recipe.run.folder), resume)
-    if checkpoint is None:
-        return False
-    session.check_resumable(recipe, checkpoint)
-    if checkpoint.step < recipe.train.steps:
+    if not session.is_finished(recipe, session.find_checkpoint(Path(recipe.run.folder), resume)):
         return False
     session.summarize(recipe)
     return True

@@ -10,11 +10,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fmoe.gates import GATES
-from fmoe.gates.switch import SwitchGate
 from megatron_patch import fmoefy
 from megatron_patch.attention import SDPAttention
 from pretrain.config import ModelConfig, Recipe
+from pretrain.gate import gate_options
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
@@ -53,14 +52,6 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         persist_layer_norm=False,
         **options,
     )
-
-
-def gate_options(model: ModelConfig) -> dict:
-    """Keywords of the recipe's gate."""
-    options = {"capacity_factor": model.capacity_factor, "eval_capacity_factor": model.eval_capacity_factor}
-    if issubclass(GATES.get(model.gate, object), SwitchGate):
-        options["jitter"] = model.jitter
-    return options
 
 
 def build_gpt(recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec) -> GPTModel:

@@ -37,15 +37,41 @@ def find_checkpoint(folder: Path, resume: str | None) -> Checkpoint | None:
     Raises:
         UserError: a new run in the folder of another; a folder that holds no checkpoint.
     """
+    newest = latest(folder / CHECKPOINTS)
     if resume is None:
-        if (folder / METRICS).exists() or latest(folder / CHECKPOINTS) is not None:
+        if (folder / METRICS).exists() or newest is not None:
             raise UserError(
                 f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
             )
         return None
     if resume == "auto":
-        return open_checkpoint(folder) if latest(folder / CHECKPOINTS) is not None else None
-    return open_checkpoint(folder if resume == "run" else Path(resume))
+        return None if newest is None else open_checkpoint(newest)
+    if resume == "run":
+        return open_checkpoint(folder)
+    checkpoint = open_checkpoint(Path(resume))
+    # Checkpoints are never overwritten and a record has no step twice: going back is another run.
+    if newest is not None and checkpoint.path.resolve() != newest.resolve():
+        raise UserError(
+            f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
+            f"go on from {checkpoint.path} in another folder"
+        )
+    return checkpoint
+
+
+def is_finished(recipe: Recipe, checkpoint: Checkpoint | None) -> bool:
+    """Whether the checkpoint is of the recipe's last step, in its own folder.
+
+    Raises:
+        UserError: the checkpoint cannot be gone on from with this recipe.
+    """
+    if checkpoint is None:
+        return False
+    check_resumable(recipe, checkpoint)
+    if checkpoint.step < recipe.train.steps:
+        return False
+    if latest(Path(recipe.run.folder) / CHECKPOINTS) is None:
+        raise UserError(f"train.steps={recipe.train.steps} are all done in {checkpoint.path}: ask for more")
+    return True
 
 
 def train(recipe: Recipe, resume: str | None) -> None:
@@ -54,12 +80,10 @@ def train(recipe: Recipe, resume: str | None) -> None:
     folder = Path(recipe.run.folder)
     inputs = open_inputs(recipe)
     checkpoint = find_checkpoint(folder, resume)
-    if checkpoint is not None:
-        check_resumable(recipe, checkpoint)
-        if checkpoint.step == recipe.train.steps:
-            if process.local_rank() == 0:
-                summarize(recipe)
-            return
+    if is_finished(recipe, checkpoint):
+        if process.local_rank() == 0:
+            summarize(recipe)
+        return
     processes = process.start()
     dist.barrier()  # every rank has looked at the folder before one of them writes
     callbacks = []

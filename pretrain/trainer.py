@@ -89,8 +89,8 @@ class Trainer:
             layer = {
                 "drop_rate": report.drop_rate,
                 "entropy": report.entropy,
-                "balance_loss": report.losses["balance"],
-                "z_loss": report.losses["z"],
+                "balance_loss": report.losses.get("balance", 0.0),
+                "z_loss": report.losses.get("z", 0.0),
                 "load_cv": report.load_cv,
                 "dead_experts": report.dead_experts,
             }

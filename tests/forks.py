@@ -48,7 +48,7 @@ def only(results: list[Any]) -> Any:
 
 
 class ForkServer:
-    """``with ForkServer(tmp_path) as forks``: ``forks.run(2, function, *args)`` and ``forks.command("fmoe", *argv)``.
+    """``with ForkServer(tmp_path) as forks: forks.run(2, function, *args)``, ``forks.command("fmoe", "train", ...)``.
 
     Functions travel by their module and name, as with `RankPool`.
     """

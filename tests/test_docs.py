@@ -13,17 +13,14 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")) + sorted(R
 BROUGHT = re.compile(r"\b(gpt_model|moe_group|data_group)\b")
 
 
-def snippets():
-    for page in PAGES:
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
-            yield pytest.param(code, id=f"{page.name}-{number}")
-
-
-@pytest.mark.parametrize("code", list(snippets()))
-def test_snippets(code):
-    program = compile(code, "snippet", "exec")
-    if not BROUGHT.search(code):
-        exec(program, {})
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_snippets(page):
+    """The snippets of a page, one after the other, as a reader would type them."""
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        program = compile(code, page.name, "exec")
+        if not BROUGHT.search(code):
+            exec(program, names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -44,8 +44,12 @@ class Exchange(Protocol):
         """Agrees on the counts; the one place where the host waits for the device."""
         ...
 
-    def abort(self, error: Exception) -> None:
-        """Tells the other workers, who are waiting in `open`, that this one failed before it. Every worker raises."""
+    def abort(self, error: Exception, device: torch.device) -> None:
+        """Tells the other workers, who are waiting in `open`, that this one failed before it. Every worker raises.
+
+        Args:
+            device: where the layer is, and so where the others exchange their counts.
+        """
         ...
 
 
@@ -57,7 +61,7 @@ class LocalExchange:
     def open(self, plan: DispatchPlan) -> Transfer:
         return _Stay(plan.counts)
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: Exception, device: torch.device) -> None:
         pass
 
 
@@ -88,11 +92,12 @@ class AllToAllExchange:
     def open(self, plan: DispatchPlan) -> Transfer:
         return self._agree(plan.count_E.view(self.num_workers, self.num_local_experts), None)
 
-    def abort(self, error: Exception) -> NoReturn:
-        device = torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+    def abort(self, error: Exception, device: torch.device) -> None:
         nothing_WL = torch.zeros(self.num_workers, self.num_local_experts, dtype=torch.int64, device=device)
         self._agree(nothing_WL, error)
-        raise error
+
+    def __deepcopy__(self, memo) -> "AllToAllExchange":
+        return self  # process groups cannot be copied, and there is nothing else in it
 
     def _agree(self, send_WL: Tensor, error: Exception | None) -> Transfer:
         # A column beside the counts says "I failed before the exchange", lest the others wait for rows for ever.
@@ -104,10 +109,10 @@ class AllToAllExchange:
         failed = [worker for worker, row in enumerate(received) if row[-1]]
         if failed:
             _raise_together(self.group, failed, error, send.device)
-        return _AllToAllTransfer(self.group, [row[:-1] for row in sent], [row[:-1] for row in received], send.device)
+        return AllToAllTransfer(self.group, [row[:-1] for row in sent], [row[:-1] for row in received], send.device)
 
 
-class _AllToAllTransfer:
+class AllToAllTransfer:
     def __init__(self, group, sent_WL: list[list[int]], received_WL: list[list[int]], device: torch.device):
         self._group = group
         self._sent, self._received = [sum(row) for row in sent_WL], [sum(row) for row in received_WL]

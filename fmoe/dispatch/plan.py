@@ -12,7 +12,7 @@ from torch import Tensor
 from fmoe.routing import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DispatchPlan:
     """Assignments in the order of their experts, those of one expert in token order, dropped ones at the tail.
 
@@ -51,8 +51,3 @@ class DispatchPlan:
     def counts(self) -> list[int]:
         """``count_E`` on the host: one device-to-host copy."""
         return self.count_E.tolist()
-
-    @cached_property
-    def num_rows(self) -> int:
-        """M, the assignments kept; reads the counts."""
-        return sum(self.counts)

@@ -1,5 +1,81 @@
-"""Experts: ``experts(rows, counts) -> rows`` with the rows of each local expert next to each other."""
+"""Experts: ``experts(rows, counts_L) -> rows``, the rows of each local expert next to each other.
 
+``counts_L`` is an int64 tensor on the CPU. An expert is given by a name below, as a module class or factory, or one by
+one in a sequence; `build_experts` makes a stack or a list of modules of it.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fmoe import random
+from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
+from fmoe.experts.linear import FMoELinear
+from fmoe.experts.modules import ModuleExperts
+from fmoe.experts.shared import SharedExpert
 
-__all__ = ["FFNExperts"]
+# Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
+EXPERTS: dict[str, Callable[..., nn.Module]] = {
+    "ffn": FFNExperts,
+    "swiglu": functools.partial(FFNExperts, gated=True, activation="silu"),
+    "geglu": functools.partial(FFNExperts, gated=True, activation="gelu"),
+}
+
+
+def register_expert(name: str, factory: Callable[..., nn.Module]) -> None:
+    """Makes a factory of stacked experts known as ``FMoE(expert=name)``."""
+    EXPERTS[name] = factory
+
+
+def build_experts(
+    expert: str | Callable[..., nn.Module] | Sequence[Any] | nn.Module,
+    num_experts: int,
+    local: slice,
+    d_model: int,
+    d_hidden: int,
+    seed: int,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    """This worker's experts, those of the global ids ``local``, each drawn under its id.
+
+    Raises:
+        UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options
+            for experts that take none.
+    """
+    count = local.stop - local.start
+    if isinstance(expert, str):
+        if expert not in EXPERTS:
+            near = difflib.get_close_matches(expert, EXPERTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"expert={expert!r} is not known; there are {', '.join(sorted(EXPERTS))}{hint}")
+        return EXPERTS[expert](count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
+    if isinstance(expert, type) and issubclass(expert, FFNExperts):
+        return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
+    if options:
+        raise UserError(f"expert_options={dict(options)!r} are for experts given by name: set them on the expert")
+    if isinstance(expert, nn.Module):
+        raise UserError(f"expert is one module, {type(expert).__name__}: give a class, or {num_experts} modules")
+    sources = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
+    if len(sources) != num_experts:
+        raise UserError(f"expert has {len(sources)} entries, num_experts={num_experts}")
+    modules = []
+    for index in range(local.start, local.stop):
+        source = sources[index]
+        with random.keyed("expert", seed, index):
+            modules.append(source if isinstance(source, nn.Module) else source(d_model))
+    return ModuleExperts(modules)
+
+
+__all__ = [
+    "EXPERTS",
+    "FFNExperts",
+    "FMoELinear",
+    "ModuleExperts",
+    "SharedExpert",
+    "build_experts",
+    "register_expert",
+]

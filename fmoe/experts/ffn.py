@@ -35,9 +35,9 @@ class FFNExperts(nn.Module):
         activation: a name of `ACTIVATIONS` or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have one.
-        dropout: probability that a hidden value is zeroed in training, between activation and W_out.
         first_expert: global id of the first of them; each expert's weights are drawn under its global id.
         seed: key of the layer, for the same purpose.
+        dropout: of the hidden units in training ("expert dropout", Switch section 2.4).
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
@@ -64,10 +64,10 @@ class FFNExperts(nn.Module):
             if activation not in ACTIVATIONS:
                 raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
             activation = ACTIVATIONS[activation]
-        if not 0 <= dropout <= 1:
-            raise UserError(f"dropout={dropout} is not between 0 and 1")
-        self.num_experts, self.d_model, self.d_hidden = num_experts, d_model, d_hidden
-        self.activation, self.gated, self.dropout = activation, gated, dropout
+        if not 0 <= dropout < 1:
+            raise UserError(f"dropout={dropout} is not in [0, 1)")
+        self.num_experts, self.d_model, self.d_hidden, self.dropout = num_experts, d_model, d_hidden, dropout
+        self.activation, self.gated = activation, gated
         self.first_expert, self.seed = first_expert, seed
         self.init_method, self.output_init_method = init_method, output_init_method
         self.weight_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated), d_model))
@@ -89,7 +89,7 @@ class FFNExperts(nn.Module):
             method = {"weight_in": self.init_method, "weight_out": self.output_init_method}.get(name)
             fan_in = self.d_model if name.endswith("_in") else self.d_hidden
             for local, target in enumerate(parameter.unbind(0)):
-                value = torch.empty(target.shape)
+                value = torch.empty(target.shape, device="cpu")
                 with random.keyed("expert", self.seed, self.first_expert + local, name):
                     if method is not None:
                         method(value)
@@ -99,7 +99,24 @@ class FFNExperts(nn.Module):
                         value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
                 target.copy_(value)
 
-    def forward(self, rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of the rows."""
+        return self.weight_in.dtype
+
+    @property
+    def wants_row_keys(self) -> bool:
+        """Whether the layer is to send a key with every row, for noise that does not depend on where it is made."""
+        return self.dropout > 0
+
+    def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
+        """Rows of expert 0, then those of expert 1, ... -> their outputs: [R, D].
+
+        Args:
+            counts_L: rows of each expert; a tensor on the CPU or numbers.
+            keys_R: int64, of the dropout noise of each row; None draws it from torch's default generator.
+        """
+        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         device = rows_RD.device.type
         if torch.is_autocast_enabled(device):
@@ -114,7 +131,11 @@ class FFNExperts(nn.Module):
         else:
             hidden_RH = self.activation(hidden_RH)
         if self.dropout and self.training:
-            hidden_RH = F.dropout(hidden_RH, self.dropout)
+            if keys_R is None:
+                hidden_RH = F.dropout(hidden_RH, self.dropout)
+            else:
+                kept_RH = random.uniform(keys_R, hidden_RH.shape[1]) >= self.dropout
+                hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def extra_repr(self) -> str:

@@ -9,26 +9,64 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from fmoe.compat.gates import (  # FastMoE's gates, and its modules of them
+    DCGate,
+    FasterGate,
+    GShardGate,
+    NaiveGate,
+    NoisyGate,
+    SwipeGate,
+    SwitchGate,
+    ZeroGate,
+    base_gate,
+    dc_gate,
+    faster_gate,
+    gshard_gate,
+    naive_gate,
+    noisy_gate,
+    swipe_gate,
+    switch_gate,
+    utils,
+    zero_gate,
+)
 from fmoe.errors import UserError
-from fmoe.gates.base import TopKGate
-from fmoe.gates.gshard import GShardGate
-from fmoe.gates.naive import NaiveGate
-from fmoe.gates.switch import SwitchGate
+from fmoe.gates.base import Choice, FixedRouter, Router, Scores, TopKRouter
+from fmoe.gates.base_layers import BaseRouter
+from fmoe.gates.expert_choice import ExpertChoiceRouter
+from fmoe.gates.gshard import GShardRouter
+from fmoe.gates.hash import HashRouter
+from fmoe.gates.naive import NaiveRouter
+from fmoe.gates.noisy import NoisyRouter
+from fmoe.gates.random import RandomRouter
+from fmoe.gates.sigmoid import SigmoidRouter
+from fmoe.gates.sinkhorn import SinkhornRouter
+from fmoe.gates.steps import attach_end_step, end_step
+from fmoe.gates.swipe import SwipeRouter
+from fmoe.gates.switch import SwitchRouter
+from fmoe.gates.zero import ZeroRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
 
-GATES: dict[str, type[nn.Module]] = {}
+GATES: dict[str, type[nn.Module] | Gate] = {
+    "naive": NaiveRouter,
+    "noisy": NoisyRouter,
+    "switch": SwitchRouter,
+    "gshard": GShardRouter,
+    "swipe": SwipeRouter,
+    "zero": ZeroRouter,
+    "random": RandomRouter,
+    "base": BaseRouter,
+    "hash": HashRouter,
+    "expert_choice": ExpertChoiceRouter,
+    "sinkhorn": SinkhornRouter,
+    "sigmoid": SigmoidRouter,
+}
 
 
-def register_gate(name: str, gate: type[nn.Module]) -> None:
-    """Makes ``gate`` known as ``FMoE(gate=name)``."""
+def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
+    """Makes a class or a function known as ``FMoE(gate=name)``."""
     GATES[name] = gate
-
-
-register_gate("naive", NaiveGate)
-register_gate("switch", SwitchGate)
-register_gate("gshard", GShardGate)
 
 
 def build_gate(
@@ -57,4 +95,46 @@ def build_gate(
     return gate
 
 
-__all__ = ["GATES", "GShardGate", "Gate", "NaiveGate", "SwitchGate", "TopKGate", "build_gate", "register_gate"]
+__all__ = [
+    "GATES",
+    "BaseRouter",
+    "Choice",
+    "DCGate",
+    "ExpertChoiceRouter",
+    "FasterGate",
+    "FixedRouter",
+    "GShardGate",
+    "GShardRouter",
+    "Gate",
+    "HashRouter",
+    "NaiveGate",
+    "NaiveRouter",
+    "NoisyGate",
+    "NoisyRouter",
+    "RandomRouter",
+    "Router",
+    "Scores",
+    "SigmoidRouter",
+    "SinkhornRouter",
+    "SwipeGate",
+    "SwipeRouter",
+    "SwitchGate",
+    "SwitchRouter",
+    "TopKRouter",
+    "ZeroGate",
+    "ZeroRouter",
+    "attach_end_step",
+    "base_gate",
+    "build_gate",
+    "dc_gate",
+    "end_step",
+    "faster_gate",
+    "gshard_gate",
+    "naive_gate",
+    "noisy_gate",
+    "register_gate",
+    "swipe_gate",
+    "switch_gate",
+    "utils",
+    "zero_gate",
+]

@@ -1,12 +1,14 @@
-"""What the gates that pick each token's best experts have in common.
+"""What gates have in common.
 
 Shape letters: T tokens, D width, E experts, K choices, G routing groups, S places of a group.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,8 +18,40 @@ from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
-class TopKGate(nn.Module):
-    """Linear router -> K choices a token -> capacity -> losses. A gate overrides `router_input` and `choose`.
+@dataclass(frozen=True)
+class Scores:
+    """What a router thinks of its tokens, at least float32.
+
+    Attributes:
+        x_TD: the router's input.
+        logits_TE: its output.
+        probs_TE: softmax of the logits, or what else sums to one.
+        logsumexp_T: of the logits.
+    """
+
+    x_TD: Tensor
+    logits_TE: Tensor
+    probs_TE: Tensor
+    logsumexp_T: Tensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a gate makes of the scores.
+
+    Attributes:
+        expert_TK: best first; -1 for a choice that is not made.
+        weight_TK: combine weights, differentiable.
+        losses: of this gate alone, by name; scalars.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Router(nn.Module):
+    """What all gates share: the number of choices, capacity, statistics.
 
     Args:
         d_model: D.
@@ -26,7 +60,6 @@ class TopKGate(nn.Module):
         capacity_factor: an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments of a
             routing group in training; None for no limit (dropless).
         eval_capacity_factor: the same in evaluation.
-        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), torch's for a Linear.
 
     Raises:
         UserError: ``top_k`` not in 1..E, a capacity factor that is not positive.
@@ -42,7 +75,6 @@ class TopKGate(nn.Module):
         *,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
-        init_method: Callable[[Tensor], object] | None = None,
     ):
         super().__init__()
         top_k = min(self.default_top_k, num_experts) if top_k is None else top_k
@@ -51,64 +83,200 @@ class TopKGate(nn.Module):
         for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
             if factor is not None and not (factor > 0 and math.isfinite(factor)):
                 raise UserError(f"{name}={factor} is not positive and finite; None means no limit")
-        self.num_experts, self.top_k = num_experts, top_k
+        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+
+    def reset_parameters(self) -> None:
+        """Draws the gate's parameters anew, as the constructor did; here there are none."""
+
+    def finish(
+        self,
+        expert_TK: Tensor,
+        weight_TK: Tensor,
+        losses: Mapping[str, Tensor],
+        entropy_T: Tensor,
+        groups: RoutingGroups,
+    ) -> Routing:
+        """The Routing of choices that padding is left out of already: capacity and statistics."""
+        kept_TK = self.drop(expert_TK, groups)
+        return Routing(
+            kept_TK, weight_TK, losses, routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
+        )
+
+    def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
+        """The choices with -1 where the expert is over its capacity."""
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+
+
+class FixedRouter(Router):
+    """A gate without parameters, which does not look at what the tokens are. Every choice weighs 1 / K."""
+
+    def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
+        """``expert_TK``."""
+        raise NotImplementedError
+
+    def entropy(self) -> float:
+        """Of the distribution that a token's expert is drawn from, nats."""
+        return 0.0
+
+    def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        weight_TK = torch.full((x_TD.shape[0], self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
+        expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
+        entropy_T = torch.full((x_TD.shape[0],), self.entropy(), device=x_TD.device)
+        return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
+
+
+class TopKRouter(Router):
+    """Linear router -> K choices a token -> losses and capacity. A gate overrides `choose`, and what else differs.
+
+    Args:
+        d_model, num_experts, top_k, capacity_factor, eval_capacity_factor: see `Router`.
+        balance_group: counts the load of the balance loss over this process group as well as over the rank's own
+            routing groups ("global batch" balance, arXiv 2501.11873); None counts within each routing group.
+        bias: whether the router's linear map has one.
+        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), torch's for a Linear.
+
+    Raises:
+        UserError: ``top_k`` not in 1..E, a capacity factor that is not positive, ``balance_group`` for a gate without
+            the balance loss.
+    """
+
+    common_losses: tuple[str, ...] = ("balance", "z")
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        balance_group: dist.ProcessGroup | None = None,
+        bias: bool = False,
+        init_method: Callable[[Tensor], object] | None = None,
+    ):
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+        )
+        if balance_group is not None and "balance" not in self.common_losses:
+            raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss")
+        self.balance_group = balance_group
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the router's weight anew from torch's default generator."""
+        """Draws the router's parameters anew from torch's default generator; on the CPU, whose keys hold."""
+        if self.weight.is_meta:
+            return
+        value = torch.empty(self.weight.shape, device="cpu")
         with torch.no_grad():
             if self.init_method is None:
-                nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5))
             else:
-                self.init_method(self.weight)
+                self.init_method(value)
+            self.weight.copy_(value)
+            if self.bias is not None:
+                self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         """What the router looks at; in the router's precision."""
         return x_TD
 
-    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Choices ``expert_TK`` (best first; -1 for a choice not made) and their combine weights ``weight_TK``."""
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        """Experts and weights of each token."""
         raise NotImplementedError
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
         """The choices that the load balancing loss counts: all K, unless the gate's paper says otherwise."""
         return expert_TK
 
+    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
+        """The router's view of the tokens."""
+        x_TD = self.router_input(x_TD, groups)
+        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
+        logsumexp_T = logits_TE.logsumexp(-1)
+        return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
+
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
         # The router alone runs in float32 in a 16-bit model ("selective precision", Switch section 2.4): softmax
         # turns the rounding of a logit into a relative error of the weight.
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(self.router_input(x_TD.to(dtype), groups), self.weight.to(dtype))
-            logsumexp_T = logits_TE.logsumexp(-1)
-            log_probs_TE = logits_TE - logsumexp_T.unsqueeze(-1)
-            probs_TE = log_probs_TE.exp()
-            expert_TK, weight_TK = self.choose(logits_TE, probs_TE, groups)
-        if groups.mask_T is not None:
-            expert_TK = torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
+            scores = self.scores(x_TD.to(dtype), groups)
+            choice = self.choose(scores, groups)
+            expert_TK = leave_out_padding(choice.expert_TK, groups)
+            losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
+            entropy_T = torch.special.entr(scores.probs_TE.detach()).sum(-1)
+        return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
+
+    def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
         losses = {}
-        if self.training:
-            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts).to(dtype)
-            valid_GS = groups.valid(x_TD.device) if groups.is_ragged else None
-            losses["balance"] = load_balancing_loss(groups.split(probs_TE), load_GE, valid_GS)
-            losses["z"] = router_z_loss(logsumexp_T, groups.mask_T)
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        kept_TK = expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
-        return Routing(kept_TK, weight_TK, losses, self._stats(expert_TK, kept_TK, log_probs_TE, probs_TE, groups))
+        if "z" in self.common_losses:
+            losses["z"] = router_z_loss(scores.logsumexp_T, groups.mask_T)
+        if "balance" in self.common_losses:
+            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
+            load_GE = load_GE.to(scores.probs_TE.dtype)
+            if self.balance_group is not None:
+                total_E = load_GE.sum(0)
+                dist.all_reduce(total_E, group=self.balance_group)
+                load_GE = total_E.expand_as(load_GE)
+            valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
+            losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
+        return losses
 
-    @torch.no_grad()
-    def _stats(self, expert_TK, kept_TK, log_probs_TE, probs_TE, groups) -> RoutingStats:
-        entropy_T = -(probs_TE * log_probs_TE).sum(-1)
-        tokens = torch.full((), float(groups.num_tokens), device=entropy_T.device)
-        if groups.mask_T is not None:
-            entropy_T = entropy_T * groups.mask_T
-            tokens = groups.mask_T.sum().float()
-        dropped = ((expert_TK >= 0).sum() - (kept_TK >= 0).sum()) if kept_TK is not expert_TK else tokens.new_zeros(())
-        load_E = torch.bincount(kept_TK.flatten() + 1, minlength=self.num_experts + 1)[1:]
-        return RoutingStats(load_E.float(), dropped.float(), entropy_T.sum().float(), tokens)
 
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
+    """-1 for tokens that are not to be routed."""
+    return expert_TK if groups.mask_T is None else torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
+
+
+@torch.no_grad()
+def routing_stats(
+    expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
+) -> RoutingStats:
+    """Sums over the tokens of a routing: made choices ``expert_TK``, of which ``kept_TK`` are left after capacity."""
+    tokens = torch.full((), float(groups.num_tokens), device=entropy_T.device)
+    if groups.mask_T is not None:
+        entropy_T = entropy_T * groups.mask_T
+        tokens = groups.mask_T.sum().float()
+    slot_N = kept_TK.flatten() + 1
+    load_E = torch.zeros(num_experts + 1, device=slot_N.device)
+    load_E = load_E.scatter_add_(0, slot_N, torch.ones_like(slot_N, dtype=torch.float32))
+    dropped = tokens.new_zeros(())
+    if kept_TK is not expert_TK:
+        dropped = ((expert_TK >= 0).sum() - (kept_TK >= 0).sum()).float()
+    return RoutingStats(load_E[1:], dropped, entropy_T.sum().float(), tokens)
+
+
+def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
+    """Group-limited routing: scores outside each token's best ``num_kept`` of ``num_groups`` groups of experts become
+    -inf. A group's score is the sum of its ``best_of`` best experts: 1 in DeepSeek-V2 (arXiv 2405.04434 section 2.1.2),
+    2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+    """
+    grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
+    group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    kept_TG = kept_TG.scatter(-1, group_TG.topk(num_kept, dim=-1).indices, True)
+    return grouped_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -> None:
+    """Raises UserError where group-limited routing cannot be."""
+    if num_groups < 1 or num_experts % num_groups:
+        raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
+    if not 1 <= num_kept <= num_groups:
+        raise UserError(f"kept_groups={num_kept} is not between 1 and expert_groups={num_groups}")
+    if num_kept * (num_experts // num_groups) < top_k:
+        raise UserError(f"kept_groups={num_kept} hold {num_kept * (num_experts // num_groups)} experts, top_k={top_k}")

@@ -41,6 +41,14 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     sorted_N, order_N = queue_N.sort(stable=True)
     place_N = torch.arange(queue_N.numel(), device=expert_TK.device) - torch.searchsorted(sorted_N, sorted_N)
     place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
-    limit_G = torch.tensor([capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=expert_TK.device)
+    limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
     fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
     return groups.join(torch.where(fits_GKS.transpose(1, 2), expert_GSK, -1))
+
+
+def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
+    """`capacity` of each group, int64 [G]; on the device where a mask says how many tokens a group has."""
+    if groups.mask_T is None:
+        return torch.tensor([capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device)
+    assignments_G = groups.valid(device).sum(1) * top_k
+    return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

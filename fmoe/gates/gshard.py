@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from fmoe.gates.base import TopKGate
+from fmoe.gates.base import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
-class GShardGate(TopKGate):
+class GShardRouter(TopKRouter):
     """Top-2 routing with a random second expert, local groups and capacity (GShard, arXiv 2006.16668, algorithm 1).
 
     The probabilities of the chosen experts are normalised to sum to one. In training, the second expert is dispatched
@@ -16,7 +16,7 @@ class GShardGate(TopKGate):
 
     Args:
         random_routing: False dispatches every second choice, as evaluation does.
-        capacity_factor: the paper's ``C = 2 S / E`` for top-2, that is 1.0; 2.0 in evaluation; see `TopKGate`.
+        capacity_factor: the paper's ``C = 2 S / E`` for top-2, that is 1.0; 2.0 in evaluation; see `TopKRouter`.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class GShardGate(TopKGate):
         )
         self.random_routing = random_routing
 
-    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        prob_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        prob_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
         weight_TK = prob_TK / prob_TK.sum(-1, keepdim=True)
         if self.training and self.random_routing and self.top_k > 1:
-            noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", probs_TE.device)
+            noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", weight_TK.device)
             taken_TK = 2 * weight_TK[:, 1:] > noise_TK
             expert_TK = torch.cat([expert_TK[:, :1], torch.where(taken_TK, expert_TK[:, 1:], -1)], 1)
-        return expert_TK, weight_TK
+        return Choice(expert_TK, weight_TK)
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
         return expert_TK[:, :1]

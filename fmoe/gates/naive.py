@@ -2,15 +2,41 @@
 
 from torch import Tensor
 
-from fmoe.gates.base import TopKGate
+from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, limit_to_groups
 from fmoe.routing import RoutingGroups
 
 
-class NaiveGate(TopKGate):
+class NaiveRouter(TopKRouter):
     """The K largest logits, weighted by a softmax over those K alone (FastMoE, arXiv 2103.13262 section 3.1; Shazeer
     et al., arXiv 1701.06538 equations 3 and 5, without noise). Weights sum to one; no capacity unless it is given.
+
+    Args:
+        normalize: False weights by the softmax over all experts instead.
+        expert_groups, kept_groups: choose only within each token's best ``kept_groups`` of so many groups of experts
+            (`limit_to_groups`); None for no such limit.
     """
 
-    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        logit_TK, expert_TK = logits_TE.topk(self.top_k, dim=-1)
-        return expert_TK, logit_TK.softmax(-1)
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        normalize: bool = True,
+        expert_groups: int | None = None,
+        kept_groups: int = 1,
+        **options,
+    ):
+        super().__init__(d_model, num_experts, top_k, **options)
+        if expert_groups is not None:
+            check_groups(num_experts, self.top_k, expert_groups, kept_groups)
+        self.normalize, self.expert_groups, self.kept_groups = normalize, expert_groups, kept_groups
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        ranked_TE: Tensor = scores.logits_TE
+        if self.expert_groups is not None:
+            ranked_TE = limit_to_groups(ranked_TE, self.expert_groups, self.kept_groups)
+        logit_TK, expert_TK = ranked_TE.topk(self.top_k, dim=-1)
+        if self.normalize:
+            return Choice(expert_TK, logit_TK.softmax(-1))
+        return Choice(expert_TK, scores.probs_TE.gather(-1, expert_TK))

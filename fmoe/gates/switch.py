@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import TopKGate
+from fmoe.gates.base import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
-class SwitchGate(TopKGate):
+class SwitchRouter(TopKRouter):
     """Top-1 routing weighted by the router's probability (Switch Transformer, arXiv 2101.03961, equations 1-2).
 
     In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix B; the noise
@@ -15,7 +15,7 @@ class SwitchGate(TopKGate):
 
     Args:
         jitter: half width of the multiplicative noise.
-        capacity_factor, eval_capacity_factor: the paper's 1.25 in training and 2.0 in evaluation; see `TopKGate`.
+        capacity_factor, eval_capacity_factor: the paper's 1.25 in training and 2.0 in evaluation; see `TopKRouter`.
     """
 
     default_top_k = 1
@@ -49,6 +49,6 @@ class SwitchGate(TopKGate):
         noise_TD = groups.uniform(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
         return x_TD * (1 - self.jitter + 2 * self.jitter * noise_TD)
 
-    def choose(self, logits_TE: Tensor, probs_TE: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        weight_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
-        return expert_TK, weight_TK
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        weight_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
+        return Choice(expert_TK, weight_TK)

@@ -40,6 +40,8 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan")
     if num_rows == 0:
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     place_TK = plan.place_TK
+    if 2 * num_rows < place_TK.numel() and rows_MD.device.type == "cpu":
+        return _scatter_sum(rows_MD, weight_TK, plan)
     if num_rows < place_TK.numel():  # some were dropped: their places lie past the end
         place_TK = place_TK.clamp(max=num_rows - 1)
         kept_TK = plan.kept_TK
@@ -54,6 +56,17 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan")
             weight_T1 = weight_TK[:, k : k + 1].to(dtype)
             total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
     return total_TD.to(rows_MD.dtype)
+
+
+def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan") -> Tensor:
+    """`_gather_sum` of few rows for many places (expert choice). On the CPU, where rows are added one by one."""
+    order_M = plan.order_N[: rows_MD.shape[0]]
+    dtype = torch.promote_types(rows_MD.dtype, torch.float32)
+    wide_MD = rows_MD.to(dtype)
+    if weight_TK is not None:
+        wide_MD = wide_MD * weight_TK.reshape(-1).index_select(0, order_M).unsqueeze(1).to(dtype)
+    total_TD = wide_MD.new_zeros(plan.place_TK.shape[0], rows_MD.shape[1])
+    return total_TD.index_add_(0, order_M // plan.top_k, wide_MD).to(rows_MD.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -83,7 +96,7 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
             dot_M = torch.linalg.vecdot(grad_MD.to(dtype), rows_MD.to(dtype))
-            grad_weight_TK = torch.zeros_like(weight_TK)
+            grad_weight_TK = torch.zeros(weight_TK.shape, dtype=weight_TK.dtype, device=weight_TK.device)
             grad_weight_TK.view(-1)[order_M] = dot_M.to(weight_TK.dtype)
         weight_M1 = weight_TK.reshape(-1).index_select(0, order_M).unsqueeze(1)
         return (grad_MD * weight_M1).to(rows_MD.dtype), grad_weight_TK, None

@@ -7,7 +7,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,17 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def _keys(cls: type = Recipe, prefix: str = "") -> list[str]:
+def _keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Full names of all keys, with their types."""
     hints = typing.get_type_hints(cls)
-    out = []
+    out = {}
     for field in fields(cls):
-        hint = hints[field.name]
-        out += _keys(hint, f"{prefix}{field.name}.") if is_dataclass(hint) else [prefix + field.name]
+        name, hint = prefix + field.name, hints[field.name]
+        out.update(_keys(hint, f"{name}.") if is_dataclass(hint) else {name: hint})
     return out
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def _unknown(key: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1) or [
         name for name in known if name.split(".")[-1] == key.split(".")[-1]
     ]
@@ -104,15 +105,19 @@ def _unknown(key: str, known: list[str]) -> str:
 def _override(recipe: Recipe, options: Sequence[str], program: str) -> Recipe:
     tyro = require("tyro", "pretrain", "pretrain")
     known = _keys()
-    for option in options:
+    options, hint = list(options), None
+    for place, option in enumerate(options):
         if option.startswith("--") and option not in ("--help",):
             key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
             if key not in known:
                 raise UserError(_unknown(key, known))
+            hint = known[key]
+        elif option == "none" and type(None) in typing.get_args(hint):
+            options[place] = "None"  # the file's spelling, where tyro has Python's
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(Recipe, default=recipe, args=list(options), prog=program)
+            return tyro.cli(Recipe, default=recipe, args=options, prog=program)
     except SystemExit as end:
         if not end.code:
             raise

@@ -265,6 +265,9 @@ class Recipe:
                 "train.validation_sequences",
                 train.validation_sequences,
             )
+        for name in ("beta1", "beta2"):
+            if not getattr(optimizer, name) < 1:
+                raise UserError(f"optimizer.{name}={getattr(optimizer, name)} is not less than 1")
         if not optimizer.lr > 0:
             raise UserError(f"optimizer.lr={optimizer.lr} is not positive")
         if optimizer.min_lr > optimizer.lr:

@@ -41,10 +41,10 @@ class LoopMoE:
     def choices(self, probs: Tensor, logits: Tensor, second_noise: Tensor) -> list[tuple[int, Tensor]]:
         """Experts of one token with their weights, best first; a choice not made is expert -1."""
         order = sorted(range(self.num_experts), key=lambda e: -logits[e].item())[: self.top_k]
-        if self.kind == "NaiveGate":
+        if self.kind == "NaiveRouter":
             weights = softmax(logits[order])
             return [(e, weights[i]) for i, e in enumerate(order)]
-        if self.kind == "SwitchGate":
+        if self.kind == "SwitchRouter":
             return [(e, probs[e]) for e in order]
         total = sum(probs[e] for e in order)
         picked = []
@@ -61,7 +61,7 @@ class LoopMoE:
             size = len(tokens)
             probs_list, chosen = [], []
             for t, x in enumerate(tokens):
-                if self.kind == "SwitchGate" and self.training:
+                if self.kind == "SwitchRouter" and self.training:
                     router_in = x * (1 - self.jitter + 2 * self.jitter * jitter_noise[b, t])
                 else:
                     router_in = x
@@ -92,7 +92,7 @@ class LoopMoE:
         return torch.stack(outputs), self.loss_weights["balance"] * balance + self.loss_weights["z"] * z_loss, dropped
 
     def balance(self, probs: list[Tensor], chosen: list[list[tuple[int, Tensor]]]) -> Tensor:
-        counted = [pairs[:1] if self.kind == "GShardGate" else pairs for pairs in chosen]
+        counted = [pairs[:1] if self.kind == "GShardRouter" else pairs for pairs in chosen]
         picks = [e for pairs in counted for e, _ in pairs if e >= 0]
         total = 0.0
         for e in range(self.num_experts):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import fmoe
 from fmoe.gates import GATES
+from fmoe.gates.base import Choice
 
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
 
@@ -135,17 +136,17 @@ def test_exact_false_takes_what_drops_tokens():
 class TwoThirds(GATES["naive"]):
     """Weights that sum to 2/3 whatever the token: a factor that the experts can take."""
 
-    def choose(self, logits_TE, probs_TE, groups):
-        logit_TK, expert_TK = logits_TE.topk(self.top_k, dim=-1)
-        return expert_TK, logit_TK.softmax(-1) * 2 / 3
+    def choose(self, scores, groups):
+        logit_TK, expert_TK = scores.logits_TE.topk(self.top_k, dim=-1)
+        return Choice(expert_TK, logit_TK.softmax(-1) * 2 / 3)
 
 
 class ByToken(GATES["naive"]):
     """Weights that sum to something else for each token, by no router that could be made quiet."""
 
-    def choose(self, logits_TE, probs_TE, groups):
-        weight_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
-        return expert_TK, weight_TK + torch.linspace(0, 1, len(weight_TK)).unsqueeze(1)
+    def choose(self, scores, groups):
+        weight_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
+        return Choice(expert_TK, weight_TK + torch.linspace(0, 1, len(weight_TK)).unsqueeze(1))
 
 
 def test_a_gate_of_the_users_own_is_measured():

@@ -6,13 +6,13 @@ from compare import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe.gates import NaiveGate, SwitchGate
+from fmoe.gates import NaiveRouter, SwitchRouter
 
 
 def layer_and_input(*shape, **options):
     torch.manual_seed(0)
     options = {"num_experts": 4, "d_hidden": 16, "seed": 1} | options
-    return fmoe.FMoE(8, **options), torch.randn(*shape, 8, requires_grad=True)
+    return fmoe.FMoE(d_model=8, **options), torch.randn(*shape, 8, requires_grad=True)
 
 
 @pytest.mark.parametrize("gate", ["naive", "switch", "gshard"])
@@ -137,9 +137,9 @@ def test_losses_reach_the_router_by_default_and_can_be_turned_off():
 def test_a_gate_is_a_name_a_class_or_an_instance():
     torch.manual_seed(0)
     by_name, x = layer_and_input(4, gate="naive")
-    by_class, _ = layer_and_input(4, gate=NaiveGate)
+    by_class, _ = layer_and_input(4, gate=NaiveRouter)
     assert torch.equal(by_name(x), by_class(x))
-    gate = SwitchGate(8, 4, jitter=0.0)
+    gate = SwitchRouter(8, 4, jitter=0.0)
     by_instance, _ = layer_and_input(4, gate=gate)
     assert by_instance.gate is gate
     assert by_instance(x).shape == x.shape
@@ -148,7 +148,7 @@ def test_a_gate_is_a_name_a_class_or_an_instance():
 def test_state_dict_and_meta_device_round_trip():
     layer, x = layer_and_input(4, gate="naive")
     with torch.device("meta"):
-        other = fmoe.FMoE(8, num_experts=4, d_hidden=16, seed=1)
+        other = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=16, seed=1)
     other.to_empty(device="cpu")
     other.reset_parameters()
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), other.parameters(), strict=True))
@@ -172,7 +172,7 @@ def test_experts_are_drawn_by_global_id():
 
 def test_transformer_mlp_is_the_layer_with_ffn_experts():
     torch.manual_seed(0)
-    mlp = fmoe.FMoETransformerMLP(8, 16, 4, activation="relu", seed=1)
+    mlp = fmoe.FMoETransformerMLP(d_model=8, d_hidden=16, num_experts=4, activation="relu", seed=1)
     layer, x = layer_and_input(4, expert_options={"activation": "relu"})
     assert torch.equal(mlp(x), layer(x))
 
@@ -180,19 +180,28 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: fmoe.FMoE(8, 4, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
-        (lambda: fmoe.FMoE(8, 4, top_k=0), "top_k=0"),
-        (lambda: fmoe.FMoE(0, 4), "d_model=0 is not positive"),
-        (lambda: fmoe.FMoE(8, 0), "num_experts=0 is not positive"),
-        (lambda: fmoe.FMoE(8, 4, 0), "d_hidden=0"),
-        (lambda: fmoe.FMoE(8, 4, gate="swich"), "did you mean 'switch'"),
-        (lambda: fmoe.FMoE(8, 4, gate="switch", gate_options={"capacity_factor": 0}), "capacity_factor=0"),
-        (lambda: fmoe.FMoE(8, 4, gate="switch", gate_options={"jitter": 1.5}), "jitter=1.5"),
-        (lambda: fmoe.FMoE(8, 4, gate=NaiveGate(8, 5)), "gate.num_experts=5 differs from num_experts=4"),
-        (lambda: fmoe.FMoE(8, 4, expert_options={"activation": "gulu"}), "activation='gulu'"),
-        (lambda: fmoe.FMoE(8, 4)(torch.randn(3, 7)), "(3, 7)"),
-        (lambda: fmoe.FMoE(8, 4)(torch.ones(3, 8, dtype=torch.int64)), "torch.int64"),
-        (lambda: fmoe.FMoE(8, 4)(torch.randn(3, 8), torch.ones(2, dtype=torch.bool)), "mask has shape (2,)"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=5), "top_k=5 is not between 1 and num_experts=4"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, top_k=0), "top_k=0"),
+        (lambda: fmoe.FMoE(d_model=0, num_experts=4), "d_model=0 is not a positive"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=0), "num_experts=0 is not a positive"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, d_hidden=0), "d_hidden=0"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="swich"), "did you mean 'switch'"),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="switch", gate_options={"capacity_factor": 0}),
+            "capacity_factor=0",
+        ),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, gate="switch", gate_options={"jitter": 1.5}), "jitter=1.5"),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4, gate=NaiveRouter(8, 5)),
+            "gate.num_experts=5 differs from num_experts=4",
+        ),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, expert_options={"activation": "gulu"}), "activation='gulu'"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4)(torch.randn(3, 7)), "(3, 7)"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4)(torch.ones(3, 8, dtype=torch.int64)), "torch.int64"),
+        (
+            lambda: fmoe.FMoE(d_model=8, num_experts=4)(torch.randn(3, 8), torch.ones(2, dtype=torch.bool)),
+            "mask has shape (2,)",
+        ),
         (lambda: fmoe.fmoefy(torch.nn.Linear(2, 2), 4), "Linear"),
     ],
 )

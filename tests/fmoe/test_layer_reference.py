@@ -13,9 +13,9 @@ BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 3, 10, 12, 20, 5
 
 def build(gate, top_k, capacity_factor, *, dtype=torch.float32, training=True, **options):
     layer = fmoe.FMoE(
-        WIDTH,
-        EXPERTS,
-        HIDDEN,
+        d_model=WIDTH,
+        num_experts=EXPERTS,
+        d_hidden=HIDDEN,
         top_k=top_k,
         gate=gate,
         gate_options={"capacity_factor": capacity_factor, "eval_capacity_factor": capacity_factor},

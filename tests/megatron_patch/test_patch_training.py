@@ -100,4 +100,4 @@ def test_20_steps_are_the_same_on_one_rank_and_on_two(forks, alone, expert_paral
 def test_the_loss_falls(alone):
     losses = [loss for loss, _ in alone[0]]
     assert losses[0] == pytest.approx(4.56, abs=0.2), "log of the vocabulary"
-    assert sum(losses[-3:]) / 3 < 0.6 * losses[0]
+    assert sum(losses[-3:]) / 3 < 0.65 * losses[0]

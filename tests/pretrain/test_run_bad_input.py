@@ -18,7 +18,7 @@ def tree(folder):
 
 @pytest.fixture
 def refused(forks, tmp_path):
-    """``refused(PROGRAM, *argv, says=[...])`` asserts all of the above for ``python -m PROGRAM``."""
+    """``refused(PROGRAM, *argv, says=[...])`` asserts all of the above for ``python -m PROGRAM``; gives the line."""
 
     def check(program, *argv, says, size=1, before=None, environment=None):
         name = f"fmoe {argv[0]}" if program == "fmoe" else program
@@ -177,7 +177,9 @@ EXTRA = {"tensorboard": "tensorboard"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("package", ["tyro", "megatron", "sentencepiece", "rich", "wandb", "tensorboard"])
+@pytest.mark.parametrize(
+    "package", ["tyro", "megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard"]
+)
 def test_training_without_a_package_names_the_extra(refused, recipe_file, package, size):
     recipe = recipe_file(
         run={"folder": "run"}, tracking={"wandb": True, "tensorboard": True}, parallel={"expert": size}

@@ -28,9 +28,9 @@ def build(gate, factor, dtype, group):
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH),
         fmoe.FMoE(
-            WIDTH,
-            EXPERTS,
-            20,
+            d_model=WIDTH,
+            num_experts=EXPERTS,
+            d_hidden=20,
             gate=name,
             gate_options=options | capacity,
             loss_weights={"balance": 0.1, "z": 0.01},
@@ -109,7 +109,7 @@ def test_two_ranks_equal_one(two_ranks, gate, factor, dtype):
                 assert_close(actual, expected, limit, f"{split}, rank {rank}, {name}")
 
 
-class BrokenGate(fmoe.gates.NaiveGate):
+class BrokenGate(fmoe.gates.NaiveRouter):
     """Fails on the ranks it is told to."""
 
     def __init__(self, d_model, num_experts, top_k, *, ranks):
@@ -123,7 +123,14 @@ class BrokenGate(fmoe.gates.NaiveGate):
 
 
 def with_a_broken_gate(ranks):
-    layer = fmoe.FMoE(WIDTH, EXPERTS, 20, gate=BrokenGate, gate_options={"ranks": ranks}, moe_group=dist.group.WORLD)
+    layer = fmoe.FMoE(
+        d_model=WIDTH,
+        num_experts=EXPERTS,
+        d_hidden=20,
+        gate=BrokenGate,
+        gate_options={"ranks": ranks},
+        moe_group=dist.group.WORLD,
+    )
     x = torch.ones(4, WIDTH)
     try:
         layer(x)

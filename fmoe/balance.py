@@ -1,0 +1,52 @@
+"""FastMoE's figures of balance, by layer. `fmoe.metrics` has more of them, without a gate hook."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _coefficient_of_variation(count_E: Tensor) -> Tensor:
+    return count_E.std(correction=min(1, len(count_E) - 1)) / count_E.mean()
+
+
+def _largest_over_smallest(count_E: Tensor) -> Tensor:
+    return (count_E.max() + 1) / (count_E.min() + 1)
+
+
+def _largest_over_mean(count_E: Tensor) -> Tensor:
+    return count_E.max() / count_E.mean()
+
+
+metrics = {
+    "coefficient-variation": _coefficient_of_variation,
+    "Lmax-over-Lmin": _largest_over_smallest,
+    "Lmax-over-Lmean": _largest_over_mean,
+}
+
+
+def reset_balance_profile(balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None) -> None:
+    """Room for every figure of every layer, and for the loss of the strategy."""
+    names = [*metrics, f"{balance_strategy}_loss"] if balance_strategy else list(metrics)
+    balance_dict.update({name: [None] * num_layers for name in names})
+
+
+@torch.no_grad()
+def update_balance_profile(
+    balance_dict: dict[str, list],
+    gate_top_k_idx: Tensor,
+    _gate_score_top_k: Tensor | None,
+    gate_context: Any,
+    layer_idx: int,
+    num_expert: int,
+    balance_strategy: str | None,
+) -> None:
+    """Fills in a layer's figures from its choices; fit for a gate hook. ``num_expert`` is that of all workers;
+    ``gate_context`` is the loss, where there is one."""
+    chosen_N = gate_top_k_idx.reshape(-1)
+    count_E = torch.zeros(num_expert, device=chosen_N.device)
+    count_E.index_add_(0, chosen_N.clamp(min=0), (chosen_N >= 0).to(count_E.dtype))
+    for name, metric in metrics.items():
+        balance_dict[name][layer_idx] = metric(count_E)
+    if balance_strategy and gate_context is not None:
+        balance_dict[f"{balance_strategy}_loss"][layer_idx] = gate_context

@@ -1,0 +1,82 @@
+"""FasterMoE's topology-aware gate (PPoPP'22), for clusters with a slow network between nodes.
+
+Two environment variables describe the cluster, read when a gate is built: FMOE_TOPO_GPUS_PER_NODE, workers of a node
+(8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node (0.14).
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fmoe.compat.gates.naive_gate import NaiveGate
+from fmoe.compat.gates.utils import balance_loss, softmax
+from fmoe.errors import UserError
+
+
+class FasterGate(NaiveGate):
+    """Top-2, where at most ``int(fraction * T)`` tokens prefer an expert of another node.
+
+    Where more would, the ones with the largest logits keep that expert, as their second choice after the best of their
+    node; all others choose within the node. A choice for which the node has no expert left is -1.
+
+    Args:
+        node_rank: the node this worker is on, counted from 0 in order of workers.
+
+    Attributes:
+        ne_per_node: experts of a node.
+        ogn_ratio: the fraction.
+        mask: bool [E], True for experts of other nodes.
+    """
+
+    def __init__(self, d_model: int, n_expert: int, world_size: int, node_rank: int, gate_bias: bool = True):
+        super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
+        self.node_rank = node_rank
+        self.ne_per_node = workers_per_node() * n_expert
+        self.ogn_ratio = _number("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14)
+        node_E = torch.div(torch.arange(self.tot_expert), self.ne_per_node, rounding_mode="floor")
+        self.register_buffer("mask", node_E != node_rank, persistent=False)
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, 2], score [T, 2]."""
+        logits_TE = self.gate(inp)
+        top_TK, free_TK = logits_TE.topk(2, dim=-1)
+        self.set_loss(balance_loss(logits_TE, free_TK[:, 0]))
+        limit = int(self.ogn_ratio * inp.shape[0])
+        leaves_T = self.mask[free_TK[:, 0]]
+        local_TK, local_index_TK = logits_TE.masked_fill(self.mask, -torch.inf).topk(2, dim=-1)
+        limited_TK = torch.where(local_TK.isneginf(), -1, local_index_TK)
+        going = top_TK[:, 0].masked_fill(~leaves_T, -torch.inf).topk(limit).indices
+        going_T = torch.zeros_like(leaves_T).scatter(0, going, True) & leaves_T
+        limited_TK = torch.stack([limited_TK[:, 0], torch.where(going_T, free_TK[:, 0], limited_TK[:, 1])], 1)
+        index_TK = torch.where(leaves_T.sum() > limit, limited_TK, free_TK)
+        logit_TK = logits_TE.gather(1, index_TK.clamp(min=0)).masked_fill(index_TK < 0, -torch.inf)
+        return index_TK, softmax(logit_TK).to(inp.dtype)
+
+
+def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
+    """What a layer on worker ``rank`` takes as its ``gate``."""
+
+    def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
+        if top_k != 2:
+            raise UserError(f"top_k={top_k}: FasterGate picks two experts")
+        return FasterGate(d_model, n_expert, world_size, rank // workers_per_node(), gate_bias)
+
+    return build
+
+
+def workers_per_node() -> int:
+    """FMOE_TOPO_GPUS_PER_NODE."""
+    return _number("FMOE_TOPO_GPUS_PER_NODE", int, 8)
+
+
+def _number(name: str, kind: type, default: float):
+    text = os.environ.get(name)
+    try:
+        value = default if text is None else kind(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} is not a number") from None
+    if value < 0 or (kind is int and value == 0):
+        raise UserError(f"{name}={text!r} is not positive")
+    return value

@@ -1,0 +1,107 @@
+"""FastMoE's data parallelism: gradients are averaged over as many groups as the parameters name."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe.errors import UserError
+from fmoe.layer import FMoE
+from fmoe.utils import get_rank_0_in_comm, get_torch_default_comm
+
+
+class DistributedGroupedDataParallel(nn.Module):
+    """A module with `allreduce_params` to call after the backward pass.
+
+    A parameter's ``dp_comm`` names the group that its gradient is averaged over: "dp", "gate", "moe", "world", or any
+    NAME for which ``NAME_group`` is given; all others, such as "none", are left alone. A parameter without one counts
+    as "dp", but "none" if it is of an expert that no other worker has.
+
+    Args:
+        module: what to train.
+        auto_allreduce: must be False; there is no reduction during the backward pass.
+        need_sync: parameters begin as those of the first rank of their group.
+        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=`` and of any other name; where these four
+            are left out or None, they are all processes.
+
+    Attributes:
+        comms: group by name.
+
+    Raises:
+        UserError: another keyword, ``auto_allreduce``, torch.distributed is not initialised.
+    """
+
+    def __init__(self, module: nn.Module, auto_allreduce: bool = False, need_sync: bool = True, **groups):
+        super().__init__()
+        if auto_allreduce:
+            raise UserError("auto_allreduce=True is not there: call allreduce_params() after the backward pass")
+        for name in groups:
+            if not name.endswith("_group"):
+                raise UserError(f"{name} is not known: groups are given as NAME_group=")
+        self.module = module
+        self.comms = {name.removesuffix("_group"): group for name, group in groups.items() if group is not None}
+        for name in ("dp", "gate", "moe", "world"):
+            self.comms.setdefault(name, get_torch_default_comm())
+        if need_sync:
+            self._sync_params()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def allreduce_gradients(
+        self, no_scale: bool = False, reduce_after: bool = False, fp32_allreduce: bool = False
+    ) -> None:
+        """Averages every gradient over the group of its parameter.
+
+        Args:
+            no_scale: sums instead.
+            reduce_after: divides after the sum and not before it, which keeps more of small 16-bit gradients and
+                overflows earlier.
+            fp32_allreduce: sums in float32.
+        """
+        for group, parameters in self._by_group():
+            gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
+            if not gradients:
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            flat = flat.float() if fp32_allreduce else flat
+            if not no_scale and not reduce_after:
+                flat /= group.size()
+            dist.all_reduce(flat, group=group)
+            if not no_scale and reduce_after:
+                flat /= group.size()
+            _copy_back(flat, gradients)
+
+    def allreduce_params(self, *args, **kwargs) -> None:
+        """`allreduce_gradients`, by its older name."""
+        self.allreduce_gradients(*args, **kwargs)
+
+    @torch.no_grad()
+    def _sync_params(self) -> None:
+        for group, parameters in self._by_group():
+            flat = torch.cat([p.reshape(-1) for p in parameters])
+            dist.broadcast(flat, get_rank_0_in_comm(group), group=group)
+            _copy_back(flat, parameters)
+
+    def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+        """Parameters that travel together: same group, same dtype; in the same order on all ranks."""
+        alone = {
+            parameter
+            for layer in self.module.modules()
+            if isinstance(layer, FMoE) and layer.world_size > 1
+            for parameter in layer.experts.parameters()
+        }
+        parts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            name = getattr(parameter, "dp_comm", "none" if parameter in alone else "dp")
+            parts.setdefault((name, parameter.dtype), []).append(parameter)
+        for (name, _), parameters in parts.items():
+            if name in self.comms:
+                yield self.comms[name], parameters
+
+
+def _copy_back(flat: Tensor, targets: list[Tensor]) -> None:
+    for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+        target.copy_(part.view_as(target))

@@ -1,0 +1,54 @@
+"""One linear map an expert, FastMoE's building block for experts of one's own.
+
+Shape letters: R rows, L experts, I input width, O output width.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fmoe.ops import grouped_linear
+
+
+class FMoELinear(nn.Module):
+    """``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
+
+    Args:
+        num_expert: L.
+        in_feat, out_feat: I and O.
+        bias: whether there is one; it begins at zero.
+        rank: kept for FastMoE's signature; weights are drawn from torch's default generator.
+    """
+
+    def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
+        super().__init__()
+        self.num_expert, self.in_feat, self.out_feat, self.rank = num_expert, in_feat, out_feat, rank
+        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
+        self.bias = nn.Parameter(torch.zeros(num_expert, out_feat)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as its own matrix, as torch's Linear (FastMoE took the fan-in of the stack)."""
+        with torch.no_grad():
+            for matrix in self.weight.unbind(0):
+                nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, inp: Tensor, fwd_expert_count: Tensor | Sequence[int]) -> Tensor:
+        """[R, I] -> [R, O]; ``fwd_expert_count`` has the rows of each expert."""
+        counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
+        weight, bias = self.weight, self.bias
+        device = inp.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            inp, weight, bias = inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return grouped_linear(inp.type_as(weight), weight, bias, counts)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,64 @@
+"""Any modules as experts, called one after the other.
+
+Shape letters: R rows, L experts of this worker.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fmoe.errors import UserError
+
+
+class ModuleExperts(nn.ModuleList):
+    """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be nests of tensors.
+
+    A module whose forward takes a second positional argument gets its count of rows as a tensor [1], as FastMoE's
+    experts do. A module without rows is called with zero rows, so that its gradients are zero and not None.
+    """
+
+    def forward(self, rows: Any, counts_L: Tensor | Sequence[int]) -> Any:
+        """Rows of expert 0, then those of expert 1, ... -> their outputs in the same order.
+
+        Raises:
+            UserError: outputs of two experts differ in width or structure; names both.
+        """
+        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else list(counts_L)
+        leaves, nest = pytree.tree_flatten(rows)
+        outputs, begin = [], 0
+        for expert, count in zip(self, counts, strict=True):
+            part = pytree.tree_unflatten([leaf[begin : begin + count] for leaf in leaves], nest)
+            outputs.append(expert(part, torch.tensor([count])) if _takes_count(expert) else expert(part))
+            begin += count
+        flat = [pytree.tree_flatten(output) for output in outputs]
+        shapes = [(spec, [leaf.shape[1:] for leaf in parts]) for parts, spec in flat]
+        for index, shape in enumerate(shapes):
+            if shape != shapes[0]:
+                raise UserError(
+                    f"expert {index} returned rows of {_describe(shape)}, expert 0 of {_describe(shapes[0])}: "
+                    "experts must agree"
+                )
+        joined = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
+        return pytree.tree_unflatten(joined, flat[0][1])
+
+    def reset_parameters(self) -> None:
+        """Calls each module's own, where it has one."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+
+def _takes_count(module: nn.Module) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters) >= 2 or any(
+        p.kind in kinds and p.name in ("fwd_expert_count", "fec") for p in parameters
+    )
+
+
+def _describe(shape: tuple) -> str:
+    return f"shape {[tuple(s) for s in shape[1]]}"

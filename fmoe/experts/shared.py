@@ -1,0 +1,48 @@
+"""The expert that every token meets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fmoe.experts.ffn import FFNExperts
+
+
+class SharedExpert(nn.Module):
+    """A feed-forward block beside the routed experts (DeepSeekMoE, arXiv 2401.06066 section 3.2), replicated on every
+    worker like the rest of the model.
+
+    Args:
+        d_model: width of tokens.
+        expert: a module of tokens, or the hidden width of an FFN.
+        gated_output: multiplies its output by ``sigmoid(w . x)``, as Qwen2-MoE does.
+        options: of the FFN, as in `FFNExperts`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        expert: nn.Module | int,
+        *,
+        gated_output: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        if isinstance(expert, int):
+            # Drawn from torch's default generator, which the layer has keyed, as the rest of this module is.
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+            expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
+        self.expert = expert
+        self.output_gate = nn.Linear(d_model, 1, bias=False) if gated_output else None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] -> [T, D]."""
+        if isinstance(self.expert, FFNExperts):
+            y_TD = self.expert(x_TD, torch.tensor([x_TD.shape[0]]))
+        else:
+            y_TD = self.expert(x_TD)
+        if self.output_gate is not None:
+            y_TD = y_TD * F.sigmoid(self.output_gate(x_TD))
+        return y_TD

@@ -1,0 +1,141 @@
+"""The balanced assignment of tokens to experts: a linear assignment problem in each routing group.
+
+It is an operation of its own for torch.compile, because it loops until it is done.
+
+Shape letters: G routing groups, S places of a group, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+# Scores become whole numbers, so that sums along paths are exact and equal on every device.
+_ONE = 1 << 32  # the largest score of a group
+_PENALTY = 1 << 47  # of one token more, per token there: above what a chain of moves gains, up to 2^13 experts
+_NO_MOVE = 1 << 60
+
+
+@torch.no_grad()
+def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | None = None) -> Tensor:
+    """One expert for every token: loads are as even as they can be (each expert as many of a group as the others, one
+    more or less where E does not divide them), and then the sum of the scores is largest, up to 2^-32 of the largest.
+
+    Tokens begin at their best expert under prices that nearly balance, which is optimal for the counts it gives. Then,
+    while counts or sum can be bettered, tokens move along the cheapest chain of experts, which keeps it optimal
+    (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows", section 9.7). Of equal tokens the first moves.
+
+    Args:
+        scores_GSE: -inf where a token must not go; some expert is left to each.
+        valid_GS: which places hold a token.
+        load_GE: int64, what each expert has already and is to be counted; None for nothing.
+
+    Returns:
+        int64 [G, S]; -1 where there is no token.
+    """
+    if load_GE is None:
+        load_GE = valid_GS.new_zeros((scores_GSE.shape[0], scores_GSE.shape[2]), dtype=torch.int64)
+    return (_balanced_op if torch.compiler.is_compiling() else _balanced)(scores_GSE, valid_GS, load_GE)
+
+
+def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
+    if not valid_GS.numel():
+        return valid_GS.long()
+    num_experts = scores_GSE.shape[-1]
+    scores_GSE = scores_GSE.double().nan_to_num(nan=0.0, neginf=-torch.inf)
+    finite_GSE = scores_GSE.isfinite() & valid_GS.unsqueeze(-1)
+    largest_G11 = torch.where(finite_GSE, scores_GSE.abs(), 0).amax((1, 2), keepdim=True).clamp(min=1e-300)
+    scores_GSE = torch.where(finite_GSE, scores_GSE / largest_G11, -torch.inf)
+    tokens_G1 = valid_GS.sum(1, keepdim=True)
+    prices_GE = _balancing_prices(scores_GSE, finite_GSE, tokens_G1)
+    value_GSE = torch.where(finite_GSE, (scores_GSE * _ONE).round(), -_NO_MOVE / 2).long()
+    expert_GS = (value_GSE - (prices_GE * _ONE).round().long().unsqueeze(1)).argmax(-1)
+    expert_GS = torch.where(valid_GS, expert_GS, num_experts)
+    return _improve(expert_GS, value_GSE.transpose(1, 2).contiguous(), load_GE)
+
+
+def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
+    """What each expert would have to cost for the tokens to spread evenly, roughly: Sinkhorn's iteration (its column
+    scalings are prices) at ever lower temperatures, then rounded. Between solutions of equal sum the prices decide, and
+    must not themselves depend on how a matrix product happens to round beside other groups."""
+    count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
+    prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
+    variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E
+    spread_G11 = variance_G1E.mean(2, keepdim=True).sqrt().clamp(min=1e-9)
+    share_G11 = tokens_G1.unsqueeze(1) / scores_GSE.shape[-1]
+    for temperature in (1.0, 0.3, 0.1, 0.1, 0.03, 0.03):
+        scaled_GSE = (scores_GSE - prices_G1E) / (temperature * spread_G11)
+        kernel_GSE = (scaled_GSE - scaled_GSE.amax(2, keepdim=True)).exp_().nan_to_num_()
+        column_GE1 = torch.ones_like(prices_G1E).transpose(1, 2)
+        for _ in range(8):
+            row_G1S = (kernel_GSE @ column_GE1).clamp(min=1e-200).reciprocal().transpose(1, 2)
+            column_GE1 = (share_G11 / (row_G1S @ kernel_GSE).clamp(min=1e-200)).clamp(1e-200, 1e200).transpose(1, 2)
+        prices_G1E = prices_G1E - column_GE1.transpose(1, 2).log() * temperature * spread_G11
+    unit_G11 = spread_G11.log2().floor().exp2() / 1024
+    return ((prices_G1E / unit_G11).round() * unit_G11).squeeze(1).clamp(-8.0, 8.0)
+
+
+def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
+    """Moves tokens along cheapest chains until no chain helps. ``expert_GS`` is E where there is no token."""
+    num_groups, num_experts, _ = value_GES.shape
+    tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
+    floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)
+    group_G = torch.arange(num_groups, device=expert_GS.device)
+    ones_GS = torch.ones_like(expert_GS)
+    loss_GES = torch.empty_like(value_GES)
+
+    def slope(count_GE: Tensor) -> Tensor:
+        """Cost of the last of so many tokens at an expert."""
+        return _PENALTY * (count_GE - floor_G1).clamp(-1024, 1024)
+
+    while True:
+        count_GE = value_GES.new_zeros(num_groups, num_experts + 1).scatter_add_(1, expert_GS, ones_GS)[:, :-1]
+        count_GE += load_GE
+        # What the cheapest move of a token from expert A to expert B loses.
+        held_GS = value_GES.gather(1, expert_GS.clamp(max=num_experts - 1).unsqueeze(1)).squeeze(1)
+        torch.sub(held_GS.unsqueeze(1), value_GES, out=loss_GES)
+        loss_GBA = value_GES.new_full((num_groups, num_experts, num_experts + 1), _NO_MOVE)
+        loss_GBA.scatter_reduce_(2, expert_GS.unsqueeze(1).expand_as(loss_GES), loss_GES, "amin")
+        loss_GBA = loss_GBA[..., :-1].masked_fill_(loss_GBA[..., :-1] > _NO_MOVE >> 3, _NO_MOVE)
+        # Cheapest chains that end at each expert (Bellman and Ford), from wherever a token is given away.
+        cost_GB = -slope(count_GE)
+        steps = []
+        for _ in range(num_experts):
+            through_GB, from_GB = (cost_GB.unsqueeze(1) + loss_GBA).min(2)
+            better_GB = through_GB < cost_GB
+            if not bool(better_GB.any()):
+                break
+            cost_GB = torch.where(better_GB, through_GB, cost_GB)
+            steps.append((better_GB, from_GB))
+        gain_G, end_G = (cost_GB + slope(count_GE + 1)).min(1)
+        active_G = gain_G < 0
+        if not bool(active_G.any()):
+            return torch.where(expert_GS < num_experts, expert_GS, -1)
+        # Along the chain go as many tokens as all its links have at the same loss.
+        node_G, moves, many_G = end_G, [], torch.full_like(end_G, _NO_MOVE)
+        for better_GB, from_GB in reversed(steps):
+            link_G = active_G & better_GB[group_G, node_G]
+            source_G = torch.where(link_G, from_GB[group_G, node_G], node_G)
+            loss_G = loss_GBA[group_G, node_G, source_G]
+            equal_GS = (expert_GS == source_G.unsqueeze(1)) & (loss_GES[group_G, node_G] == loss_G.unsqueeze(1))
+            equal_GS &= link_G.unsqueeze(1)
+            many_G = torch.where(link_G, many_G.minimum(equal_GS.sum(1)), many_G)
+            moves.append((equal_GS, node_G))
+            node_G = source_G
+        start_count_G, end_count_G = count_GE[group_G, node_G], count_GE[group_G, end_G]
+        many_G = many_G.minimum((start_count_G - ceil_G1.squeeze(1)).clamp(min=1))
+        many_G = many_G.minimum((floor_G1.squeeze(1) - end_count_G).clamp(min=1))
+        for equal_GS, node_G in moves:
+            chosen_GS = equal_GS & (equal_GS.cumsum(1) <= many_G.unsqueeze(1))
+            expert_GS = torch.where(chosen_GS, node_G.unsqueeze(1), expert_GS)
+
+
+_balanced_op = torch.library.custom_op(
+    "fmoe::balanced_assignment",
+    _balanced,
+    mutates_args=(),
+    schema="(Tensor scores, Tensor valid, Tensor load) -> Tensor",
+)
+
+
+@_balanced_op.register_fake
+def _(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
+    return torch.empty_like(valid_GS, dtype=torch.int64)

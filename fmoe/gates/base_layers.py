@@ -1,0 +1,39 @@
+"""The gate of BASE layers."""
+
+import torch
+from torch import Tensor
+
+from fmoe.gates.assignment import balanced_assignment
+from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.routing import RoutingGroups
+
+
+class BaseRouter(TopKRouter):
+    """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, tokens and experts of a routing
+    group are matched so that every expert gets the same number of tokens and the sum of their logits is the largest
+    possible (section 3.1, the linear assignment problem; here solved exactly, where the paper's auction comes near).
+    In evaluation each token takes its best expert. The weight is ``sigmoid(logit)`` (equation 1). There is no loss.
+
+    The paper assigns one expert a token. For K > 1 that is done K times, each time among the experts that a token has
+    not got yet, and balancing the loads so far.
+    """
+
+    default_top_k = 1
+    common_losses = ()
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        logits_TE = scores.logits_TE
+        expert_TK = self.assign(logits_TE.detach(), groups) if self.training else logits_TE.topk(self.top_k).indices
+        return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).sigmoid())
+
+    def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """``expert_TK``; -1 for padding."""
+        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        ids_E = torch.arange(self.num_experts, device=logits_TE.device)
+        rounds, load_GE = [], None
+        for _ in range(self.top_k):
+            rounds.append(balanced_assignment(logits_GSE, valid_GS, load_GE))
+            got_GSE = rounds[-1].unsqueeze(-1) == ids_E
+            load_GE = got_GSE.sum(1) if load_GE is None else load_GE + got_GSE.sum(1)
+            logits_GSE = logits_GSE.masked_fill(got_GSE, -torch.inf)
+        return groups.join(torch.stack(rounds, -1))

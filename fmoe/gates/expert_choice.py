@@ -1,0 +1,81 @@
+"""The gate in which experts choose tokens."""
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.capacity import limits
+from fmoe.routing import RoutingGroups
+
+
+class ExpertChoiceRouter(TopKRouter):
+    """Experts choose tokens (arXiv 2202.09368, equations 1-2): each takes the ``C = ceil(c * S / E)`` tokens of a
+    routing group of S that have the highest probability for it, weighted by that probability. Every expert is exactly
+    full; a token gets any number of experts, c on average, or none.
+
+    What a token gets depends on the later tokens of its group: in a causal language model that leaks the future.
+
+    The columns of the result are the chosen experts of a token, best first, -1 past the last one: as many as the
+    busiest token has, or E while torch.compile traces.
+
+    Args:
+        top_k: the default of ``capacity_factor``.
+        capacity_factor: c, the paper's own: the average number of experts a token gets; None for ``top_k``.
+        eval_capacity_factor: the same in evaluation; None for that of training.
+    """
+
+    common_losses = ("z",)
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        **options,
+    ):
+        super().__init__(
+            d_model,
+            num_experts,
+            top_k,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            **options,
+        )
+        if self.capacity_factor is None:
+            self.capacity_factor = float(self.top_k)
+        if self.eval_capacity_factor is None:
+            self.eval_capacity_factor = self.capacity_factor
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            if getattr(self, name) > num_experts:
+                raise UserError(f"{name}={getattr(self, name)} experts a token is more than num_experts={num_experts}")
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        probs_TE = scores.probs_TE
+        with torch.no_grad():
+            chosen_TE = self.chosen(probs_TE.detach(), groups)
+            columns = self.num_experts
+            if not torch.compiler.is_compiling():
+                columns = max(int(chosen_TE.sum(1).max()), 1) if len(chosen_TE) else 1
+            ranked_TK, expert_TK = torch.where(chosen_TE, probs_TE, -1).topk(columns, dim=-1)
+        return Choice(torch.where(ranked_TK >= 0, expert_TK, -1), probs_TE.gather(-1, expert_TK))
+
+    def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """bool [T, E]: which experts take which tokens; of equal tokens the first."""
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        limit_G = limits(groups, 1, self.num_experts, factor, probs_TE.device)
+        probs_GSE = groups.split(probs_TE)
+        if groups.is_ragged:
+            probs_GSE = torch.where(groups.valid(probs_TE.device).unsqueeze(-1), probs_GSE, -1)
+        probs_GES = probs_GSE.transpose(1, 2).contiguous()
+        order_GES = probs_GES.sort(dim=-1, descending=True, stable=True).indices
+        place_S = torch.arange(groups.size, device=probs_TE.device)
+        place_GES = torch.empty_like(order_GES).scatter_(2, order_GES, place_S.expand_as(order_GES))
+        taken_GES = (place_GES < limit_G.view(-1, 1, 1)) & (probs_GES >= 0)
+        return groups.join(taken_GES.transpose(1, 2))
+
+    def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
+        return expert_TK

@@ -1,0 +1,123 @@
+"""The gate of DeepSeek-V3."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, leave_out_padding, limit_to_groups
+from fmoe.gates.capacity import count_by_group
+from fmoe.losses import sequence_balance_loss
+from fmoe.routing import Routing, RoutingGroups
+
+
+class SigmoidRouter(TopKRouter):
+    """Sigmoid scores, balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; "loss-free
+    balancing", arXiv 2408.15664).
+
+    A token takes the K largest of ``sigmoid(logit) + expert_bias_E``. The bias enters the choice alone: weights are the
+    scores without it, normalised over the K, times ``routed_scale`` (equations 12-16; for K = 1 not normalised).
+
+    After each optimizer step the bias of every expert with more than the average load sinks by ``bias_step``, and that
+    of every other rises: call `end_step` once an optimizer step, or `fmoe.attach_end_step` once. Loads are counted in
+    the backward pass (the layer calls `record`), so that accumulation counts all micro batches and recomputation
+    nothing twice. ``expert_bias_E`` is a buffer, saved with the model, and stays float32 in a 16-bit one, which could
+    not hold its steps.
+
+    The loss ``sequence_balance`` (equations 17-20) keeps single sequences from extremes: a routing group is one
+    sequence unless it is told another size. It counts the K largest scores without the bias, as equation 18 says.
+
+    Args:
+        bias_step: u, how far a bias moves in a step; 0 leaves balancing to the loss.
+        routed_scale: factor of the weights (2.5 in DeepSeek-V3).
+        normalize: False leaves the weights at the scores.
+        expert_groups, kept_groups: choose only within each token's best ``kept_groups`` of so many groups of experts,
+            a group being worth the sum of its two best (`limit_to_groups`); None for no such limit.
+
+    Raises:
+        UserError: see `TopKRouter`; ``bias_step`` negative; groups that cannot be.
+    """
+
+    common_losses = ()
+    expert_bias_E: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        bias_step: float = 1e-3,
+        routed_scale: float = 1.0,
+        normalize: bool = True,
+        expert_groups: int | None = None,
+        kept_groups: int = 1,
+        **options,
+    ):
+        super().__init__(d_model, num_experts, top_k, **options)
+        if not bias_step >= 0:
+            raise UserError(f"bias_step={bias_step} is negative")
+        if expert_groups is not None:
+            check_groups(num_experts, self.top_k, expert_groups, kept_groups)
+        self.bias_step, self.routed_scale, self.normalize = bias_step, routed_scale, normalize
+        self.expert_groups, self.kept_groups = expert_groups, kept_groups
+        self.register_buffer("expert_bias_E", torch.zeros(num_experts))
+        # No buffer: DistributedDataParallel would overwrite each rank's count with rank 0's.
+        self._load_E: Tensor | None = None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "expert_bias_E" in self._buffers:
+            self.expert_bias_E.zero_()
+
+    def _apply(self, fn, recurse=True):
+        bias_E = self.expert_bias_E
+        super()._apply(fn, recurse)
+        if self.expert_bias_E.dtype.itemsize < 4:
+            self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
+        return self
+
+    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
+        scores = super().scores(x_TD, groups)
+        score_TE = scores.logits_TE.sigmoid()
+        probs_TE = score_TE / score_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+        return Scores(scores.x_TD, scores.logits_TE, probs_TE, scores.logsumexp_T)
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        score_TE = scores.logits_TE.sigmoid()
+        ranked_TE = score_TE.detach() + self.expert_bias_E
+        if self.expert_groups is not None:
+            ranked_TE = limit_to_groups(ranked_TE, self.expert_groups, self.kept_groups, best_of=2)
+        expert_TK = ranked_TE.topk(self.top_k, dim=-1).indices
+        weight_TK = score_TE.gather(-1, expert_TK)
+        if self.normalize and self.top_k > 1:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+        losses = {}
+        if self.training:
+            best_TK = leave_out_padding(score_TE.topk(self.top_k, dim=-1).indices, groups)
+            load_GE = count_by_group(best_TK, groups, self.num_experts).to(score_TE.dtype)
+            valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
+            losses["sequence_balance"] = sequence_balance_loss(groups.split(score_TE), load_GE, valid_GS)
+        return Choice(expert_TK, weight_TK * self.routed_scale, losses)
+
+    def record(self, routing: Routing) -> None:
+        """Counts the load of one micro batch; the layer calls it once, in its backward pass."""
+        load_E = routing.stats.load_E
+        self._load_E = load_E if self._load_E is None else self._load_E + load_E
+
+    @torch.no_grad()
+    def end_step(self, group: dist.ProcessGroup | None = None) -> None:
+        """``b += u * sign(mean load - load)`` for the loads counted since the last call, then counts anew.
+
+        Args:
+            group: the ranks that have this gate and different tokens (data and expert parallel alike), over which loads
+                are summed; None for this rank alone. All of them must call.
+        """
+        load_E = self._load_E
+        if load_E is None:
+            load_E = torch.zeros(self.num_experts, device=self.expert_bias_E.device)
+        self._load_E = None
+        if group is not None:
+            load_E = load_E.clone()
+            dist.all_reduce(load_E, group=group)
+        self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()

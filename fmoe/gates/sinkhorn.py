@@ -1,0 +1,63 @@
+"""The gate that balances by Sinkhorn's iteration."""
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.routing import RoutingGroups
+
+
+class SinkhornRouter(TopKRouter):
+    """Choices by scores that Sinkhorn's iteration has balanced over a routing group, weights from the raw scores
+    (S-BASE, arXiv 2202.01169 section 3.1; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)``
+    for K = 1 and the softmax over all experts for more. Evaluation chooses by the raw scores.
+
+    ``exp(logits)`` is scaled by rows and columns until each token's row sums to one and each expert's column to
+    S / E. Loads are near even, not even: what is balanced is the scores' mass, and a token takes only its largest.
+
+    Args:
+        iterations: at most so many.
+        tolerance: a group is left as it is once no column is further than this, relatively, from its sum.
+    """
+
+    common_losses = ("z",)
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        iterations: int = 30,
+        tolerance: float = 1e-3,
+        **options,
+    ):
+        super().__init__(d_model, num_experts, top_k, **options)
+        if iterations < 1 or not tolerance >= 0:
+            raise UserError(f"iterations={iterations} is not positive, or tolerance={tolerance} is negative")
+        self.iterations, self.tolerance = iterations, tolerance
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        ranked_TE = scores.logits_TE.detach()
+        if self.training:
+            ranked_TE = self.balance(ranked_TE, groups)
+        expert_TK = ranked_TE.topk(self.top_k, dim=-1).indices
+        weight_TE = scores.logits_TE.sigmoid() if self.top_k == 1 else scores.probs_TE
+        return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
+
+    def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """Logits less the logarithm of the columns' scaling: a row's scaling changes no token's order of experts."""
+        logits_GSE = groups.split(logits_TE)
+        valid_GS1 = groups.valid(logits_TE.device).unsqueeze(-1)
+        log_share_G1 = (valid_GS1.sum(1) / self.num_experts).clamp(min=1e-9).log().to(logits_GSE.dtype)
+        price_GE = torch.zeros_like(logits_GSE[:, 0])
+        done_G1 = ~valid_GS1.any(1)
+        for _ in range(self.iterations):
+            rows_GSE = (logits_GSE - price_GE.unsqueeze(1)).log_softmax(-1)
+            excess_GE = torch.where(valid_GS1, rows_GSE, -torch.inf).logsumexp(1) - log_share_G1
+            done_G1 = done_G1 | (excess_GE.abs().amax(1, keepdim=True) <= self.tolerance)
+            if logits_TE.device.type == "cpu" and not torch.compiler.is_compiling() and bool(done_G1.all()):
+                break  # the rest would change nothing; elsewhere, looking costs more than going on
+            price_GE = torch.where(done_G1, price_GE, price_GE + excess_GE)
+        return groups.join(logits_GSE - price_GE.unsqueeze(1))

@@ -1,0 +1,47 @@
+"""The gate of BaGuaLu."""
+
+import torch
+from torch import Tensor
+
+from fmoe.gates.assignment import balanced_assignment
+from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.routing import RoutingGroups
+
+
+class SwipeRouter(TopKRouter):
+    """Top-k routing in which what an expert gets beyond an even share of its routing group moves to experts with room
+    (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits of the experts that are
+    reached in the end. Evaluation moves nothing.
+
+    First choices go first: an expert keeps those it gets in token order up to ``ceil(tokens / E)``, the others are
+    moved; then second choices, up to ``ceil(2 tokens / E)`` with the first, and so on. FastMoE moves to the next expert
+    with room, and may give a token the same one twice; here the moved tokens take the places that are left so that the
+    sum of their logits is largest, and a token's experts differ.
+    """
+
+    common_losses = ("z",)
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        logits_TE = scores.logits_TE
+        expert_TK = self.assign(logits_TE.detach(), groups) if self.training else logits_TE.topk(self.top_k).indices
+        return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).softmax(-1))
+
+    def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """``expert_TK``; -1 for padding."""
+        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        tokens_G1 = valid_GS.sum(1, keepdim=True)
+        load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
+        ids_E = torch.arange(self.num_experts, device=logits_TE.device)
+        rounds = []
+        for k in range(1, self.top_k + 1):
+            best_GS = logits_GSE.argmax(-1)
+            asked_GSE = (best_GS.unsqueeze(-1) == ids_E) & valid_GS.unsqueeze(-1)
+            room_GE = -(-k * tokens_G1 // self.num_experts) - load_GE
+            kept_GSE = asked_GSE & (asked_GSE.cumsum(1) <= room_GE.unsqueeze(1))
+            kept_GS = kept_GSE.any(-1)
+            moved_GS = balanced_assignment(logits_GSE, valid_GS & ~kept_GS, load_GE + kept_GSE.sum(1))
+            rounds.append(torch.where(kept_GS, best_GS, moved_GS))
+            got_GSE = rounds[-1].unsqueeze(-1) == ids_E
+            load_GE = load_GE + got_GSE.sum(1)
+            logits_GSE = logits_GSE.masked_fill(got_GSE, -torch.inf)
+        return groups.join(torch.stack(rounds, -1))

@@ -1,0 +1,190 @@
+"""FastMoE's MLP for Megatron models, and `fmoefy`, which puts it in."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fmoe
+from fmoe import random
+from fmoe.compat import gates
+from fmoe.errors import UserError
+from fmoe.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
+from fmoe.megatron.utils import megatron_args, megatron_groups
+from fmoe.transformer import FMoETransformerMLP
+
+# FastMoE's gates by the name of their strategy, which is also that of the same gate for megatron-core.
+STRATEGIES: dict[str, type[nn.Module]] = {
+    "naive": gates.NaiveGate,
+    "noisy": gates.NoisyGate,
+    "gshard": gates.GShardGate,
+    "switch": gates.SwitchGate,
+    "swipe": gates.SwipeGate,
+}
+
+
+def _megatron_init_method(self: nn.Module, rng: Any, sigma: float) -> None:
+    """Weight N(0, sigma) from a generator of numpy, bias zero."""
+    _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
+
+
+def _random_init_weight(self: nn.Module, rng: Any) -> None:
+    """Weight and bias U(-1/sqrt(I), 1/sqrt(I)) from a generator of numpy, I being the width of the input."""
+    bound = 1 / math.sqrt(self.weight.shape[-1])
+    weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
+    _fill(self, weight, 0.0 if self.bias is None else rng.uniform(-bound, bound, size=tuple(self.bias.shape)))
+
+
+@torch.no_grad()
+def _fill(linear: nn.Module, weight: Any, bias: Any) -> None:
+    linear.weight.copy_(torch.as_tensor(weight))
+    if linear.bias is not None:
+        linear.bias.copy_(torch.as_tensor(bias))
+
+
+class MegatronMLP(FMoETransformerMLP):
+    """`FMoETransformerMLP` with the constructor and the call of the MLP of Megatron-LM 2.2 to 3.0.
+
+    Args:
+        args: with ``fmoe_num_experts`` (of a worker) and ``hidden_size``; of the rest of Megatron-LM's and FastMoE's
+            arguments what is there counts: ``hidden_hidden_size``, the hidden width of an expert (4 times
+            ``hidden_size``), ``top_k`` (that of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (no),
+            ``data_parallel_size`` (all processes), ``init_method_std`` (0.02), ``num_layers`` (1).
+        layer_idx: number of the layer, counted from 0.
+        gate: instead of that of the strategy.
+
+    Raises:
+        UserError: an unknown strategy; tensor parallelism.
+    """
+
+    def __init__(self, args: Any, layer_idx: int, gate: Any = None):
+        groups = megatron_groups()
+        tensor_parallel = groups.get_tensor_model_parallel_world_size() if groups is not None else 1
+        if tensor_parallel > 1:
+            raise UserError(f"tensor_model_parallel_size={tensor_parallel}: MegatronMLP runs at 1")
+        strategy = getattr(args, "balance_strategy", None) or "naive"
+        if gate is None and strategy not in STRATEGIES:
+            raise UserError(f"balance_strategy={strategy!r} is not known; there are {', '.join(STRATEGIES)}")
+        distributed = getattr(args, "distributed_experts", False)
+        moe_group = groups.get_data_parallel_group() if distributed and groups is not None else None
+        world_size = 1
+        if distributed:
+            everyone = dist.get_world_size() if dist.is_initialized() else 1
+            world_size = getattr(args, "data_parallel_size", everyone) if moe_group is None else moe_group.size()
+        super().__init__(
+            args.fmoe_num_experts,
+            args.hidden_size,
+            getattr(args, "hidden_hidden_size", None) or 4 * args.hidden_size,
+            expert_dp_comm="none" if distributed else "dp",
+            world_size=world_size,
+            moe_group=moe_group,
+            top_k=getattr(args, "top_k", None),
+            gate=STRATEGIES[strategy] if gate is None else gate,
+            gate_hook=generate_megatron_gate_hook(layer_idx, args.fmoe_num_experts * world_size),
+        )
+        self.hidden_size = args.hidden_size
+        self.sigma = getattr(args, "init_method_std", 0.02)
+        self.num_layers = getattr(args, "num_layers", 1)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Experts as Megatron initialises an MLP: N(0, sigma) and N(0, sigma / sqrt(2 * layers)), biases zero."""
+        for index, expert in enumerate(self.experts, start=self.first_expert):
+            with random.keyed("megatron expert", self.seed, index):
+                for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
+                    linear.weight.copy_(torch.empty(linear.weight.shape, device="cpu").normal_(0, sigma))
+                    linear.bias.zero_()
+
+    def _output_sigma(self) -> float:
+        return self.sigma / math.sqrt(2 * self.num_layers)
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> ([s, b, h], bias of zeros [h])."""
+        return super().forward(inp), torch.zeros(self.hidden_size, dtype=inp.dtype, device=inp.device)
+
+
+def fmoefy(
+    model: nn.Module,
+    fmoe_num_experts: int | None = None,
+    distributed_experts: bool | None = True,
+    hidden_hidden_size: int | None = None,
+    top_k: int | None = None,
+    gate: Any = None,
+    megatron_version: str | None = None,
+) -> nn.Module:
+    """Turns the MLPs of a Megatron model into Mixture-of-Experts layers, in place; returns it.
+
+    A megatron-core model, and any other that it knows, goes to `fmoe.fmoefy`. One of Megatron-LM 2.2 to 3.0's layout
+    (``model.language_model.transformer.layers`` or ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``)
+    gets a `MegatronMLP` in each layer. What is not given here comes from Megatron-LM's arguments, if it has started.
+
+    Args:
+        fmoe_num_experts: experts of a worker.
+        distributed_experts: workers of the data parallel group hold different experts, where there are several; else
+            the same ones. None leaves it to Megatron-LM's arguments.
+        hidden_hidden_size: hidden width of an expert; None for that of the MLP.
+        gate: a class of `fmoe.gates`; for megatron-core a name, or a class of FastMoE's that has one there.
+        megatron_version: not used; the layout tells.
+
+    Raises:
+        UserError: ``fmoe_num_experts`` is missing, the model is not known.
+    """
+    args = megatron_args()
+    settings = SimpleNamespace(**(vars(args) if args is not None else {}))
+    given = {
+        "fmoe_num_experts": fmoe_num_experts,
+        "distributed_experts": distributed_experts,
+        "hidden_hidden_size": hidden_hidden_size,
+        "top_k": top_k,
+    }
+    vars(settings).update({name: value for name, value in given.items() if value is not None})
+    if getattr(settings, "fmoe_num_experts", None) is None:
+        raise UserError("fmoe_num_experts is missing: fmoefy(model, fmoe_num_experts=experts of a worker)")
+    layers = _old_layers(model)
+    if not layers:
+        return _fmoefy_core(model, settings, gate)
+    settings.num_layers = len(layers)
+    for index, layer in enumerate(layers):
+        width, hidden = _widths(layer.mlp, index)
+        own = SimpleNamespace(**{"hidden_hidden_size": None, **vars(settings)})
+        own.hidden_size, own.hidden_hidden_size = width, own.hidden_hidden_size or hidden
+        old = next(layer.mlp.parameters())
+        layer.mlp = MegatronMLP(own, index, gate).to(old.device, old.dtype).train(layer.training)
+    reset_gate_hook(len(layers))
+    return model
+
+
+def _old_layers(model: nn.Module) -> list[nn.Module]:
+    while hasattr(model, "module"):
+        model = model.module
+    language_model = getattr(model, "language_model", None)
+    stacks = [getattr(language_model, name, None) for name in ("transformer", "encoder", "decoder")]
+    return [layer for stack in stacks for layer in getattr(stack, "layers", ()) if hasattr(layer, "mlp")]
+
+
+def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
+    """D and H of an MLP, from its first matrix [H, D]."""
+    for parameter in mlp.parameters():
+        if parameter.dim() == 2:
+            return parameter.shape[1], parameter.shape[0]
+    raise UserError(f"the mlp of layer {index}, {type(mlp).__name__}, has no matrix to take its width from")
+
+
+def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.Module:
+    if isinstance(gate, type) and issubclass(gate, gates.BaseGate):
+        names = [name for name, known in STRATEGIES.items() if known is gate]
+        if not names:
+            raise UserError(f"gate={gate.__name__} has no counterpart here: give the name or class of a router")
+        gate = names[0]
+    options = {"top_k": getattr(settings, "top_k", None), "gate": gate}
+    options["d_hidden"] = getattr(settings, "hidden_hidden_size", None)
+    options = {name: value for name, value in options.items() if value is not None}
+    workers = 1
+    groups = megatron_groups()
+    if groups is not None and getattr(settings, "distributed_experts", False):
+        workers = getattr(groups, "get_expert_model_parallel_world_size", lambda: 1)()
+    return fmoe.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, **options)

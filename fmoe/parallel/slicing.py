@@ -1,0 +1,61 @@
+"""Ranks that hold the same tokens (tensor parallelism) each take a part of them, and gather the results."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Rank's part of ``length`` rows: the first parts are one longer where it does not divide."""
+    part, rest = divmod(length, size)
+    begin = rank * part + min(rank, rest)
+    return begin, begin + part + (rank < rest)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.length = group, x.shape[0]
+        begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
+        return x[begin:end].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.length, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, length, group):
+        ctx.bounds = slice_bounds(length, group.rank(), group.size())
+        return _all_gather(x, length, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        begin, end = ctx.bounds
+        return grad[begin:end].contiguous(), None, None
+
+
+def _all_gather(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Parts of any of the lengths of `slice_bounds` -> all ``length`` rows."""
+    size = group.size()
+    bounds = [slice_bounds(length, rank, size) for rank in range(size)]
+    longest = bounds[0][1] - bounds[0][0]
+    padded = x.new_zeros(longest, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: end - begin] for part, (begin, end) in zip(parts, bounds, strict=True)])
+
+
+def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
+    """This rank's part, along the first dimension, of every tensor of a nest that all ranks of the group hold alike."""
+    return pytree.tree_map(lambda x: _Take.apply(x, group) if isinstance(x, Tensor) else x, nest)
+
+
+def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks, ``length`` rows: the inverse of `take_slice`."""
+    return _Gather.apply(x, length, group)

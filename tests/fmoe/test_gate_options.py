@@ -1,0 +1,210 @@
+"""Options, errors, registration, state of the gates."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_close
+
+import fmoe
+from fmoe import losses, ops
+from fmoe.dispatch import DispatchPlan
+from fmoe.gates import GATES, HashRouter, SigmoidRouter, TopKRouter, build_gate, register_gate
+from fmoe.ops import reference
+from fmoe.routing import Routing, RoutingGroups
+
+IDS = torch.arange(24) % 5
+
+
+@pytest.mark.parametrize("name", sorted(GATES))
+def test_a_layer_with_each_gate_trains_and_saves(name):
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, gate=name, seed=3)
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    ids = {"token_ids": IDS.view(2, 12)}
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    fmoe.attach_end_step(optimizer, layer)
+    before = layer.eval()(x, **ids).square().mean().item()
+    layer.train()
+    for _ in range(5):
+        optimizer.zero_grad()
+        layer(x, **ids).square().mean().backward()
+        optimizer.step()
+    report = fmoe.metrics(layer)[""]
+    assert report.tokens == 5 * 24
+    assert set(report.losses) <= losses.DEFAULT_LOSS_WEIGHTS.keys()
+    layer.eval()
+    if name != "random":
+        assert layer(x, **ids).square().mean().item() < before
+    with torch.device("meta"):
+        other = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, gate=name, seed=3)
+    other.to_empty(device="cpu").reset_parameters()
+    fresh = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, gate=name, seed=3).state_dict()
+    assert other.state_dict().keys() == fresh.keys()
+    assert all(torch.equal(value, fresh[key]) for key, value in other.state_dict().items())
+    other.load_state_dict(layer.state_dict())
+    other.eval()
+    torch.manual_seed(1)
+    expected = layer(x, **ids)
+    torch.manual_seed(1)
+    assert torch.equal(other(x, **ids), expected)
+    assert (
+        torch.equal(copy.deepcopy(layer).state_dict()["gate.weight"], layer.gate.weight)
+        if "weight" in layer.gate._parameters
+        else True
+    )
+
+
+def test_a_gate_is_registered_by_one_line():
+    class LastRouter(TopKRouter):
+        def choose(self, scores, groups):
+            expert_TK = scores.logits_TE.topk(self.top_k, largest=False).indices
+            return fmoe.gates.Choice(expert_TK, scores.probs_TE.gather(-1, expert_TK))
+
+    def by_sign(x_TD, groups):
+        return Routing((x_TD[:, :1] > 0).long(), torch.ones(len(x_TD), 1))
+
+    try:
+        register_gate("last", LastRouter)
+        fmoe.register_gate("sign", by_sign)
+        assert build_gate("last", 8, 4, 1).top_k == 1
+        assert build_gate("sign", 8, 4, None) is by_sign
+        layer = fmoe.FMoE(d_model=8, num_experts=4, gate="sign", d_hidden=8)
+        x = torch.randn(6, 8)
+        assert layer(x).shape == (6, 8)
+        with pytest.raises(fmoe.UserError, match="did you mean 'last'"):
+            build_gate("lasst", 8, 4, 1)
+        with pytest.raises(fmoe.UserError, match="beside a ready gate"):
+            build_gate("sign", 8, 4, None, jitter=1)
+    finally:
+        GATES.pop("last", None)
+        GATES.pop("sign", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_bias_of_a_16_bit_model_stays_fp32(dtype):
+    gate = SigmoidRouter(8, 4)
+    gate.expert_bias_E += 1.001
+    gate.to(dtype)
+    assert gate.expert_bias_E.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert gate.expert_bias_E[0].item() == pytest.approx(1.001, abs=1e-7)
+    assert gate.weight.dtype == dtype
+    assert "expert_bias_E" in gate.state_dict()
+    other = SigmoidRouter(8, 4).to(dtype)
+    other.load_state_dict(gate.state_dict())
+    assert torch.equal(other.expert_bias_E, gate.expert_bias_E)
+    gate.reset_parameters()
+    assert gate.expert_bias_E.abs().max() == 0
+
+
+def test_two_ranks_come_to_the_bias_of_their_batch(two_ranks):
+    assert two_ranks.run(_bias_of_two_ranks) == [None, None]
+
+
+def _bias_of_two_ranks():
+    import torch.distributed as dist
+
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) + 1
+    biases = []
+    for part, group in ((x, None), (x.chunk(2)[dist.get_rank()], dist.group.WORLD)):
+        torch.manual_seed(0)
+        gate = SigmoidRouter(8, 4)
+        gate.record(gate(part, RoutingGroups(len(part) // 16, 16)))
+        gate.end_step(group)
+        biases.append(gate.expert_bias_E.tolist())
+    assert biases[0] == biases[1]
+    idle = SigmoidRouter(8, 4)
+    if dist.get_rank() == 0:  # a rank without tokens takes part
+        idle.record(idle(x, RoutingGroups(4, 16)))
+    idle.end_step(dist.group.WORLD)
+    assert idle.expert_bias_E.abs().max() > 0
+
+
+def test_hash_by_table_and_by_seed():
+    table = torch.tensor([[1, 0], [2, 3], [0, 1], [3, 2], [1, 2]])
+    groups = RoutingGroups(2, 12, token_ids_T=IDS)
+    gate = HashRouter(8, 4, 2, table=table)
+    assert torch.equal(gate(torch.zeros(24, 8), groups).expert_TK, table[IDS])
+    assert torch.equal(gate.state_dict()["table"], table)
+    a, b = (HashRouter(8, 4, 2, seed=seed)(torch.randn(24, 8), groups).expert_TK for seed in (0, 1))
+    assert torch.equal(a[IDS == 3], a[IDS == 3][:1].expand(int((IDS == 3).sum()), 2))
+    assert not torch.equal(a, b)
+
+
+def test_expert_choice_takes_top_k_for_its_factor():
+    assert build_gate("expert_choice", 8, 4, 3).capacity_factor == 3
+    gate = build_gate("expert_choice", 8, 4, None, capacity_factor=1.5)
+    assert (gate.capacity_factor, gate.eval_capacity_factor) == (1.5, 1.5)
+
+
+def test_expert_choice_ranks_equal_tokens_by_place():
+    gate = build_gate("expert_choice", 8, 4, 1)
+    expert_TK = gate(torch.ones(8, 8), RoutingGroups(1, 8)).expert_TK
+    assert ((expert_TK >= 0).sum(1) == torch.tensor([4, 4, 0, 0, 0, 0, 0, 0])).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_combine_of_few_rows_for_many_places(seed):
+    """The sparse path of expert choice, against the reference."""
+    g = torch.Generator().manual_seed(seed)
+    expert = torch.randint(0, 3, (40, 8), generator=g)
+    expert[torch.rand(40, 8, generator=g) < 0.8] = -1
+    plan = DispatchPlan.from_routing(Routing(expert, expert), 3)
+    num_rows = sum(plan.counts)
+    assert 2 * num_rows < expert.numel()
+    results = []
+    for module in (ops, reference):
+        g.manual_seed(seed)
+        x, w = (torch.randn(40, n, dtype=torch.float64, generator=g).requires_grad_() for n in (6, 8))
+        y = module.combine(module.permute(x, plan, num_rows).square(), w, plan)
+        (y * torch.randn(y.shape, dtype=torch.float64, generator=g)).sum().backward()
+        results.append((y, x.grad, w.grad))
+    for name, got, expected in zip(("y", "dx", "dw"), *results, strict=True):
+        assert_close(got, expected, 1e-12, name)
+
+
+def test_group_limited_choice_stays_in_the_kept_groups():
+    for name in ("naive", "sigmoid"):
+        gate = build_gate(name, 8, 12, 3, expert_groups=4, kept_groups=2)
+        expert_TK = gate(torch.randn(50, 8), RoutingGroups(1, 50)).expert_TK
+        assert all(len({e // 3 for e in row}) <= 2 for row in expert_TK.tolist())
+
+
+def test_losses_of_even_and_extreme_loads():
+    even = torch.full((2, 6, 4), 0.25)
+    one = torch.zeros(2, 6, 4)
+    one[..., 1] = 1.0
+    for loss in (losses.importance_loss, losses.load_loss):
+        assert loss(even).item() == 0
+        assert loss(one).item() == pytest.approx(3)  # E - 1
+        assert loss(one[:, :0]).item() == 0
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        assert loss(one, mask).item() == 0
+    load = torch.tensor([[0.0, 6, 0, 0]] * 2)
+    assert losses.sequence_balance_loss(3 * even, torch.full((2, 4), 3.0)).item() == pytest.approx(1)
+    assert losses.sequence_balance_loss(0.1 * one, load).item() == pytest.approx(4)  # E
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: build_gate("hash", 8, 4, 1)(torch.zeros(24, 8), RoutingGroups(2, 12)), "token_ids=ids"),
+        (lambda: RoutingGroups(2, 12, token_ids_T=IDS[:5]), "token_ids_T has shape (5,); it must be (24,)"),
+        (lambda: RoutingGroups(2, 12, mask_T=IDS[:5] > 1), "mask_T has shape (5,)"),
+        (lambda: HashRouter(8, 4, 2, table=torch.zeros(5, 1, dtype=torch.int64)), "table has shape (5, 1)"),
+        (lambda: HashRouter(8, 4, 1, table=torch.full((5, 1), 4)), "table has experts 4..4, not all in 0..3"),
+        (lambda: build_gate("expert_choice", 8, 4, None, capacity_factor=5.0), "capacity_factor=5.0 experts a token"),
+        (lambda: build_gate("expert_choice", 8, 4, 5), "top_k=5 is not between 1 and num_experts=4"),
+        (lambda: build_gate("sigmoid", 8, 4, 2, bias_step=-1.0), "bias_step=-1.0 is negative"),
+        (lambda: build_gate("sigmoid", 8, 4, 2, expert_groups=3), "expert_groups=3 does not divide num_experts=4"),
+        (lambda: build_gate("naive", 8, 4, 3, expert_groups=2, kept_groups=1), "kept_groups=1 hold 2 experts"),
+        (lambda: build_gate("sinkhorn", 8, 4, 1, iterations=0), "iterations=0 is not positive"),
+        (lambda: build_gate("zero", 8, 4, 9), "top_k=9"),
+        (lambda: build_gate("random", 8, 4, 2, capacity_factor=-1), "capacity_factor=-1 is not positive"),
+        (lambda: build_gate("base", 8, 4, 1, balance_group=object()), "BaseRouter has no balance loss"),
+    ],
+)
+def test_wrong_inputs_say_value_and_limit(call, says):
+    with pytest.raises(fmoe.UserError) as error:
+        call()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,267 @@
+"""Experts of every kind, gates of one's own, losses by hand, shared and fine-grained experts, nests, copies."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from compare import assert_close
+from torch import nn
+
+import fmoe
+import fmoe.init
+from fmoe.experts import FFNExperts
+from fmoe.parallel import is_expert
+from fmoe.routing import Routing
+
+D, E = 8, 4
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return fmoe.FMoE(**{"d_model": D, "num_experts": E, "d_hidden": 16, "seed": 1} | options)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, D, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+class Block(nn.Module):
+    """An expert like those of FFNExperts, as a module of its own."""
+
+    def __init__(self, d_model):
+        super().__init__()
+        self.up, self.down = nn.Linear(d_model, 16), nn.Linear(16, d_model)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def copy_into(blocks, stack):
+    with torch.no_grad():
+        for e, block in enumerate(blocks):
+            block.up.weight.copy_(stack.weight_in[e])
+            block.up.bias.copy_(stack.bias_in[e])
+            block.down.weight.copy_(stack.weight_out[e])
+            block.down.bias.copy_(stack.bias_out[e])
+
+
+def test_modules_as_experts_equal_the_stack():
+    stacked, listed = build(), build(expert=Block)
+    copy_into(listed.experts, stacked.experts)
+    x, y = tokens(2, 6), tokens(2, 6)
+    a, b = stacked(x), listed(y)
+    assert_close(b, a, 1e-6, "output")
+    a.square().sum().backward()
+    b.square().sum().backward()
+    assert_close(y.grad, x.grad, 1e-5, "gradient of the input")
+    for e in range(E):
+        assert_close(listed.experts[e].up.weight.grad, stacked.experts.weight_in.grad[e], 1e-5, f"expert {e}")
+
+
+def test_experts_of_different_kinds_and_ready_ones():
+    ready = Block(D)
+    layer = build(expert=[Block, lambda d: nn.Linear(d, d), nn.Identity(), ready])
+    assert layer.experts[3] is ready
+    x = tokens(3, 5)
+    layer(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_modules_are_drawn_by_global_id():
+    a, b = build(expert=Block), build(expert=Block)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.experts[0].up.weight, a.experts[1].up.weight)
+
+
+def test_a_module_without_rows_has_zero_gradients():
+    layer = build(expert=Block, gate=lambda x_TD: Routing(torch.zeros(len(x_TD), 1).long(), torch.ones(len(x_TD), 1)))
+    layer(tokens(5)).sum().backward()
+    assert layer.experts[0].up.weight.grad.abs().sum() > 0
+    assert layer.experts[2].up.weight.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_experts_by_name(name):
+    layer = build(expert=name)
+    assert layer.experts.gated and layer.experts.weight_in.shape == (E, 32, D)
+    layer(tokens(4)).sum().backward()
+
+
+def test_granularity_splits_experts_and_keeps_their_size():
+    layer, fine = build(top_k=1), build(top_k=1, granularity=4)
+    assert fine.num_experts == 4 * E and fine.gate.top_k == 4 and fine.experts.d_hidden == 4
+    count = lambda m: sum(p.numel() for n, p in m.experts.named_parameters() if "weight" in n)  # noqa: E731
+    assert count(fine) == count(layer)
+    assert fine(tokens(5)).shape == (5, D)
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gated"])
+def test_shared_expert_adds_its_output(gate):
+    layer = build(shared_expert=24, shared_gate=gate)
+    x = tokens(2, 5)
+    routed = build()
+    expected = routed(x) + layer.shared(x.reshape(-1, D)).view_as(x)
+    assert_close(layer(x), expected, 1e-6, "output")
+    assert not any(is_expert(p) for p in layer.shared.parameters())
+    assert all(is_expert(p) for p in layer.experts.parameters())
+
+
+def test_shared_experts_of_two_layers_differ():
+    a, b = build(shared_expert=24, seed=1), build(shared_expert=24, seed=2)
+    assert not torch.equal(a.shared.expert.weight_in, b.shared.expert.weight_in)
+
+
+def test_nests_of_tensors():
+    class Pair(nn.Module):
+        def __init__(self, d_model):
+            super().__init__()
+            self.a, self.b = nn.Linear(d_model, d_model), nn.Linear(3, 5)
+
+        def forward(self, rows):
+            return {"a": self.a(rows["a"]), "b": self.b(rows["b"])}
+
+    layer = build(expert=Pair, top_k=1)
+    inputs = {"a": tokens(2, 6), "b": torch.randn(2, 6, 3, requires_grad=True)}
+    out = layer(inputs)
+    assert out["a"].shape == (2, 6, D) and out["b"].shape == (2, 6, 5)
+    x_TD, groups = fmoe.routing.tokens_of(inputs["a"], D)
+    routing = layer.gate(x_TD, groups)
+    flat_b = inputs["b"].reshape(-1, 3)
+    for t in range(12):
+        e = int(routing.expert_TK[t, 0])
+        assert_close(out["b"].reshape(-1, 5)[t], layer.experts[e].b(flat_b[t]), 1e-6, f"token {t}")
+    (out["a"].sum() + out["b"].sum()).backward()
+    assert inputs["b"].grad.shape == (2, 6, 3)
+
+
+def test_a_function_is_a_gate_and_fastmoes_pair_too():
+    by_hand = lambda x_TD: Routing(torch.full((len(x_TD), 1), 2), torch.ones(len(x_TD), 1))  # noqa: E731
+    pair = lambda x_TD: (torch.full((len(x_TD),), 2), torch.ones(len(x_TD), 1, 1))  # noqa: E731
+    x = tokens(7)
+    a, b = build(gate=by_hand), build(gate=pair)
+    assert torch.equal(a(x), b(x))
+    expected = a.experts(x, [0, 0, 7, 0])
+    assert_close(a(x), expected, 1e-6, "output")
+
+
+def test_losses_by_hand_are_those_of_auto():
+    x = tokens(3, 6)
+    auto, manual = build(gate="switch"), build(gate="switch", aux_loss="manual")
+    for layer in (auto, manual):
+        fmoe.random.set_position(1, 1)
+        loss = layer(x).square().sum()
+        if layer is manual:
+            loss = loss + fmoe.collect_losses(nn.Sequential(layer))
+        loss.backward()
+    for (name, p), q in zip(auto.named_parameters(), manual.parameters(), strict=True):
+        assert_close(q.grad, p.grad, 1e-5, name)
+    assert fmoe.collect_losses(manual) == 0
+    assert fmoe.metrics(manual)[""].tokens == 18
+
+
+def test_losses_by_hand_that_nobody_collects_are_told_once(caplog):
+    layer = build(aux_loss="manual", name="layer 7")
+    with caplog.at_level(logging.WARNING, logger="fmoe"):
+        for _ in range(2):
+            layer(tokens(4)).sum().backward()
+    assert [
+        r.message for r in caplog.records if "layer 7" in r.message and "collect_losses" in r.message
+    ].__len__() == 1
+
+
+def test_expert_dropout_is_the_same_wherever_the_token_lies():
+    layer = build(expert_options={"dropout": 0.5}, gate="naive")
+    x = tokens(6, 5).detach()
+    fmoe.random.set_position(1, 0)
+    whole = layer(x)
+    parts = []
+    for i in range(3):
+        fmoe.random.set_position(1, 0, first_token=i * 2 * 5)
+        parts.append(layer(x[2 * i : 2 * i + 2]))
+    assert_close(torch.cat(parts), whole, 1e-6, "output")
+    fmoe.random.set_position(1, 1)
+    assert not torch.allclose(layer(x), whole)
+    layer.eval()
+    plain = build(gate="naive").eval()
+    assert_close(layer(x), plain(x), 1e-6, "evaluation")
+
+
+def test_dropout_keeps_the_mean():
+    experts = FFNExperts(1, 8, 4096, activation="relu", dropout=0.3, seed=0)
+    x = torch.randn(200, 8)
+    dropped = experts(x, [200], fmoe.random.fold(torch.tensor(5), torch.arange(200)))
+    experts.eval()
+    assert_close(dropped.mean(0), experts(x, [200]).mean(0), 0.1, "mean")
+
+
+def test_copies_keep_what_they_are():
+    layer = build()
+    twin = copy.deepcopy(layer)
+    assert all(is_expert(p) for p in twin.experts.parameters())
+    fmoe.set_loss_scale(7.0)
+    try:
+        (twin(tokens(4)).sum() * 0).backward()
+    finally:
+        fmoe.set_loss_scale(1.0)
+    (layer(tokens(4)).sum() * 0).backward()
+    assert_close(twin.gate.weight.grad, 7 * layer.gate.weight.grad, 1e-5, "scaled loss")
+    with torch.device("meta"):
+        empty = build()
+    empty.to_empty(device="cpu")
+    empty.reset_parameters()
+    assert all(is_expert(p) for p in empty.experts.parameters())
+
+
+def test_the_output_may_be_changed_in_place():
+    layer, x = build(gate="switch"), tokens(4)
+    y = layer(x)
+    y += 1
+    nn.functional.dropout(y, 0.1, inplace=True).sum().backward()
+    assert x.grad is not None
+
+
+def test_frozen_router_still_counts():
+    layer = build()
+    layer.gate.requires_grad_(False)
+    layer(tokens(6)).sum().backward()
+    assert fmoe.metrics(layer)[""].tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: build(expert="fnn"), "did you mean 'ffn'"),
+        (lambda: build(expert=[Block, Block]), "expert has 2 entries, num_experts=4"),
+        (lambda: build(expert=Block(D)), "one module, Block"),
+        (lambda: build(expert=Block, expert_options={"bias": True}), "expert_options"),
+        (
+            lambda: build(expert=[lambda d, e=e: nn.Linear(d, d + e) for e in range(E)])(tokens(40)),
+            "expert 1 returned rows",
+        ),
+        (lambda: build(gate=lambda x: (torch.full((len(x), 1), 9), torch.ones(len(x), 1)))(tokens(3)), "expert 9"),
+        (lambda: build(gate=lambda x: x)(tokens(3)), "returned Tensor"),
+        (lambda: build(gate=lambda x: (torch.zeros(2).long(), torch.zeros(3)))(tokens(3)), "3 tokens"),
+        (lambda: build(aux_loss="atuo"), "aux_loss='atuo'"),
+        (lambda: build(loss_weights={"balnce": 0}), "'balnce'"),
+        (lambda: build(granularity=3), "granularity=3 does not divide d_hidden=16"),
+        (lambda: build(top_k=1, num_expert=3), "num_expert"),
+        (lambda: build(expert_options={"dropout": 1.0}), "dropout=1.0"),
+        (lambda: build()(tokens(3).double()), "torch.float64"),
+        (lambda: build()(tokens(2, 3), torch.ones(2, 3)), "torch.bool"),
+        (lambda: build(check=True, name="layer 3")(tokens(3) * float("nan")), "layer 3"),
+        (lambda: fmoe.FMoE(num_experts=4), "d_model is missing"),
+    ],
+)
+def test_what_cannot_be_says_so(make, says):
+    with pytest.raises(fmoe.UserError) as error:
+        make()
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_truncated_normal_is_cut_and_scaled():
+    weight = torch.empty(400, 1000)
+    fmoe.init.truncated_normal_(weight)
+    std = (0.1 / 1000) ** 0.5
+    assert weight.abs().max() <= 2 * std
+    assert weight.std().item() == pytest.approx(0.88 * std, rel=0.02)  # of a normal cut at two standard deviations
