@@ -1,4 +1,7 @@
-"""The gate that balances by Sinkhorn's iteration."""
+"""The gate that balances by Sinkhorn's iteration.
+
+Shape letters: T tokens, E experts, G routing groups, S places of a group.
+"""
 
 import torch
 from torch import Tensor
@@ -48,16 +51,36 @@ class SinkhornRouter(TopKRouter):
 
     def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """Logits less the logarithm of the columns' scaling: a row's scaling changes no token's order of experts."""
-        logits_GSE = groups.split(logits_TE)
-        valid_GS1 = groups.valid(logits_TE.device).unsqueeze(-1)
-        log_share_G1 = (valid_GS1.sum(1) / self.num_experts).clamp(min=1e-9).log().to(logits_GSE.dtype)
-        price_GE = torch.zeros_like(logits_GSE[:, 0])
-        done_G1 = ~valid_GS1.any(1)
-        for _ in range(self.iterations):
-            rows_GSE = (logits_GSE - price_GE.unsqueeze(1)).log_softmax(-1)
-            excess_GE = torch.where(valid_GS1, rows_GSE, -torch.inf).logsumexp(1) - log_share_G1
-            done_G1 = done_G1 | (excess_GE.abs().amax(1, keepdim=True) <= self.tolerance)
-            if logits_TE.device.type == "cpu" and not torch.compiler.is_compiling() and bool(done_G1.all()):
-                break  # the rest would change nothing; elsewhere, looking costs more than going on
-            price_GE = torch.where(done_G1, price_GE, price_GE + excess_GE)
-        return groups.join(logits_GSE - price_GE.unsqueeze(1))
+        logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
+        prices = _prices_op if torch.compiler.is_compiling() else _prices
+        return groups.join(logits_GSE - prices(logits_GSE, valid_GS, self.iterations, self.tolerance).unsqueeze(1))
+
+
+def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
+    """Minus the logarithm of the columns' scaling, [G, E]."""
+    valid_GS1 = valid_GS.unsqueeze(-1)
+    log_share_G1 = (valid_GS1.sum(1) / logits_GSE.shape[-1]).clamp(min=1e-9).log().to(logits_GSE.dtype)
+    price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])
+    done_G1 = ~valid_GS1.any(1)
+    for _ in range(iterations):
+        rows_GSE = (logits_GSE - price_GE.unsqueeze(1)).log_softmax(-1)
+        excess_GE = torch.where(valid_GS1, rows_GSE, -torch.inf).logsumexp(1) - log_share_G1
+        done_G1 = done_G1 | (excess_GE.abs().amax(1, keepdim=True) <= tolerance)
+        if logits_GSE.device.type == "cpu" and bool(done_G1.all()):
+            break  # the rest would change nothing; elsewhere, looking costs more than going on
+        price_GE = torch.where(done_G1, price_GE, price_GE + excess_GE)
+    return price_GE
+
+
+# An operation of its own for torch.compile, which would lay the iterations out one after the other.
+_prices_op = torch.library.custom_op(
+    "fmoe::sinkhorn_prices",
+    _prices,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor valid, int iterations, float tolerance) -> Tensor",
+)
+
+
+@_prices_op.register_fake
+def _(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
+    return logits_GSE.new_empty(logits_GSE.shape[0], logits_GSE.shape[2])

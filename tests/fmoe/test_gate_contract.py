@@ -153,7 +153,7 @@ def test_capacity_drops_the_same_in_every_run(name, top_k, factor):
     assert load_SE.max() <= limit
     if factor < 1 and name not in ("expert_choice", "gshard"):
         assert first.stats.dropped > 0
-    for _ in range(20):
+    for _ in range(20 if factor < 1 else 2):
         again = gate(tokens(), groups_of())
         assert torch.equal(again.expert_TK, first.expert_TK)
         assert torch.equal(again.weight_TK, first.weight_TK)
@@ -188,13 +188,13 @@ def test_padding_changes_nothing_for_the_tokens(name):
     other = gate(torch.where(mask_T.unsqueeze(1), x, 100.0), groups_of(mask_T=mask_T))
     assert torch.equal(dense(first), dense(other))
     for key in first.losses:
-        assert float(first.losses[key]) == pytest.approx(float(other.losses[key]), rel=1e-6), key
+        assert first.losses[key].item() == pytest.approx(other.losses[key].item(), rel=1e-6), key
     if not TRAITS[name].is_noisy:  # noise goes by the place in the group, which is another without them
         ids = groups_of().token_ids_T[mask_T]
         short = gate(x[mask_T], groups_of(SEQUENCES, 6, ids=ids))
         assert_close(dense(first)[mask_T], dense(short), 1e-6, "decisions")
         for key in first.losses:
-            assert float(first.losses[key]) == pytest.approx(float(short.losses[key]), rel=1e-5), key
+            assert first.losses[key].item() == pytest.approx(short.losses[key].item(), rel=1e-5), key
 
 
 @every_gate
@@ -299,7 +299,7 @@ def test_compiles_without_a_graph_break(name, positions):
         eager, traced = results
         assert_close(dense(traced), dense(eager), 1e-6, "decisions")
         for key, loss in eager.losses.items():
-            assert float(traced.losses[key]) == pytest.approx(float(loss), rel=1e-5), key
+            assert traced.losses[key].item() == pytest.approx(loss.item(), rel=1e-5), key
         assert torch.equal(traced.stats.load_E, eager.stats.load_E)
         outcomes.append(dense(eager))
     assert len(compilations) == 1

@@ -47,11 +47,8 @@ def test_a_layer_with_each_gate_trains_and_saves(name):
     expected = layer(x, **ids)
     torch.manual_seed(1)
     assert torch.equal(other(x, **ids), expected)
-    assert (
-        torch.equal(copy.deepcopy(layer).state_dict()["gate.weight"], layer.gate.weight)
-        if "weight" in layer.gate._parameters
-        else True
-    )
+    twin = copy.deepcopy(layer).state_dict()
+    assert all(torch.equal(value, twin[key]) for key, value in layer.state_dict().items())
 
 
 def test_a_gate_is_registered_by_one_line():
@@ -117,6 +114,35 @@ def _bias_of_two_ranks():
         idle.record(idle(x, RoutingGroups(4, 16)))
     idle.end_step(dist.group.WORLD)
     assert idle.expert_bias_E.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["naive", "switch", "gshard"])
+def test_global_batch_balance_is_that_of_one_group(two_ranks, name):
+    assert two_ranks.run(_global_balance_of_two_ranks, name) == [None, None]
+
+
+def _global_balance_of_two_ranks(name):
+    """Sequences over two ranks with balance_group: the loss of one rank whose group is the whole batch."""
+    import torch.distributed as dist
+
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) + 1
+    options = {"capacity_factor": None, "jitter": 0.0} if name == "switch" else {"capacity_factor": None}
+    if name == "gshard":
+        options["random_routing"] = False
+    results = []
+    for part, size, group in ((x, 64, None), (x.chunk(2)[dist.get_rank()], 16, dist.group.WORLD)):
+        torch.manual_seed(0)
+        gate = build_gate(name, 8, 4, 2, balance_group=group, **options)
+        loss = gate(part, RoutingGroups(len(part) // size, size)).losses["balance"]
+        gradient = torch.autograd.grad(loss, gate.weight)[0]
+        loss = loss.detach()
+        if group is not None:
+            dist.all_reduce(loss)
+            dist.all_reduce(gradient)
+            loss, gradient = loss / 2, gradient / 2
+        results.append((loss, gradient))
+    assert_close(results[1][0], results[0][0], 1e-6, "loss")
+    assert_close(results[1][1], results[0][1], 1e-5, "gradient")
 
 
 def test_hash_by_table_and_by_seed():
