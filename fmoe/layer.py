@@ -199,8 +199,9 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
     def reset_parameters(self) -> None:
         """Draws every weight anew, the same ones (they are keyed): for models built on the meta device."""
         with random.keyed("gate", self.seed):
-            self.gate.reset_parameters()
-        self.experts.reset_parameters()
+            for part in (self.gate, self.experts):
+                if hasattr(part, "reset_parameters"):
+                    part.reset_parameters()
         self._mark_experts()
 
     def _mark_experts(self) -> None:

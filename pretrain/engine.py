@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from fmoe import random
+from fmoe import end_step, random
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
 from pretrain.config import Recipe
@@ -113,6 +113,7 @@ class Engine:
         self.scheduler.step(increment=step + 1 - self.scheduler.num_steps)
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
         _, grad_norm, _ = self.optimizer.step()
+        end_step(self.gpt, self.data_group)
         return StepResult(loss, float(grad_norm or 0.0), lr)
 
     def evaluate(self, samples: GPTSamples, count: int) -> float:
