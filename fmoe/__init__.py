@@ -11,6 +11,7 @@ from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.patch import fmoefy
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
+from fmoe.soft import MMoE, SoftMoE
 from fmoe.transformer import FMoETransformerMLP
 
 __version__ = "0.1.0"
@@ -21,10 +22,12 @@ __all__ = [
     "FMoE",
     "FMoELinear",
     "FMoETransformerMLP",
+    "MMoE",
     "MissingPackageError",
     "Routing",
     "RoutingGroups",
     "RoutingStats",
+    "SoftMoE",
     "UserError",
     "attach_end_step",
     "collect_losses",

@@ -1,0 +1,142 @@
+"""Layers over the same experts whose routing is not a choice of tokens: soft MoE and multi-gate MoE.
+
+Shape letters: B sequences, S tokens of one, D model width, E experts, P slots of an expert, N tasks.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fmoe import random
+from fmoe.errors import UserError
+from fmoe.experts import build_experts
+
+
+class _DenseExperts(nn.Module):
+    """What both have: all experts on this worker, drawn under the layer's seed, each given equally many rows."""
+
+    def __init__(self, d_model, num_experts, d_hidden, expert, expert_options, seed):
+        super().__init__()
+        for name, value in (("d_model", d_model), ("num_experts", num_experts)):
+            if value < 1:
+                raise UserError(f"{name}={value} is not positive")
+        self.d_model, self.num_experts = d_model, num_experts
+        self.seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        self.experts = build_experts(
+            expert, num_experts, slice(0, num_experts), d_model, d_hidden, self.seed, expert_options or {}
+        )
+
+    def _run(self, rows_ERD: Tensor) -> Tensor:
+        """[E, R, D] -> [E, R, ...]: each expert over its R rows."""
+        num_experts, num_rows, width = rows_ERD.shape
+        counts_L = torch.full((num_experts,), num_rows)
+        out = self.experts(rows_ERD.reshape(num_experts * num_rows, width), counts_L)
+        return out.view(num_experts, num_rows, *out.shape[1:])
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() < 2 or x.shape[-1] != self.d_model:
+            raise UserError(f"the input has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
+
+
+class SoftMoE(_DenseExperts):
+    """Soft MoE (arXiv 2308.00951, algorithm 1): each slot of an expert is a mean of all tokens of a sequence, and each
+    token a mean of all slots' outputs. Nothing is dropped, nothing chosen; a sequence sees itself alone.
+
+    Args:
+        d_model: D.
+        num_experts, slots_per_expert: E and P; the paper takes as many slots as tokens.
+        d_hidden, expert, expert_options, seed: as in `fmoe.FMoE`.
+
+    Not for autoregressive models: a token's output depends on the tokens behind it.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        d_hidden: int | None = None,
+        *,
+        expert: str | Callable[..., nn.Module] = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ):
+        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
+        if slots_per_expert < 1:
+            raise UserError(f"slots_per_expert={slots_per_expert} is not positive")
+        self.slots_per_expert = slots_per_expert
+        self.slots = nn.Parameter(torch.empty(num_experts * slots_per_expert, d_model))
+        self.scale = nn.Parameter(torch.ones(()))
+        with random.keyed("soft slots", self.seed), torch.no_grad():
+            self.slots.copy_(torch.randn(self.slots.shape, device="cpu") * d_model**-0.5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[..., S, D] -> the same.
+
+        Args:
+            mask: bool [..., S], False for padding: it is in no slot and comes out as zero.
+        """
+        self._check(x)
+        x_BSD = x.reshape(-1, *x.shape[-2:])
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            # Normalised on both sides (section 2.3), so that the softmax does not collapse at large widths.
+            slots_QD = self.scale.to(dtype) * F.normalize(self.slots.to(dtype), dim=-1)
+            logits_BSQ = F.normalize(x_BSD.to(dtype), dim=-1) @ slots_QD.t()
+            combine_BSQ = logits_BSQ.softmax(-1)
+            if mask is not None:
+                mask_BS1 = mask.reshape(*x_BSD.shape[:2], 1)
+                logits_BSQ = logits_BSQ.masked_fill(~mask_BS1, torch.finfo(dtype).min)
+                combine_BSQ = combine_BSQ * mask_BS1
+            dispatch_BSQ = logits_BSQ.softmax(1)
+        slots_BQD = dispatch_BSQ.to(x.dtype).transpose(1, 2) @ x_BSD
+        num_sequences = x_BSD.shape[0]
+        rows_ERD = slots_BQD.view(num_sequences, self.num_experts, -1, self.d_model).transpose(0, 1)
+        out_ERD = self._run(rows_ERD.reshape(self.num_experts, -1, self.d_model))
+        out_BQD = out_ERD.view(self.num_experts, num_sequences, self.slots_per_expert, -1).transpose(0, 1).flatten(1, 2)
+        return (combine_BSQ.to(out_BQD.dtype) @ out_BQD).view(*x.shape[:-1], -1)
+
+
+class MMoE(_DenseExperts):
+    """Multi-gate Mixture-of-Experts (KDD 2018, Ma et al., equations 6-8): tasks share the experts, and each has a gate
+    of its own: ``y_n = sum_e softmax(W_n x)_e f_e(x)``.
+
+    Args:
+        d_model: D.
+        num_experts, num_tasks: E and N.
+        d_hidden, expert, expert_options, seed: as in `fmoe.FMoE`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        num_tasks: int,
+        d_hidden: int | None = None,
+        *,
+        expert: str | Callable[..., nn.Module] = "ffn",
+        expert_options: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ):
+        super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
+        if num_tasks < 1:
+            raise UserError(f"num_tasks={num_tasks} is not positive")
+        self.num_tasks = num_tasks
+        self.gates = nn.Parameter(torch.empty(num_tasks, num_experts, d_model))
+        with random.keyed("task gates", self.seed), torch.no_grad():
+            self.gates.copy_(torch.empty(self.gates.shape, device="cpu").uniform_(-1, 1) * d_model**-0.5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """[..., D] -> N outputs of that shape, one a task."""
+        self._check(x)
+        x_TD = x.reshape(-1, self.d_model)
+        out_ETD = self._run(x_TD.expand(self.num_experts, -1, -1))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            weight_NTE = torch.einsum("ned,td->nte", self.gates.to(dtype), x_TD.to(dtype)).softmax(-1)
+        y_NTD = torch.einsum("nte,etd->ntd", weight_NTE.to(out_ETD.dtype), out_ETD)
+        return [y_TD.view(*x.shape[:-1], -1) for y_TD in y_NTD.unbind(0)]

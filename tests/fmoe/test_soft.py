@@ -1,0 +1,82 @@
+"""Soft MoE and MMoE against their formulas, token by token in float64."""
+
+import pytest
+import torch
+from compare import assert_close
+
+import fmoe
+
+
+def expert(layer, e, x):
+    p = {name: value[e].double() for name, value in layer.experts.named_parameters()}
+    return p["weight_out"] @ torch.nn.functional.gelu(p["weight_in"] @ x + p["bias_in"]) + p["bias_out"]
+
+
+def test_soft_moe_is_algorithm_1():
+    torch.manual_seed(0)
+    layer = fmoe.SoftMoE(8, num_experts=3, slots_per_expert=2, d_hidden=16, seed=1)
+    with torch.no_grad():
+        layer.scale.fill_(3.0)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    y = layer(x)
+    x64 = x.detach().double().requires_grad_()
+    rows = []
+    for sequence in x64:
+        unit = torch.stack([t / t.norm() for t in sequence])
+        phi = torch.stack([3.0 * s / s.norm() for s in layer.slots.double()])
+        logits = unit @ phi.T
+        dispatch, combine = logits.exp() / logits.exp().sum(0), logits.exp() / logits.exp().sum(1, keepdim=True)
+        slots = [sum(dispatch[t, q] * sequence[t] for t in range(5)) for q in range(6)]
+        outs = [expert(layer, q // 2, slot) for q, slot in enumerate(slots)]
+        rows.append(torch.stack([sum(combine[t, q] * outs[q] for q in range(6)) for t in range(5)]))
+    expected = torch.stack(rows)
+    assert_close(y, expected, 1e-5, "output")
+    weight = torch.randn(2, 5, 8)
+    (y * weight).sum().backward()
+    (expected * weight.double()).sum().backward()
+    assert_close(x.grad, x64.grad, 1e-5, "gradient of the input")
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_soft_moe_leaves_padding_out():
+    layer = fmoe.SoftMoE(8, num_experts=3, slots_per_expert=2, seed=1)
+    x = torch.randn(2, 6, 8)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[:, 4:] = False
+    y = layer(x, mask)
+    assert (y[:, 4:] == 0).all()
+    assert_close(y[:, :4], layer(x[:, :4]), 1e-5, "the tokens that are there")
+
+
+def test_mmoe_mixes_the_same_experts_for_each_task():
+    layer = fmoe.MMoE(8, num_experts=4, num_tasks=3, d_hidden=16, seed=1)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    outputs = layer(x)
+    assert len(outputs) == 3
+    for n, y in enumerate(outputs):
+        for t, token in enumerate(x.detach().double().reshape(-1, 8)):
+            weight = (layer.gates[n].double() @ token).softmax(0)
+            expected = sum(weight[e] * expert(layer, e, token) for e in range(4))
+            assert_close(y.reshape(-1, 8)[t], expected, 1e-5, f"task {n} token {t}")
+    outputs[1].sum().backward()
+    assert (layer.gates.grad[0] == 0).all() and (layer.gates.grad[1] != 0).any()
+
+
+def test_any_module_is_an_expert_here_too():
+    layer = fmoe.MMoE(8, num_experts=2, num_tasks=2, expert=lambda d: torch.nn.Linear(d, 3))
+    assert [tuple(y.shape) for y in layer(torch.randn(4, 8))] == [(4, 3), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fmoe.SoftMoE(8, 0), "num_experts=0"),
+        (lambda: fmoe.SoftMoE(8, 2, 0), "slots_per_expert=0"),
+        (lambda: fmoe.MMoE(8, 2, 0), "num_tasks=0"),
+        (lambda: fmoe.MMoE(8, 2, 2)(torch.randn(3, 7)), "(3, 7)"),
+    ],
+)
+def test_what_cannot_be_says_so(make, says):
+    with pytest.raises(fmoe.UserError) as error:
+        make()
+    assert says in str(error.value)
