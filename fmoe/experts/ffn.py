@@ -5,7 +5,7 @@ Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fmoe import random
 from fmoe.errors import UserError
-from fmoe.ops import grouped_linear
+from fmoe.ops import expert_ffn, grouped_linear
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -124,12 +124,9 @@ class FFNExperts(nn.Module):
             rows_RD = rows_RD.to(dtype)
             parameters = tuple(None if p is None else p.to(dtype) for p in parameters)
         weight_in, bias_in, weight_out, bias_out = parameters
-        hidden_RH = grouped_linear(rows_RD, weight_in, bias_in, counts)
-        if self.gated:
-            gate_RH, value_RH = hidden_RH.chunk(2, dim=-1)
-            hidden_RH = self.activation(gate_RH) * value_RH
-        else:
-            hidden_RH = self.activation(hidden_RH)
+        if not (self.dropout and self.training) and next(_parameters_of(self.activation), None) is None:
+            return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self._activate)
+        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
         if self.dropout and self.training:
             if keys_R is None:
                 hidden_RH = F.dropout(hidden_RH, self.dropout)
@@ -138,5 +135,17 @@ class FFNExperts(nn.Module):
                 hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
+    def _activate(self, hidden: Tensor) -> Tensor:
+        """What lies between the two linear maps: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""
+        if not self.gated:
+            return self.activation(hidden)
+        gate, value = hidden.chunk(2, dim=-1)
+        return self.activation(gate) * value
+
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
+
+
+def _parameters_of(activation: Activation) -> Iterator[nn.Parameter]:
+    """Of an activation that learns (PReLU): its gradient is autograd's business."""
+    return activation.parameters() if isinstance(activation, nn.Module) else iter(())

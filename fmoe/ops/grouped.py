@@ -3,7 +3,7 @@
 Shape letters: M rows, L experts, I input width, O output width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, 
     return _GroupedLinear.apply(rows_MI, weight_LOI, bias_LO, counts)
 
 
-def _segments(counts: Sequence[int]):
+def segments(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, each with the place of its rows."""
     begin = 0
     for expert, count in enumerate(counts):
         if count:
@@ -38,7 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
         out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
         weights_OI = weight_LOI.unbind(0)
         biases_O = None if bias_LO is None else bias_LO.unbind(0)
-        for expert, rows in _segments(counts):
+        for expert, rows in segments(counts):
             if biases_O is None:
                 torch.mm(rows_MI[rows], weights_OI[expert].t(), out=out_MO[rows])
             else:
@@ -59,7 +60,7 @@ class _GroupedLinear(torch.autograd.Function):
                 for expert in empty:
                     grad[expert].zero_()
         weights_OI = weight_LOI.unbind(0)
-        for expert, rows in _segments(ctx.counts):
+        for expert, rows in segments(ctx.counts):
             if needs_rows:
                 torch.mm(grad_MO[rows], weights_OI[expert], out=grad_rows_MI[rows])
             if needs_weight:

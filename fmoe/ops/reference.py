@@ -30,3 +30,8 @@ def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, 
     parts = rows_MI.split(list(counts))
     biases = [None] * len(parts) if bias_LO is None else bias_LO
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
+
+
+def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation) -> Tensor:
+    hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
+    return grouped_linear(activation(hidden_MP), w_out_LDH, b_out_LD, counts)

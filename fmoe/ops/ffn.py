@@ -1,0 +1,91 @@
+"""Two linear maps with an activation between them, over rows grouped by expert, one expert after the other.
+
+Done expert by expert, what lies between the maps is small enough to stay in the cache and to come from malloc's own
+lists; done for all rows at once, each step clears fresh pages for a buffer of all rows. The backward pass computes the
+activation again, so that of what lies between only the pre-activations are kept.
+
+Shape letters: M rows, L experts, D width, H hidden width, P height of the first map (H, twice that where it is gated).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fmoe.ops.buffers import reused_like
+from fmoe.ops.grouped import segments
+
+
+def expert_ffn(
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
+
+    Args:
+        activation: [n, P] -> [n, H], a differentiable function without parameters of its own.
+
+    An expert without rows gets zero gradients, not None.
+    """
+    return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+class _ExpertFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation):
+        out_MD = rows_MD.new_empty(rows_MD.shape[0], w_out.shape[1])
+        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
+        b_ins = [None] * len(w_ins) if b_in is None else b_in.unbind(0)
+        b_outs = [None] * len(w_outs) if b_out is None else b_out.unbind(0)
+        hiddens = []
+        for expert, rows in segments(counts):
+            hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert])
+            _linear(activation(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
+            hiddens.append(hidden)
+        ctx.save_for_backward(rows_MD, w_in, w_out, *hiddens)
+        ctx.counts, ctx.activation = counts, activation
+        ctx.biases = (b_in is not None, b_out is not None)
+        return out_MD
+
+    @staticmethod
+    def backward(ctx, grad_MD):
+        rows_MD, w_in, w_out, *hiddens = ctx.saved_tensors
+        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _ = ctx.needs_input_grad
+        grad_MD = grad_MD.contiguous()
+        d_rows = torch.empty_like(rows_MD, memory_format=torch.contiguous_format) if needs_rows else None
+        d_w_in = reused_like(w_in) if needs_w_in else None
+        d_w_out = reused_like(w_out) if needs_w_out else None
+        d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in and ctx.biases[0] else None
+        d_b_out = w_out.new_empty(w_out.shape[:2]) if needs_b_out and ctx.biases[1] else None
+        for expert, count in enumerate(ctx.counts):
+            if not count:
+                for gradient in (d_w_in, d_w_out, d_b_in, d_b_out):
+                    if gradient is not None:
+                        gradient[expert].zero_()
+        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
+        for (expert, rows), hidden in zip(segments(ctx.counts), hiddens, strict=True):
+            grad = grad_MD[rows]
+            with torch.enable_grad():
+                leaf = hidden.detach().requires_grad_()
+                active = ctx.activation(leaf)
+            (d_hidden,) = torch.autograd.grad(active, leaf, torch.mm(grad, w_outs[expert]))
+            if d_w_out is not None:
+                torch.mm(grad.t(), active.detach(), out=d_w_out[expert])
+            if d_b_out is not None:
+                torch.sum(grad, 0, out=d_b_out[expert])
+            if d_w_in is not None:
+                torch.mm(d_hidden.t(), rows_MD[rows], out=d_w_in[expert])
+            if d_b_in is not None:
+                torch.sum(d_hidden, 0, out=d_b_in[expert])
+            if d_rows is not None:
+                torch.mm(d_hidden, w_ins[expert], out=d_rows[rows])
+        return d_rows, d_w_in, d_b_in, d_w_out, d_b_out, None, None
