@@ -141,7 +141,7 @@ class FastMoEMembers:
 
 def name_group(layer: "FMoE", x: Tensor) -> None:
     """Tells the functions that the layer's gate may call which workers share its experts."""
-    if layer.is_fastmoe and layer.world_size > 1:
+    if layer.world_size > 1:
         ensure_comm(x, layer.moe_group)
 
 

@@ -183,8 +183,10 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
     options = {"top_k": getattr(settings, "top_k", None), "gate": gate}
     options["d_hidden"] = getattr(settings, "hidden_hidden_size", None)
     options = {name: value for name, value in options.items() if value is not None}
-    workers = 1
-    groups = megatron_groups()
-    if groups is not None and getattr(settings, "distributed_experts", False):
-        workers = getattr(groups, "get_expert_model_parallel_world_size", lambda: 1)()
+    workers, groups = 1, megatron_groups()
+    if getattr(settings, "distributed_experts", False):
+        if groups is not None:  # a Megatron model's layers find the group themselves
+            workers = groups.get_expert_model_parallel_world_size()
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            workers, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
     return fmoe.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, **options)

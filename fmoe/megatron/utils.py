@@ -1,7 +1,8 @@
 """Megatron-LM's arguments, where there is one, and names that have no work any more."""
 
 import argparse
-import importlib
+import contextlib
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
@@ -25,21 +26,19 @@ def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def megatron_args() -> Any:
     """What Megatron-LM was started with; None where there is none, or it has not started."""
     for name in ("megatron", "megatron.training"):
-        try:
-            return importlib.import_module(name).get_args()
-        except (ImportError, AttributeError, AssertionError):
-            continue
+        get_args = getattr(sys.modules.get(name), "get_args", None)
+        if get_args is not None:
+            with contextlib.suppress(AssertionError):  # it has not started
+                return get_args()
     return None
 
 
 def megatron_groups() -> ModuleType | None:
-    """The module that holds Megatron's process groups, once there are some."""
+    """The module that holds Megatron's process groups, once there are some. Nothing is imported for it: where Megatron
+    is not in use, there are none."""
     for name in ("megatron.mpu", "megatron.core.parallel_state"):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if module.model_parallel_is_initialized():
+        module = sys.modules.get(name)
+        if module is not None and module.model_parallel_is_initialized():
             return module
     return None
 

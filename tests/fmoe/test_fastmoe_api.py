@@ -290,6 +290,29 @@ def test_marks_and_weights_survive_copies_and_files():
         assert all(torch.equal(a, b) for a, b in zip(mlp.parameters(), other.parameters(), strict=True))
 
 
+def test_weights_have_fastmoes_names_and_shapes():
+    mlp = FMoETransformerMLP(2, D, H)
+    assert {name: tuple(value.shape) for name, value in mlp.state_dict().items()} == {
+        "gate.gate.weight": (2, D),
+        "gate.gate.bias": (2,),
+        **{f"experts.{e}.htoh4.weight": (1, H, D) for e in range(2)},
+        **{f"experts.{e}.htoh4.bias": (1, H) for e in range(2)},
+        **{f"experts.{e}.h4toh.weight": (1, D, H) for e in range(2)},
+        **{f"experts.{e}.h4toh.bias": (1, D) for e in range(2)},
+    }
+    assert list(NoisyGate(D, 3, 2).state_dict()) == ["w_gate", "w_noise"]
+    assert list(MyMoE(4, 2).experts.state_dict()) == ["htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"]
+
+
+def test_a_gate_of_fastmoes_kind_in_the_modern_spelling():
+    torch.manual_seed(0)
+    layer = FMoE(d_model=D, num_experts=4, gate=GShardGate(D, 4, 1).eval(), expert=SmallExpert)
+    x, weight = tokens()
+    index, score = layer.gate(x)
+    assert_close(layer(x), brute_force(x, index, score, list(layer.experts), weight).output, 1e-5, "output")
+    assert layer.gate.has_loss
+
+
 def test_torchs_data_parallel_wrapper_takes_it():
     """README: no extra coding for DataParallel; without a GPU it calls the module."""
     layer = torch.nn.DataParallel(MyMoE(4, 2))

@@ -227,6 +227,8 @@ def test_faster_gate_as_the_gate_of_a_layer(monkeypatch):
     layer = FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), expert=SmallExpert)
     assert type(layer.gate) is FasterGate and "mask" not in layer.gate.state_dict()
     assert layer(tokens()).shape == (T, D)
+    with pytest.raises(fmoe.UserError, match="node_rank=2 is not one of the 1 nodes"):
+        FMoE(num_expert=L, d_model=D, gate=FasterGate)
     with pytest.raises(fmoe.UserError, match="top_k=3"):
         FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), top_k=3)
     monkeypatch.setenv("FMOE_TOPO_GPUS_PER_NODE", "many")
@@ -252,6 +254,27 @@ def test_the_same_in_every_run(kind):
         torch.manual_seed(9)
         results.append(gate(x)[0])
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", [NaiveGate, NoisyGate, GShardGate, SwitchGate, DCGate, ZeroGate])
+def test_no_graph_break_in_a_gate(kind):
+    torch.manual_seed(0)
+    gate, x = kind(D, L, 1, 2).eval(), tokens()
+    index, score = torch.compile(gate, backend="eager", fullgraph=True)(x)
+    assert torch.equal(index, gate(x)[0]) and torch.equal(score, gate(x)[1])
+    torch.compile(gate.train(), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_autocast(kind):
+    torch.manual_seed(0)
+    layer, x = FMoE(num_expert=L, d_model=D, gate=kind, expert=SmallExpert), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    loss = layer.gate.get_loss()
+    (y.float().sum() + (0 if loss is None else loss)).backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    assert_close(layer.eval()(x), layer(x), 1e-6, "evaluation")
 
 
 def test_base_gate_is_for_subclasses():

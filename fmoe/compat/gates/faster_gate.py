@@ -4,6 +4,7 @@ Two environment variables describe the cluster, read when a gate is built: FMOE_
 (8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node (0.14).
 """
 
+import math
 import os
 from collections.abc import Callable
 
@@ -34,6 +35,11 @@ class FasterGate(NaiveGate):
         super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
         self.node_rank = node_rank
         self.ne_per_node = workers_per_node() * n_expert
+        num_nodes = math.ceil(self.tot_expert / self.ne_per_node)
+        if not 0 <= node_rank < num_nodes:
+            raise UserError(
+                f"node_rank={node_rank} is not one of the {num_nodes} nodes: layers take gen_faster_gate(rank)"
+            )
         self.ogn_ratio = _number("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14)
         node_E = torch.div(torch.arange(self.tot_expert), self.ne_per_node, rounding_mode="floor")
         self.register_buffer("mask", node_E != node_rank, persistent=False)
@@ -43,7 +49,7 @@ class FasterGate(NaiveGate):
         logits_TE = self.gate(inp)
         top_TK, free_TK = logits_TE.topk(2, dim=-1)
         self.set_loss(balance_loss(logits_TE, free_TK[:, 0]))
-        limit = int(self.ogn_ratio * inp.shape[0])
+        limit = min(int(self.ogn_ratio * inp.shape[0]), inp.shape[0])
         leaves_T = self.mask[free_TK[:, 0]]
         local_TK, local_index_TK = logits_TE.masked_fill(self.mask, -torch.inf).topk(2, dim=-1)
         limited_TK = torch.where(local_TK.isneginf(), -1, local_index_TK)

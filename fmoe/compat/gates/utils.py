@@ -31,7 +31,7 @@ def limit_by_capacity(
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     """How many of the offers each X takes of each worker, in order of workers, until its capacity is used up."""
     before_WX = offered_WX.cumsum(0) - offered_WX
-    return (capacity_X - before_WX).clamp(min=0).minimum(offered_WX)
+    return (torch.as_tensor(capacity_X, device=offered_WX.device) - before_WX).clamp(min=0).minimum(offered_WX)
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
 
 def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
     """Load balancing loss of the ``chosen`` experts (any shape), 1 when balanced: over all E, before capacity."""
-    count_E = torch.bincount(chosen.reshape(-1), minlength=logits_TE.shape[1])
+    count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device)).sum(0)
     return load_balancing_loss(softmax(logits_TE).unsqueeze(0), count_E.unsqueeze(0))
 
 
