@@ -4,6 +4,7 @@ Shape letters: T tokens on this rank, D model width, E experts in all, L experts
 M assignments kept, R rows that this rank's experts get.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -194,7 +195,6 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 self.seed,
                 expert_options,
             )
-            self._mark_experts()
 
     def reset_parameters(self) -> None:
         """Draws every weight anew, the same ones (they are keyed): for models built on the meta device."""
@@ -217,8 +217,16 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         return self
 
     def __setstate__(self, state):
-        super().__setstate__(state)  # so does deepcopy
+        super().__setstate__(state)
         self._mark_experts()
+
+    def __deepcopy__(self, memo):
+        # Process groups cannot be copied, losses that wait belong to the graph of the original, and copies of
+        # parameters have lost their mark.
+        memo |= {id(group): group for group in (self.moe_group, self.slice_group) if group is not None}
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy({**self.__dict__, "_pending": []}, memo))
+        return twin
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
         """Routes every token and mixes its experts' outputs.

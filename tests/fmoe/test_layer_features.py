@@ -213,6 +213,19 @@ def test_copies_keep_what_they_are():
     assert all(is_expert(p) for p in empty.experts.parameters())
 
 
+def copied_with_groups():
+    group = torch.distributed.group.WORLD
+    layer = build(moe_group=group, aux_loss="manual")
+    layer(tokens(4))  # a loss that waits
+    twin = copy.deepcopy(layer)
+    same = torch.equal(twin(tokens(4)), layer(tokens(4)))
+    return same, twin.moe_group is group, all(is_expert(p) for p in twin.experts.parameters())
+
+
+def test_a_layer_over_workers_can_be_copied(two_ranks):
+    assert two_ranks.run(copied_with_groups) == [(True, True, True)] * 2
+
+
 def test_the_output_may_be_changed_in_place():
     layer, x = build(gate="switch"), tokens(4)
     y = layer(x)
