@@ -1,11 +1,10 @@
 """``python -m bench NAME [options]``: runs one benchmark. Modules are imported when asked for, and only then."""
 
-import difflib
 import importlib
 import sys
 
 from fmoe.cli import run
-from fmoe.errors import EXIT_USAGE, UserError
+from fmoe.errors import EXIT_USAGE, UserError, known_names
 
 # Each module has `main(argv: list[str]) -> int | None`.
 BENCHMARKS = {"layer": "bench.layer", "step": "bench.step"}
@@ -25,9 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _module(name: str):
     if name not in BENCHMARKS:
-        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"unknown benchmark {name!r}; there are {', '.join(BENCHMARKS)}{hint}")
+        raise UserError(f"unknown benchmark {name!r}; {known_names(name, BENCHMARKS)}")
     return importlib.import_module(BENCHMARKS[name])
 
 

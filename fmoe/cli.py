@@ -4,11 +4,10 @@ Commands are entry points of the group ``fmoe.commands``, functions ``main(argv)
 can add one; this module imports none of them before it is asked for.
 """
 
-import difflib
 import sys
 from importlib.metadata import EntryPoint, entry_points
 
-from fmoe.errors import EXIT_USAGE, UserError
+from fmoe.errors import EXIT_USAGE, UserError, known_names
 
 USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help tells more)"
 
@@ -27,9 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else EXIT_USAGE
     name, *rest = argv
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"fmoe: error: unknown command {name!r}; there are {', '.join(known)}{hint}", file=sys.stderr)
+        print(f"fmoe: error: unknown command {name!r}; {known_names(name, known)}", file=sys.stderr)
         return EXIT_USAGE
     return run(f"fmoe {name}", lambda: known[name].load()(rest))
 

@@ -3,7 +3,9 @@
 Commands end with that line and exit code 2; everything else keeps its traceback, because it is our mistake.
 """
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 EXIT_USAGE = 2
@@ -15,6 +17,13 @@ class UserError(ValueError):
 
 class MissingPackageError(UserError, ImportError):
     """An optional package is not installed. The message names the extra that brings it."""
+
+
+def known_names(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known ones, and the nearest to it."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"there are {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

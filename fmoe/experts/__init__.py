@@ -4,7 +4,6 @@
 one in a sequence; `build_experts` makes a stack or a list of modules of it.
 """
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fmoe import random
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.experts.ffn import FFNExperts
 from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
@@ -49,9 +48,7 @@ def build_experts(
     count = local.stop - local.start
     if isinstance(expert, str):
         if expert not in EXPERTS:
-            near = difflib.get_close_matches(expert, EXPERTS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"expert={expert!r} is not known; there are {', '.join(sorted(EXPERTS))}{hint}")
+            raise UserError(f"expert={expert!r} is not known; {known_names(expert, sorted(EXPERTS))}")
         return EXPERTS[expert](count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if isinstance(expert, type) and issubclass(expert, FFNExperts):
         return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)

@@ -4,7 +4,6 @@ A gate is any callable with that contract: one of the names below, a class built
 top_k, **options)``, or a ready instance.
 """
 
-import difflib
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from fmoe.compat.gates import (  # FastMoE's gates, and its modules of them
     utils,
     zero_gate,
 )
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.gates.base import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.base_layers import BaseRouter
 from fmoe.gates.expert_choice import ExpertChoiceRouter
@@ -80,9 +79,7 @@ def build_gate(
     """
     if isinstance(gate, str):
         if gate not in GATES:
-            near = difflib.get_close_matches(gate, GATES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"gate={gate!r} is not known; there are {', '.join(sorted(GATES))}{hint}")
+            raise UserError(f"gate={gate!r} is not known; {known_names(gate, sorted(GATES))}")
         gate = GATES[gate]
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)

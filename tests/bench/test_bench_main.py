@@ -37,7 +37,7 @@ def test_unknown_name_lists_the_known(probe, capsys):
     error = capsys.readouterr().err
     assert "'prob'" in error
     assert "step, probe" in error
-    assert "did you mean probe?" in error
+    assert "did you mean 'probe'?" in error
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), ([], 2)])

@@ -21,7 +21,7 @@ def test_help_lists_the_commands(capsys):
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["trian"]) == 2
     error = capsys.readouterr().err
-    assert "did you mean train?" in error and error.count("\n") == 1
+    assert "did you mean 'train'?" in error and error.count("\n") == 1
 
 
 def test_info_tells_versions(capsys):
