@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.exchange import AllToAllTransfer
+from fmoe.dispatch.all_to_all import route_of_counts
 from fmoe.dispatch.plan import DispatchPlan
+from fmoe.dispatch.routes import Route
+from fmoe.dispatch.watch import all_to_all
 from fmoe.errors import UserError
 from fmoe.parallel.slicing import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
@@ -36,9 +38,7 @@ def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
     """[W * X], X numbers for each worker -> [W * X], the X numbers that each worker has for this one."""
     if world_size == 1:
         return counts
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=moe_group_of(world_size))
-    return received
+    return all_to_all(moe_group_of(world_size), counts, what="a gate's exchange of counts").wait(for_host=True)
 
 
 @torch.no_grad()
@@ -163,6 +163,5 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     return group
 
 
-def _transfer(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> AllToAllTransfer:
-    sent_WL, received_WL = (counts.view(world_size, -1).tolist() for counts in (sent, received))
-    return AllToAllTransfer(moe_group_of(world_size), sent_WL, received_WL, device)
+def _transfer(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Route:
+    return route_of_counts(moe_group_of(world_size), sent.view(world_size, -1), received.view(world_size, -1), device)

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: gate -> plan -> dispatch -> experts -> combine, and nothing else.
+"""The Mixture-of-Experts layer: gate -> exchange (plan, dispatch, experts, combine), and nothing else.
 
 Shape letters: T tokens on this rank, D model width, E experts in all, L experts on this rank, K experts a token,
 M assignments kept, R rows that this rank's experts get.
@@ -17,14 +17,13 @@ from torch.utils import _pytree as pytree
 from fmoe import losses as auxiliary
 from fmoe import random
 from fmoe.compat import fastmoe
-from fmoe.dispatch import DispatchPlan, build_exchange
+from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError
-from fmoe.experts import SharedExpert, build_experts
+from fmoe.experts import Runner, SharedExpert, build_experts
 from fmoe.gates import Gate, build_gate
 from fmoe.gates.adapt import route
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, attach_loss
 from fmoe.metrics import LayerMetrics
-from fmoe.ops import combine, permute
 from fmoe.parallel.slicing import gather_slices, take_slice
 from fmoe.routing import Routing, tokens_of
 
@@ -59,6 +58,9 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         granularity: m splits every expert into m of ``d_hidden / m`` and picks ``m * K`` of them (DeepSeekMoE, arXiv
             2401.06066).
         moe_group: process group over which the experts are spread; None for one worker.
+        exchange: how rows travel between the workers of ``moe_group``, a name of `fmoe.dispatch.EXCHANGES`
+            (docs/parallelism.md tells which pays when); nothing of it changes what is computed.
+        exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group whose ranks hold the same tokens: each computes its part of them.
         aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `collect_losses`.
         loss_weights: factor of each auxiliary loss by name; what is left out keeps its default
@@ -101,6 +103,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         shared_expert: nn.Module | int | None = None,
         shared_gate: bool = False,
         granularity: int = 1,
+        exchange: str = "all_to_all",
+        exchange_options: Mapping[str, Any] | None = None,
         aux_loss: str = "auto",
         loss_weights: Mapping[str, float] | None = None,
         loss_scale: Callable[[], float | Tensor] | None = None,
@@ -146,7 +150,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         self.group_size, self.sequence_first = group_size, sequence_first
         self.check, self.name = check, name
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
-        self.exchange = build_exchange(moe_group, self.num_experts)
+        self.exchange = build_exchange(moe_group, self.num_experts, exchange, exchange_options)
+        self._introduced = self.exchange.num_workers == 1
         self.world_size = self.exchange.num_workers
         self.num_local_experts = self.num_expert = self.num_experts // self.world_size
         self.first_expert = moe_group.rank() * self.num_local_experts if self.world_size > 1 else 0
@@ -242,8 +247,11 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
 
         Raises:
             UserError: shape or dtype of ``x`` or ``mask`` is wrong, the gate decided what cannot be.
-            RuntimeError: another worker failed before the exchange; its rank and message are named.
+            PeerError: another worker failed, is gone or stands still; its rank and message are named.
         """
+        self.exchange.begin(self.name)
+        if not self._introduced:
+            self._introduce(x)
         try:
             leaves, nest = pytree.tree_flatten(x)
             leading = leaves[0].shape[:-1]
@@ -267,18 +275,25 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             self._check_dtype(x_TD)
             fastmoe.name_group(self, x_TD)
             routing = route(self, pytree.tree_unflatten(leaves, nest), x_TD, groups)
-            plan = DispatchPlan.from_routing(routing, self.num_experts)
         except Exception as error:
-            self.exchange.abort(error, self._device(x))
+            if getattr(self.gate, "exchanges", False):  # the others wait inside the gate, not at the counts
+                self.exchange.fail(error)
+            else:
+                self.exchange.abort(error, self._device(x))
             raise
-        transfer = self.exchange.open(plan)
-        weight_TK = self._attach_losses(routing)
-        rows = [transfer.dispatch(permute(leaf, plan, transfer.num_rows)) for leaf in leaves]
-        rows = self._run_experts(pytree.tree_unflatten(rows, nest), transfer, groups, plan)
-        outputs, nest = pytree.tree_flatten(rows)
-        outputs = [combine(transfer.combine(out), weight_TK, plan) for out in outputs]
-        if self.shared is not None:
-            outputs[0] = outputs[0] + self.shared(x_TD)
+        has_keys = self.training and getattr(self.experts, "wants_row_keys", False)
+        if has_keys:
+            leaves.append(groups.token_keys("expert dropout", x_TD.device).unsqueeze(1))
+        runner = Runner(self, nest, has_keys)
+        transfer = self.exchange.open(routing)
+        try:
+            weight_TK = self._attach_losses(routing)
+            outputs = transfer.run(leaves, weight_TK, runner)
+            if self.shared is not None:
+                outputs[0] = outputs[0] + self.shared(x_TD)
+        except Exception as error:
+            self.exchange.fail(error)
+            raise
         if filled is not None:
             outputs = [fastmoe.fill_masked(out, filled, self.mask_dict, weight_TK) for out in outputs]
         if self.slice_group is not None:
@@ -286,21 +301,29 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 gather_slices(out.view(*sliced, *out.shape[1:]), leading[0], self.slice_group) for out in outputs
             ]
         outputs = [out.reshape(*leading, *out.shape[-1:]) for out in outputs]
-        return pytree.tree_unflatten(outputs, nest)
+        return pytree.tree_unflatten(outputs, runner.nest)
 
-    def _run_experts(self, rows: Any, transfer, groups, plan) -> Any:
-        counts_L = torch.tensor(transfer.counts, dtype=torch.int64)
-        if self.training and getattr(self.experts, "wants_row_keys", False):
-            keys_T1 = groups.token_keys("expert dropout", plan.order_N.device).unsqueeze(1)
-            keys_R = transfer.dispatch(permute(keys_T1, plan, transfer.num_rows)).squeeze(1)
-            out = self.experts(rows, counts_L, keys_R)
-        else:
-            out = self.expert_fn(rows, counts_L)
-        expected = sum(transfer.counts)
-        for leaf in pytree.tree_leaves(out):
-            if leaf.shape[0] != expected:
-                raise UserError(f"the experts of {self.name} returned {leaf.shape[0]} rows for {expected}")
-        return out
+    def _introduce(self, x: Any) -> None:
+        """Before anything else is exchanged: do all workers of ``moe_group`` have the same in mind?"""
+        first = next((leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)), None)
+        fields = {
+            "name": self.name,
+            "d_model": self.d_model,
+            "d_hidden": self.d_hidden,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "gate": type(self.gate).__name__,
+            "experts": getattr(self.experts, "kind", type(self.experts).__name__),
+            "dtype of parameters": getattr(next(self.parameters(), None), "dtype", None),
+            "dtype of the input": getattr(first, "dtype", None),
+            "width of the input": None if first is None or not first.dim() else first.shape[-1],
+            "granularity of routing groups": self.group_size,
+            "aux_loss": self.aux_loss,
+            "loss_weights": sorted(self.loss_weights.items()),
+            "seed": self.seed,
+        }
+        self._introduced = True
+        self.exchange.prepare(fields, self.experts, self.d_model, self._device(x))
 
     def _check_dtype(self, x_TD: Tensor) -> None:
         dtype = getattr(self.experts, "dtype", x_TD.dtype)

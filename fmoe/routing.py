@@ -42,12 +42,15 @@ class Routing:
             used.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
         stats: see `RoutingStats`; None if the gate keeps none.
+        most: assignments that no expert gets more of, known without looking at values; None where nothing less than T
+            * K can be said.
     """
 
     expert_TK: Tensor
     weight_TK: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     stats: RoutingStats | None = None
+    most: int | None = None
 
 
 class RoutingGroups:

@@ -1,6 +1,75 @@
-"""From a routing to rows grouped by expert and back: plan (integers), exchange (between workers)."""
+"""From a routing to rows grouped by expert and back: plan (integers), exchange (between workers), watch (no hang)."""
 
-from fmoe.dispatch.exchange import AllToAllExchange, Exchange, LocalExchange, build_exchange
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from fmoe.dispatch.all_to_all import AllToAllExchange
+from fmoe.dispatch.exchange import Exchange, GroupExchange, LocalExchange
+from fmoe.dispatch.gathered import AllGatherExchange
+from fmoe.dispatch.hierarchical import HierarchicalExchange
+from fmoe.dispatch.padded import PaddedExchange
 from fmoe.dispatch.plan import DispatchPlan
+from fmoe.dispatch.shadow import Cost
+from fmoe.dispatch.watch import PeerError
+from fmoe.errors import UserError, known_names
 
-__all__ = ["AllToAllExchange", "DispatchPlan", "Exchange", "LocalExchange", "build_exchange"]
+# Called as (group, num_experts, **exchange_options).
+EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
+    "all_to_all": AllToAllExchange,
+    "padded": PaddedExchange,
+    "all_gather": AllGatherExchange,
+    "hierarchical": HierarchicalExchange,
+}
+
+
+def build_exchange(
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    exchange: str = "all_to_all",
+    options: Mapping[str, Any] | None = None,
+) -> Exchange:
+    """The exchange of that name for an expert parallel group; a local one without a group or with one worker.
+
+    Raises:
+        UserError: an unknown name or option, the experts do not spread evenly over the group.
+    """
+    if exchange not in EXCHANGES:
+        raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")
+    known = _options_of(EXCHANGES[exchange])
+    for name in options or {}:
+        if known is not None and name not in known:
+            raise UserError(f"exchange_options: {exchange} has no {name!r}; {known_names(name, known)}")
+    if group is None or group.size() == 1:
+        return LocalExchange(num_experts)
+    if num_experts % group.size():
+        raise UserError(f"num_experts={num_experts} is not divisible by the {group.size()} workers of moe_group")
+    return EXCHANGES[exchange](group, num_experts, **(options or {}))
+
+
+def _options_of(factory: Callable[..., GroupExchange]) -> list[str] | None:
+    """Names of its options; None for a function, which may take any."""
+    if not isinstance(factory, type):
+        return None
+    names = {}
+    for base in factory.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            names.update(inspect.signature(base.__init__).parameters)
+    return sorted(names.keys() - {"self", "group", "num_experts", "options"})
+
+
+__all__ = [
+    "EXCHANGES",
+    "AllGatherExchange",
+    "AllToAllExchange",
+    "Cost",
+    "DispatchPlan",
+    "Exchange",
+    "HierarchicalExchange",
+    "LocalExchange",
+    "PaddedExchange",
+    "PeerError",
+    "build_exchange",
+]

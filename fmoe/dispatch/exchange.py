@@ -1,37 +1,47 @@
-"""Moving rows to the workers that own their experts, and back.
+"""Exchanges: ways for rows to travel to the workers that own their experts, and back.
 
-Shape letters: M rows that this worker sends, R rows that it gets, D width, E experts in all, L experts of a worker,
-W workers. Worker w owns the experts w * L ... (w + 1) * L - 1.
+``exchange.open(routing) -> Transfer`` agrees on what goes where; ``transfer.run(inputs, weight_TK, experts)`` permutes,
+sends, has the experts compute, brings their outputs back and combines them. `build_exchange` makes one by name.
+
+Shape letters: T tokens, K choices, D width, E experts in all, L experts of a worker, W workers, M rows that this worker
+sends, R rows that it gets. Worker w owns the experts w * L ... (w + 1) * L - 1.
 """
 
+from collections.abc import Mapping
 from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmoe.dispatch.plan import DispatchPlan
+from fmoe.dispatch.watch import PeerError, all_gather, broadcast, watch_of
 from fmoe.errors import UserError
-from fmoe.ops import reorder
+from fmoe.routing import Routing
+
+
+class Experts(Protocol):
+    """This worker's experts, as a transfer calls them."""
+
+    def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """Rows of each input tensor, sorted by expert, and how many each expert has -> rows of each output tensor."""
+        ...
+
+    def lend(self, local: int) -> list[Tensor]:
+        """The parameters of one of them (`fmoe.dispatch.shadow`)."""
+        ...
+
+    def run_with(self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int]) -> list[Tensor]:
+        """As a call, by experts of other workers whose parameters were lent."""
+        ...
 
 
 class Transfer(Protocol):
-    """The two journeys of one forward pass. Both are differentiable, and one is the other's inverse.
+    """One forward pass through the experts, differentiable."""
 
-    Attributes:
-        num_rows: M, the rows that this worker sends.
-        counts: rows that each of this worker's experts gets, L numbers.
-    """
-
-    num_rows: int
-    counts: list[int]
-
-    def dispatch(self, rows_MD: Tensor) -> Tensor:
-        """Rows sorted by expert -> the rows of this worker's experts, sorted by expert: [R, D]."""
-        ...
-
-    def combine(self, rows_RD: Tensor) -> Tensor:
-        """Outputs of the experts -> where their rows came from, in the order they had there: [M, D]."""
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
+        """Tensors [T, ...] of which each expert gets its tokens' rows -> ``sum_k weight_tk * output of expert (t, k)``,
+        [T, ...] for each tensor that the experts return."""
         ...
 
 
@@ -40,143 +50,167 @@ class Exchange(Protocol):
 
     num_workers: int
 
-    def open(self, plan: DispatchPlan) -> Transfer:
-        """Agrees on the counts; the one place where the host waits for the device."""
+    def begin(self, name: str) -> None:
+        """A forward pass of the layer of that name begins."""
+        ...
+
+    def prepare(self, fields: Mapping[str, object], experts: nn.Module, row_width: int, device: torch.device) -> None:
+        """Before the first exchange of a layer: all workers tell ``fields``, which must be the same.
+
+        Raises:
+            UserError: they are not; on all workers, naming the field, the ranks and the values.
+        """
+        ...
+
+    def open(self, routing: Routing) -> Transfer:
+        """Agrees on the counts. Where the host has to wait for the device, it does so here, once.
+
+        Raises:
+            PeerError: another worker failed before it came here.
+        """
         ...
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Tells the other workers, who are waiting in `open`, that this one failed before it. Every worker raises.
+        """Called instead of `open` by a worker that failed before it: every worker raises.
 
         Args:
             device: where the layer is, and so where the others exchange their counts.
         """
         ...
 
+    def fail(self, error: Exception) -> None:
+        """Tells those who wait for this worker that it failed after `open` and will not join them."""
+        ...
+
 
 class LocalExchange:
-    """One worker, which owns every expert: nothing moves."""
+    """One worker, which owns every expert: nothing moves.
+
+    Args:
+        num_experts: E.
+    """
 
     num_workers = 1
 
-    def open(self, plan: DispatchPlan) -> Transfer:
-        return _Stay(plan.counts)
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+
+    def begin(self, name: str) -> None:
+        pass
+
+    def prepare(self, fields: Mapping[str, object], experts: nn.Module, row_width: int, device: torch.device) -> None:
+        pass
+
+    def open(self, routing: Routing) -> Transfer:
+        plan = DispatchPlan.from_routing(routing, self.num_experts)
+        return _Stay(plan)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         pass
 
+    def fail(self, error: Exception) -> None:
+        pass
+
 
 class _Stay:
-    def __init__(self, counts: list[int]):
-        self.counts, self.num_rows = counts, sum(counts)
+    def __init__(self, plan: DispatchPlan):
+        self._plan, self._counts = plan, plan.counts
 
-    def dispatch(self, rows_MD: Tensor) -> Tensor:
-        return rows_MD
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
+        num_rows = sum(self._counts)
+        rows = experts([self._plan.permute(x, num_rows) for x in inputs], self._counts)
+        return [self._plan.combine(out, weight_TK) for out in rows]
 
-    def combine(self, rows_RD: Tensor) -> Tensor:
-        return rows_RD
 
-
-class AllToAllExchange:
-    """Expert parallelism by ``all_to_all_single`` with uneven splits (FastMoE section 3.2, GShard section 3.2).
+class GroupExchange:
+    """What the exchanges of a process group share.
 
     Args:
         group: the expert parallel group, gloo or nccl.
         num_experts: E.
+        wire_dtype: in which rows travel, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
+        self.group, self.wire_dtype = group, wire_dtype
         self.num_workers = group.size()
+        self.num_experts = num_experts
         self.num_local_experts = num_experts // self.num_workers
+        self.worker = group.rank()
 
-    def open(self, plan: DispatchPlan) -> Transfer:
-        return self._agree(plan.count_E.view(self.num_workers, self.num_local_experts), None)
+    def __deepcopy__(self, memo) -> "GroupExchange":
+        return self  # process groups cannot be copied, and what else is in it is of the group
+
+    def begin(self, name: str) -> None:
+        watch_of(self.group).begin(name)
+
+    def prepare(self, fields: Mapping[str, object], experts: nn.Module, row_width: int, device: torch.device) -> None:
+        introduce(self.group, {**fields, "exchange": self.describe()}, device)
+
+    def describe(self) -> str:
+        """The exchange and its options, for `prepare`."""
+        return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
+
+    def fail(self, error: Exception) -> None:
+        watch_of(self.group).fail(error)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        nothing_WL = torch.zeros(self.num_workers, self.num_local_experts, dtype=torch.int64, device=device)
-        self._agree(nothing_WL, error)
+        self.fail(error)
 
-    def __deepcopy__(self, memo) -> "AllToAllExchange":
-        return self  # process groups cannot be copied, and there is nothing else in it
-
-    def _agree(self, send_WL: Tensor, error: Exception | None) -> Transfer:
-        # A column beside the counts says "I failed before the exchange", lest the others wait for rows for ever.
-        failed_W1 = torch.full_like(send_WL[:, :1], int(error is not None))
-        send = torch.cat([send_WL, failed_W1], 1)
-        receive = torch.empty_like(send)
-        dist.all_to_all_single(receive, send, group=self.group)
-        sent, received = torch.stack([send, receive]).tolist()
-        failed = [worker for worker, row in enumerate(received) if row[-1]]
-        if failed:
-            _raise_together(self.group, failed, error, send.device)
-        return AllToAllTransfer(self.group, [row[:-1] for row in sent], [row[:-1] for row in received], send.device)
-
-
-class AllToAllTransfer:
-    def __init__(self, group, sent_WL: list[list[int]], received_WL: list[list[int]], device: torch.device):
-        self._group = group
-        self._sent, self._received = [sum(row) for row in sent_WL], [sum(row) for row in received_WL]
-        self.num_rows = sum(self._sent)
-        self.counts = [sum(column) for column in zip(*received_WL, strict=True)]
-        # Rows arrive by (sender, expert); experts want them by (expert, sender).
-        num_local = len(self.counts)
-        expert_R = torch.arange(num_local, device=device).repeat(len(received_WL))
-        expert_R = expert_R.repeat_interleave(
-            torch.tensor([n for row in received_WL for n in row], device=device), output_size=sum(self._received)
-        )
-        self._by_expert_R = expert_R.argsort(stable=True)
-        self._by_sender_R = torch.empty_like(self._by_expert_R)
-        self._by_sender_R[self._by_expert_R] = torch.arange(len(expert_R), device=device)
-
-    def dispatch(self, rows_MD: Tensor) -> Tensor:
-        rows_RD = _AllToAll.apply(rows_MD, self._received, self._sent, self._group)
-        return reorder(rows_RD, self._by_expert_R, self._by_sender_R)
-
-    def combine(self, rows_RD: Tensor) -> Tensor:
-        rows_RD = reorder(rows_RD, self._by_sender_R, self._by_expert_R)
-        return _AllToAll.apply(rows_RD, self._sent, self._received, self._group)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows by worker, ``send`` of them to each, ``receive`` of them from each; gradients travel the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, receive: list[int], send: list[int], group):
-        ctx.receive, ctx.send, ctx.group = receive, send, group
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _AllToAll.apply(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+    def raise_together(self, failed: list[int], error: Exception | None, device: torch.device) -> NoReturn:
+        """Every worker is here: they share the first failed one's message and raise. It keeps its own exception."""
+        raise_together(self.group, failed, error, device)
 
 
 _MESSAGE_BYTES = 2048
 
 
-def _raise_together(group, failed: list[int], error: Exception | None, device: torch.device) -> NoReturn:
-    """Every worker is here: they share the first failed one's message and raise. It keeps its own exception."""
+def raise_together(
+    group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
+) -> NoReturn:
+    """Called by every worker of the group, with the same ``failed`` ones and, on those, their error."""
     text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error is not None else b""
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    message = message.to(device)
-    dist.broadcast(message, src=dist.get_global_rank(group, failed[0]), group=group)
+    message = _as_bytes(text, device)
+    broadcast(group, message, failed[0], "sharing of an error").wait(for_host=True)
     if error is not None:
         raise error
-    text = bytes(message.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
     ranks = ", ".join(str(dist.get_global_rank(group, worker)) for worker in failed)
-    raise RuntimeError(f"rank {ranks} failed before the exchange of an MoE layer: {text}")
+    raise PeerError(f"rank {ranks} failed before the exchange of an MoE layer: {_as_text(message)}")
 
 
-def build_exchange(group: dist.ProcessGroup | None, num_experts: int) -> Exchange:
-    """The exchange for an expert parallel group; a local one without a group or with one worker.
+def _as_bytes(text: bytes, device: torch.device) -> Tensor:
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    if text:
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return message.to(device)
+
+
+def _as_text(message: Tensor) -> str:
+    return bytes(message.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def introduce(group: dist.ProcessGroup, fields: Mapping[str, object], device: torch.device) -> None:
+    """Every worker tells what it is about to do, once; all of them raise the same error if they differ.
+
+    Args:
+        fields: what must be the same on all workers, as text that is shown.
 
     Raises:
-        UserError: the experts do not spread evenly over the group.
+        UserError: names the field, the ranks that differ from most, and both values.
     """
-    if group is None or group.size() == 1:
-        return LocalExchange()
-    if num_experts % group.size():
-        raise UserError(f"num_experts={num_experts} is not divisible by the {group.size()} workers of moe_group")
-    return AllToAllExchange(group, num_experts)
+    lines = [f"{name}={value}".replace("\n", " ")[:120] for name, value in fields.items()]
+    mine = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
+    everyones = all_gather(group, mine, "introduction of a layer").wait(for_host=True).view(group.size(), -1)
+    told = [_as_text(message).split("\n") for message in everyones]
+    for column in zip(*told, strict=False):
+        values = sorted(set(column), key=lambda value: (-column.count(value), column.index(value)))
+        if len(values) > 1:
+            ranks = [dist.get_global_rank(group, worker) for worker, v in enumerate(column) if v != values[0]]
+            others = ", ".join(v.partition("=")[2] for v in values[1:])
+            name, _, usual = values[0].partition("=")
+            raise UserError(
+                f"{told[0][0].partition('=')[2]}: rank {', '.join(map(str, ranks))} has {name}={others}, "
+                f"the others of moe_group have {usual}"
+            )

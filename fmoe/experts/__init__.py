@@ -15,6 +15,7 @@ from fmoe.errors import UserError, known_names
 from fmoe.experts.ffn import FFNExperts
 from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
+from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
@@ -72,6 +73,7 @@ __all__ = [
     "FFNExperts",
     "FMoELinear",
     "ModuleExperts",
+    "Runner",
     "SharedExpert",
     "build_experts",
     "register_expert",

@@ -116,8 +116,36 @@ class FFNExperts(nn.Module):
             counts_L: rows of each expert; a tensor on the CPU or numbers.
             keys_R: int64, of the dropout noise of each row; None draws it from torch's default generator.
         """
-        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        return self._run(parameters, rows_RD, counts_L, keys_R)
+
+    @property
+    def kind(self) -> str:
+        """What must be the same for experts on all workers."""
+        activation = getattr(self.activation, "__name__", repr(self.activation))
+        return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
+
+    def lend(self, local: int) -> list[Tensor]:
+        """The parameters of one expert, for `run_with` on another worker; differentiable."""
+        stacks = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        return [stack[local] for stack in stacks if stack is not None]
+
+    def run_with(
+        self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
+    ) -> Tensor:
+        """`forward` of experts of other workers, given what their `lend` returned."""
+        stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
+        own = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)
+
+    def _run(
+        self,
+        parameters: tuple[Tensor | None, ...],
+        rows_RD: Tensor,
+        counts_L: Tensor | Sequence[int],
+        keys_R: Tensor | None,
+    ) -> Tensor:
+        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         device = rows_RD.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -3,8 +3,9 @@
 Shape letters: R rows, L experts of this worker.
 """
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,42 @@ class ModuleExperts(nn.ModuleList):
         Raises:
             UserError: outputs of two experts differ in width or structure; names both.
         """
+        return ModuleExperts._run([expert.__call__ for expert in self], list(self), rows, counts_L)
+
+    @property
+    def kind(self) -> str:
+        """What must be the same for experts on all workers: nothing, modules may differ."""
+        return "modules"
+
+    def lend(self, local: int) -> list[Tensor]:
+        """The parameters of one module, for `run_with` on another worker.
+
+        Raises:
+            UserError: the modules are not of one kind, or have buffers, which are not lent.
+        """
+        kinds = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in self}
+        if len(kinds) > 1 or next(self.buffers(), None) is not None:
+            raise UserError("modules can be lent if they are of one class, with parameters alike and without buffers")
+        return list(self[local].parameters())
+
+    def run_with(
+        self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
+    ) -> Any:
+        """`forward` of experts of other workers, given what their `lend` returned."""
+        names = [name for name, _ in self[0].named_parameters()]
+        calls = [
+            functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters
+        ]
+        return ModuleExperts._run(calls, [self[0]] * len(calls), rows, counts)
+
+    @staticmethod
+    def _run(calls: Sequence[Callable], modules: Sequence[nn.Module], rows: Any, counts_L) -> Any:
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else list(counts_L)
         leaves, nest = pytree.tree_flatten(rows)
         outputs, begin = [], 0
-        for expert, count in zip(self, counts, strict=True):
+        for call, expert, count in zip(calls, modules, counts, strict=True):
             part = pytree.tree_unflatten([leaf[begin : begin + count] for leaf in leaves], nest)
-            outputs.append(expert(part, torch.tensor([count])) if _takes_count(expert) else expert(part))
+            outputs.append(call(part, torch.tensor([count])) if _takes_count(expert) else call(part))
             begin += count
         flat = [pytree.tree_flatten(output) for output in outputs]
         shapes = [(spec, [leaf.shape[1:] for leaf in parts]) for parts, spec in flat]
@@ -50,6 +81,10 @@ class ModuleExperts(nn.ModuleList):
         for module in self.modules():
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+
+
+def _call_with(module: nn.Module, parameters: dict[str, Tensor], *args: Any) -> Any:
+    return torch.func.functional_call(module, parameters, args)
 
 
 def _takes_count(module: nn.Module) -> bool:

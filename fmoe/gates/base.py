@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.gates.capacity import count_by_group, drop_over_capacity
+from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
@@ -99,14 +99,23 @@ class Router(nn.Module):
     ) -> Routing:
         """The Routing of choices that padding is left out of already: capacity and statistics."""
         kept_TK = self.drop(expert_TK, groups)
-        return Routing(
-            kept_TK, weight_TK, losses, routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
-        )
+        stats = routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
+        return Routing(kept_TK, weight_TK, losses, stats, self.most(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         """The choices with -1 where the expert is over its capacity."""
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
+
+    def most(self, groups: RoutingGroups) -> int | None:
+        """Assignments that no expert gets more of, as far as the gate's capacity tells; None without one."""
+        factor = self._factor()
+        if factor is None:
+            return None
+        return sum(capacity(factor, size * self.top_k, self.num_experts) for size in groups.sizes())
+
+    def _factor(self) -> float | None:
+        return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.gates.base import Choice, Scores, TopKRouter
-from fmoe.gates.capacity import limits
+from fmoe.gates.capacity import capacity, limits
 from fmoe.routing import RoutingGroups
 
 
@@ -65,7 +65,7 @@ class ExpertChoiceRouter(TopKRouter):
 
     def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """bool [T, E]: which experts take which tokens; of equal tokens the first."""
-        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        factor = self._factor()
         limit_G = limits(groups, 1, self.num_experts, factor, probs_TE.device)
         probs_GSE = groups.split(probs_TE)
         if groups.is_ragged:
@@ -79,3 +79,6 @@ class ExpertChoiceRouter(TopKRouter):
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         return expert_TK
+
+    def most(self, groups: RoutingGroups) -> int | None:
+        return sum(capacity(self._factor(), size, self.num_experts) for size in groups.sizes())

@@ -36,15 +36,20 @@ def reorder(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan") -> Tensor:
     """``sum_k weight_tk * rows[place_tk]``, dropped assignments left out; weight None is one."""
     num_rows = rows_MD.shape[0]
-    num_tokens, top_k = plan.place_TK.shape
+    if 2 * num_rows < plan.place_TK.numel() and rows_MD.device.type == "cpu":
+        return _scatter_sum(rows_MD, weight_TK, plan)
+    # Where some were dropped, their places lie past the end.
+    return gather_sum(rows_MD, weight_TK, plan.place_TK, plan.kept_TK if num_rows < plan.place_TK.numel() else None)
+
+
+def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, place_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    """``sum_k weight_tk * rows[place_tk]`` over what is kept (None: all); weight None is one."""
+    num_rows = rows_MD.shape[0]
+    num_tokens, top_k = place_TK.shape
     if num_rows == 0:
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    place_TK = plan.place_TK
-    if 2 * num_rows < place_TK.numel() and rows_MD.device.type == "cpu":
-        return _scatter_sum(rows_MD, weight_TK, plan)
-    if num_rows < place_TK.numel():  # some were dropped: their places lie past the end
+    if kept_TK is not None:
         place_TK = place_TK.clamp(max=num_rows - 1)
-        kept_TK = plan.kept_TK
         weight_TK = kept_TK.to(rows_MD.dtype) if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
     total_TD = None

@@ -12,6 +12,8 @@ class DCGate(GShardGate):
     """`GShardGate` whose capacity is counted over all workers: an expert takes ``ceil(factor * T)`` choices, those of
     the first workers first, whatever worker they come from."""
 
+    exchanges = True
+
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
         """Drops what is over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0])

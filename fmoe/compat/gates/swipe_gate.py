@@ -1,17 +1,19 @@
 """FastMoE's SWIPE gate."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.compat.gates.naive_gate import NaiveGate
 from fmoe.compat.gates.utils import grant, keep_first, softmax
+from fmoe.dispatch.watch import all_gather
 from fmoe.functions import moe_group_of
 
 
 class SwipeGate(NaiveGate):
     """Top-k whose load is the same on all workers: in training, choices that a worker has no room for move to workers
     that have, one round for the first choices, one for the second, and so on. Workers hold as many tokens each."""
+
+    exchanges = True
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D] -> index [T, K], score [T, K]: softmax over the logits of the experts that were got."""
@@ -45,9 +47,8 @@ class SwipeGate(NaiveGate):
         if self.world_size > 1:
             group = moe_group_of(self.world_size)
             mine = torch.cat([want_W, capacity.reshape(1).to(want_W)])
-            gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(gathered, mine, group=group)
-            gathered = torch.stack(gathered).cpu()
+            gathered = all_gather(group, mine, "a gate's exchange of counts").wait(for_host=True)
+            gathered = gathered.view(self.world_size, -1).cpu()
             want_WW, capacity_W, rank = gathered[:, :-1], gathered[:, -1], group.rank()
         # From worker (row) to worker (column). What is refused, lined up, meets the room that is left, lined up.
         taken_WW = grant(want_WW, capacity_W)

@@ -23,6 +23,7 @@ class SwitchGate(NaiveGate):
     """
 
     default_top_k = 1
+    exchanges = True
 
     def __init__(
         self,

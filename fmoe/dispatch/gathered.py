@@ -1,0 +1,120 @@
+"""Every worker gets every token and computes its own experts' share of it; the shares are summed where tokens live.
+
+For small groups and large K: a token travels once to each worker instead of once for each of its K experts, and a
+worker sends each other one a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every worker holds
+the tokens of all.
+
+Shape letters: T tokens of this worker, T' of the worker with most, others as in `fmoe.dispatch.exchange`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
+from fmoe.dispatch.plan import DispatchPlan
+from fmoe.dispatch.watch import all_gather, all_to_all
+from fmoe.routing import Routing
+
+
+class AllGatherExchange(GroupExchange):
+    """See the module.
+
+    Args:
+        group, num_experts, wire_dtype: see `GroupExchange`. Sums are taken in float32 whatever they travel in.
+    """
+
+    def open(self, routing: Routing) -> Transfer:
+        return self._agree(routing, routing.expert_TK.device, None)
+
+    def abort(self, error: Exception, device: torch.device) -> None:
+        self._agree(None, device, error)
+
+    @torch.no_grad()
+    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None) -> Transfer:
+        head = torch.zeros(3 + self.num_experts, dtype=torch.int64, device=device)
+        head[0] = int(error is not None)
+        if routing is not None:
+            head[1], head[2] = routing.expert_TK.shape
+            expert_N = routing.expert_TK.reshape(-1) + 1
+            counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
+            head[3:] = counts.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
+        heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
+        heads = heads.view(self.num_workers, -1).tolist()  # the one look of the host
+        failed = [worker for worker, row in enumerate(heads) if row[0]]
+        if failed:
+            self.raise_together(failed, error, device)
+        longest = max(row[1] for row in heads)
+        top_k = max(row[2] for row in heads)
+        padded = torch.full((longest, top_k), -1, dtype=torch.int64, device=device)
+        padded[: routing.expert_TK.shape[0], : routing.expert_TK.shape[1]] = routing.expert_TK
+        everyones = all_gather(self.group, padded, "gathering of choices").wait()
+        first = self.worker * self.num_local_experts
+        local = everyones - first
+        local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
+        plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
+        counts = [sum(row[3 + first + e] for row in heads) for e in range(self.num_local_experts)]
+        return _Gathered(self, plan, counts, longest, top_k)
+
+
+class _Gathered:
+    def __init__(self, exchange: AllGatherExchange, plan: DispatchPlan, counts: list[int], longest: int, top_k: int):
+        self._group, self._wire_dtype = exchange.group, exchange.wire_dtype
+        self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
+
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
+        num_rows = sum(self._counts)
+        num_tokens = weight_TK.shape[0]
+        rows = [self._plan.permute(self._gather(x), num_rows) for x in inputs]
+        lacking = self._top_k - weight_TK.shape[1]
+        weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
+        weights = _Gather.apply(weights, self._longest, self._group, None)
+        outputs = experts(rows, self._counts)
+        return [
+            _SumScatter.apply(self._plan.combine(out, weights), num_tokens, self._group, self._wire_dtype)
+            for out in outputs
+        ]
+
+    def _gather(self, x_TD: Tensor) -> Tensor:
+        wire = self._wire_dtype if x_TD.is_floating_point() else None
+        return _Gather.apply(x_TD, self._longest, self._group, wire)
+
+
+def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
+    sent = x if wire is None else x.to(wire)
+    if x.shape[0] < longest:
+        sent = torch.cat([sent, sent.new_zeros(longest - x.shape[0], *x.shape[1:])])
+    return all_gather(group, sent).wait().to(x.dtype)
+
+
+def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
+    """[W * T', ...], the part of worker w for w -> the sum of the parts for this one, in the order of workers."""
+    received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
+    parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
+    return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """[T, ...] of every worker -> [W * T', ...] of all, filled up with zeros."""
+
+    @staticmethod
+    def forward(ctx, x, longest: int, group, wire):
+        ctx.length, ctx.group, ctx.wire = x.shape[0], group, wire
+        return _gather(x, longest, group, wire)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum_scatter(grad, ctx.length, ctx.group, ctx.wire), None, None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    """The inverse journey: every worker's sums for all tokens -> the whole sums of this one's."""
+
+    @staticmethod
+    def forward(ctx, x, length: int, group, wire):
+        ctx.longest, ctx.group, ctx.wire = x.shape[0] // group.size(), group, wire
+        return _sum_scatter(x, length, group, wire)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad.contiguous(), ctx.longest, ctx.group, ctx.wire), None, None, None

@@ -1,0 +1,118 @@
+"""All-to-all in two stages: first within the node, then between workers of the same place in their nodes.
+
+A message then goes to each node instead of to each worker of it, larger ones over the slow network and fewer of them
+(the hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.2). Rows
+move twice, the first time over the fast links of the node.
+
+Shape letters: N nodes of I workers each; worker w is on node w // I, in place w % I. Others: `fmoe.dispatch.exchange`.
+"""
+
+import os
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.dispatch.all_to_all import AllToAllExchange, Leg
+from fmoe.dispatch.watch import all_to_all
+from fmoe.errors import UserError
+
+_subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = weakref.WeakKeyDictionary()
+
+
+def node_groups(group: dist.ProcessGroup, node_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This worker's node and the workers of its place in all nodes; made once for each group and size.
+
+    Called by every worker of ``group``.
+    """
+    known = _subgroups.setdefault(group, {})
+    if node_size not in known:
+        ranks, worker = dist.get_process_group_ranks(group), group.rank()
+        node = ranks[worker // node_size * node_size :][:node_size]
+        peers = ranks[worker % node_size :: node_size]
+        known[node_size] = tuple(dist.new_group(part, use_local_synchronization=True) for part in (node, peers))
+    return known[node_size]
+
+
+class HierarchicalExchange(AllToAllExchange):
+    """See the module.
+
+    Args:
+        group, num_experts, options: see `AllToAllExchange`.
+        node_size: I, workers of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE.
+        groups: the two groups, if there are such already: this worker's node, and the workers of its place.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        node_size: int | None = None,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        **options,
+    ):
+        super().__init__(group, num_experts, **options)
+        if groups is not None:
+            node_size = groups[0].size()
+        elif node_size is None:
+            node_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_workers))
+            node_size = min(node_size, self.num_workers)
+        if not isinstance(node_size, int) or node_size < 1 or self.num_workers % node_size:
+            raise UserError(
+                f"exchange_options: node_size={node_size!r} does not divide the {self.num_workers} workers of moe_group"
+            )
+        self.node_size, self.num_nodes = node_size, self.num_workers // node_size
+        self.node, self.peers = node_groups(group, node_size) if groups is None else groups
+        if self.peers.size() != self.num_nodes:
+            raise UserError(f"exchange_options: groups have {self.node.size()} x {self.peers.size()} workers")
+
+    def _exchange_counts(self, count_E: Tensor, has_failed: bool) -> tuple[list[Tensor], Tensor]:
+        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and 1 + this worker if it
+        # failed. Both stages hand on the largest such number, and so every worker gets it.
+        shape = (self.num_nodes, self.node_size, self.num_local_experts)
+        flag = torch.full_like(count_E[:1], self.worker + 1 if has_failed else 0).expand(self.node_size, 1)
+        send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag], 1)
+        near = all_to_all(self.node, send, what="exchange of counts in the node").wait()
+        count_INL = near[:, :-1].view(self.node_size, self.num_nodes, self.num_local_experts)
+        flag = near[:, -1].max().expand(self.num_nodes, 1)
+        pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), flag], 1)
+        far = all_to_all(self.peers, pass_on, what="exchange of counts between nodes").wait(for_host=True)
+        return [send, near, far], far[:, :-1]
+
+    def _failed(self, on_host: list[list[int]]) -> list[int]:
+        width = len(on_host[2]) // self.num_nodes
+        failed = max(on_host[2][width - 1 :: width])
+        return [failed - 1] if failed else []
+
+    def _legs(
+        self, tensors: list[Tensor], on_host: list[list[int]]
+    ) -> tuple[list[Leg], list[list[int]], Iterable[int]]:
+        node_size, num_nodes, num_local = self.node_size, self.num_nodes, self.num_local_experts
+        send, near = ([row[:-1] for row in _rows(values, node_size)] for values in on_host[:2])
+        far = [row[:-1] for row in _rows(on_host[2], num_nodes)]
+        pass_on = [[n for row in near for n in row[m * num_local : (m + 1) * num_local]] for m in range(num_nodes)]
+        device = tensors[0].device
+        # Rows come from worker i of the node by (node m, expert l) and are to leave by (m, i, l).
+        i, m, local = torch.meshgrid(
+            *(torch.arange(n, device=device) for n in (node_size, num_nodes, num_local)), indexing="ij"
+        )
+        near_key = ((m * node_size + i) * num_local + local).flatten(1)
+        # Then they come from node n by (i, l) and are wanted by l.
+        far_key = torch.arange(num_local, device=device).repeat(num_nodes, node_size)
+        legs = [
+            Leg(self.node, send, near, tensors[1][:, :-1], near_key),
+            Leg(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
+        ]
+        expert = torch.arange(self.num_experts).view(num_nodes, node_size, num_local)
+        return legs, far, expert.transpose(0, 1).flatten().tolist()
+
+    def describe(self) -> str:
+        return f"{super().describe()}(node_size={self.node_size})"
+
+
+def _rows(values: list[int], count: int) -> list[list[int]]:
+    width = len(values) // count
+    return [values[i * width : (i + 1) * width] for i in range(count)]

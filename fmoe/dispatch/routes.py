@@ -1,0 +1,164 @@
+"""How rows get from one worker to another and back, uneven splits and all: one all-to-all, or one a stage.
+
+Shape letters: M rows that this worker sends, R rows that it gets, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.dispatch.watch import Pending, all_to_all
+from fmoe.ops import reorder
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One all-to-all and the order in which its rows are wanted afterwards.
+
+    Attributes:
+        send, receive: rows to and from each worker of ``group``.
+        order_R: place, among the rows as they arrive, of each row as it is wanted.
+        wire_dtype: rows travel in it; None for their own.
+    """
+
+    group: dist.ProcessGroup
+    send: list[int]
+    receive: list[int]
+    order_R: Tensor
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def inverse_R(self) -> Tensor:
+        """The inverse of ``order_R``."""
+        inverse = torch.empty_like(self.order_R)
+        inverse[self.order_R] = torch.arange(len(inverse), device=inverse.device)
+        return inverse
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Rows under way: a tensor that is filled when the `Pending` arrives."""
+
+    rows: Tensor
+    flight: "_Flight"
+
+
+class Route:
+    """The journey of the rows of one chunk to the experts' workers (`dispatch`) and back (`combine`).
+
+    Each can be begun (`start_dispatch`, `start_combine`) and finished (`finish_dispatch`, `finish_combine`) apart, so
+    that experts compute meanwhile. The backward pass does the same: a row's gradient leaves when the backward pass
+    comes by where the row arrived, and is waited for where the row left.
+    """
+
+    def __init__(self, stages: Sequence[Stage]):
+        self._stages = list(stages)
+        self._inverses = [stage.inverse_R for stage in self._stages]
+        self.num_rows = sum(self._stages[0].send)
+
+    def dispatch(self, rows_MD: Tensor) -> Tensor:
+        """Rows sorted by expert -> the rows of this worker's experts, sorted by expert: [R, D]."""
+        for stage, inverse in zip(self._stages, self._inverses, strict=True):
+            rows_MD = reorder(_Travel.apply(rows_MD, stage, False), stage.order_R, inverse)
+        return rows_MD
+
+    def combine(self, rows_RD: Tensor) -> Tensor:
+        """Outputs of the experts -> where their rows came from, in the order they had there: [M, D]."""
+        for stage, inverse in zip(self._stages[::-1], self._inverses[::-1], strict=True):
+            rows_RD = _Travel.apply(reorder(rows_RD, inverse, stage.order_R), stage, True)
+        return rows_RD
+
+    def start_dispatch(self, rows_MD: Tensor) -> Parcel:
+        """Begins `dispatch`: its first stage."""
+        return _start(rows_MD, self._stages[0], False)
+
+    def finish_dispatch(self, parcel: Parcel) -> Tensor:
+        """Ends `dispatch`."""
+        rows = reorder(_finish(parcel), self._stages[0].order_R, self._inverses[0])
+        for stage, inverse in zip(self._stages[1:], self._inverses[1:], strict=True):
+            rows = reorder(_Travel.apply(rows, stage, False), stage.order_R, inverse)
+        return rows
+
+    def start_combine(self, rows_RD: Tensor) -> Parcel:
+        """Begins `combine`: all but the end of its last stage."""
+        for stage, inverse in zip(self._stages[:0:-1], self._inverses[:0:-1], strict=True):
+            rows_RD = _Travel.apply(reorder(rows_RD, inverse, stage.order_R), stage, True)
+        return _start(reorder(rows_RD, self._inverses[0], self._stages[0].order_R), self._stages[0], True)
+
+    def finish_combine(self, parcel: Parcel) -> Tensor:
+        """Ends `combine`."""
+        return _finish(parcel)
+
+
+def _launch(rows: Tensor, stage: Stage, is_back: bool) -> Pending:
+    send, receive = (stage.receive, stage.send) if is_back else (stage.send, stage.receive)
+    rows = rows if stage.wire_dtype is None or not rows.is_floating_point() else rows.to(stage.wire_dtype)
+    return all_to_all(stage.group, rows, receive, send)
+
+
+class _Travel(torch.autograd.Function):
+    """There and wait; gradients travel the other way."""
+
+    @staticmethod
+    def forward(ctx, rows, stage: Stage, is_back: bool):
+        ctx.stage, ctx.is_back = stage, is_back
+        return _launch(rows, stage, is_back).wait().to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Travel.apply(grad, ctx.stage, not ctx.is_back), None, None
+
+
+@dataclass(eq=False)
+class _Flight:
+    """What start and finish of one journey share, forward and backward."""
+
+    stage: Stage
+    is_back: bool
+    dtype: torch.dtype
+    there: Pending | None = None
+    back: list[Pending] = field(default_factory=list)
+
+
+def _start(rows: Tensor, stage: Stage, is_back: bool) -> Parcel:
+    flight = _Flight(stage, is_back, rows.dtype)
+    return Parcel(_Start.apply(rows, flight), flight)
+
+
+def _finish(parcel: Parcel) -> Tensor:
+    return _Finish.apply(parcel.rows, parcel.flight)
+
+
+class _Start(torch.autograd.Function):
+    """Lets rows go. What it returns stands for them in the graph and must not be read: `_Finish` has them."""
+
+    @staticmethod
+    def forward(ctx, rows, flight: _Flight):
+        ctx.flight = flight
+        flight.there = _launch(rows, flight.stage, flight.is_back)
+        # In the rows' dtype, so that autograd lets their gradient pass as it is.
+        size = sum(flight.stage.send if flight.is_back else flight.stage.receive)
+        return rows.new_empty(()).expand(size, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.flight.back.pop().wait().to(ctx.flight.dtype), None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for rows; in the backward pass lets their gradients go."""
+
+    @staticmethod
+    def forward(ctx, rows, flight: _Flight):
+        ctx.flight = flight
+        pending, flight.there = flight.there, None
+        return pending.wait().to(flight.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        flight = ctx.flight
+        flight.back.append(_launch(grad, flight.stage, not flight.is_back))
+        return grad.new_empty(()).expand(grad.shape), None

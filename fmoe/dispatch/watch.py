@@ -1,0 +1,269 @@
+"""Waiting for other workers without hanging: who keeps this one waiting, and what failed there.
+
+A worker that waits longer than `PATIENCE` writes into the store of its process group where it waits, and looks whether
+another one wrote that it failed. At the group's timeout, or when a connection breaks, those that wrote nothing are
+named. The fast path touches no store: it is one wait with a short timeout.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # seconds of waiting before the store is asked
+_STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
+_GRACE = 2.0  # seconds for the others to say where they are, once a connection is broken
+
+
+class PeerError(RuntimeError):
+    """Another worker of the group failed, ended or stands still; the message names it, the layer and the step."""
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that the group's collectives may take, as given to ``init_process_group`` or ``new_group``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if options is not None:
+                return options._timeout.total_seconds()
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+class Watch:
+    """Waits for the collectives of one process group, which are numbered as they start; `watch_of` makes it.
+
+    Attributes:
+        label: what is being done, for messages: the layer's name.
+        step: forward passes of layers over this group so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = weakref.ref(group)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_process_group_ranks(group)
+        self.label, self.step, self.started = "", 0, 0
+        self._told_failure = False
+        try:
+            self._store = dist.distributed_c10d._get_process_group_store(group)
+        except (AttributeError, KeyError, ValueError):
+            self._store = None
+
+    def begin(self, label: str) -> None:
+        """A layer's forward pass over this group begins."""
+        self.label = label
+        self.step += 1
+        if self._told_failure:  # a failure that everyone has got over
+            self._told_failure = False
+            self._ask(lambda store: store.delete_key("fmoe/failed"))
+
+    def wait(self, work: dist.Work, what: str, number: int) -> None:
+        """Returns when ``work``, the collective of that number, is done. For the CPU.
+
+        Raises:
+            PeerError: another worker failed, is gone, or did not join within the group's timeout.
+        """
+        deadline = time.monotonic() + timeout_of(self._group())
+        patience = PATIENCE
+        while True:
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(patience, deadline - time.monotonic()))))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._broken(error, what, number) from error
+            self._look(what, number, time.monotonic() >= deadline)
+
+    def wait_on_device(self, work: dist.Work, what: str, number: int) -> None:
+        """For CUDA: before the host reads what ``work`` brings, so that it never blocks for ever."""
+        begin = time.monotonic()
+        deadline = begin + timeout_of(self._group())
+        next_look, nap = begin + PATIENCE, 1e-5
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > next_look:
+                next_look = now + PATIENCE
+                self._look(what, number, now >= deadline)
+            time.sleep(nap)
+            nap = min(1.2 * nap, 1e-3)
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
+        if not isinstance(error, PeerError):
+            text = json.dumps([self.started, self.rank, f"{self._where()}: {type(error).__name__}: {error}"[:4000]])
+            self._told_failure = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
+
+    def _where(self) -> str:
+        return f"{self.label or 'a layer'}, forward pass {self.step}"
+
+    def _look(self, what: str, number: int, is_late: bool) -> None:
+        self._tell(what, number)
+        self._raise_if_failed(number)
+        if is_late:
+            seconds = timeout_of(self._group())
+            raise PeerError(
+                f"{self._where()}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s"
+            )
+
+    def _broken(self, error: Exception, what: str, number: int) -> PeerError:
+        """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant."""
+        self._tell(what, number)
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            self._raise_if_failed(number)
+            if self._store is None or not self._absent(number):
+                break
+            time.sleep(0.1)
+        reason = str(error).splitlines()[0][:200]
+        return PeerError(f"{self._where()}, {what}: {self._missing(number)} ({reason})")
+
+    def _tell(self, what: str, number: int) -> None:
+        text = json.dumps([number, what])
+        self._ask(lambda store: store.set(f"fmoe/at/{self.rank}", text))
+
+    def _raise_if_failed(self, number: int) -> None:
+        def failure(store):
+            return json.loads(store.get("fmoe/failed")) if store.check(["fmoe/failed"]) else None
+
+        found = self._ask(failure)
+        if found is not None and found[1] != self.rank and found[0] < number:
+            raise PeerError(f"rank {found[1]} failed in {found[2]}")
+
+    def _absent(self, number: int) -> list[int] | None:
+        """Ranks that do not wait for the collective of that number, or for a later one; None if the store is gone."""
+
+        def at(store):
+            keys = {rank: f"fmoe/at/{rank}" for rank in self.ranks}
+            return [r for r, key in keys.items() if not store.check([key]) or json.loads(store.get(key))[0] < number]
+
+        return self._ask(at)
+
+    def _missing(self, number: int) -> str:
+        absent = self._absent(number)
+        if absent is None:
+            return "a rank did not answer, nor did the store that would tell which (without torchrun it is in rank 0)"
+        if not absent:
+            return "the connection to a rank broke"
+        return f"rank {', '.join(map(str, absent))} did not answer"
+
+    def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """The store's answer; None if it has gone."""
+        answers: list[Any] = []
+
+        def call() -> None:
+            with contextlib.suppress(Exception):
+                answers.append(question(self._store))
+
+        if self._store is None:
+            return None
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(_STORE_SECONDS)
+        if not answers:
+            self._store = None
+            return None
+        return answers[0]
+
+
+_watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup) -> Watch:
+    """The one watch of a group, whoever exchanges over it."""
+    if group not in _watches:
+        _watches[group] = Watch(group)
+    return _watches[group]
+
+
+class Pending:
+    """A collective under way; keeps alive what it reads and writes."""
+
+    def __init__(self, watch: Watch, work: dist.Work, what: str, result: torch.Tensor, *read: torch.Tensor):
+        watch.started += 1
+        self._watch, self._work, self._what, self._number = watch, work, what, watch.started
+        self._result, self._read = result, read
+
+    def wait(self, for_host: bool = False) -> torch.Tensor:
+        """What it brings; ``for_host`` before the host is to read it."""
+        if self._result.device.type == "cpu":
+            self._watch.wait(self._work, self._what, self._number)
+        else:
+            self._work.wait()
+            if for_host:
+                self._watch.wait_on_device(self._work, self._what, self._number)
+        self._work, self._read = None, ()
+        return self._result
+
+
+def all_to_all(
+    group: dist.ProcessGroup,
+    rows: torch.Tensor,
+    receive: list[int] | None = None,
+    send: list[int] | None = None,
+    what: str = "exchange of rows",
+) -> Pending:
+    """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
+    rows = rows.contiguous()
+    out = torch.empty_like(rows) if receive is None else rows.new_empty(sum(receive), *rows.shape[1:])
+    watch = watch_of(group)
+    with _start_errors(watch, what):
+        work = dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True)
+    return Pending(watch, work, what, out, rows)
+
+
+def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
+    """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
+    part = part.contiguous()
+    out = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+    watch = watch_of(group)
+    with _start_errors(watch, what):
+        work = dist.all_gather_into_tensor(out, part, group=group, async_op=True)
+    return Pending(watch, work, what, out, part)
+
+
+def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
+    """``all_reduce`` in place, under watch."""
+    watch = watch_of(group)
+    with _start_errors(watch, what):
+        work = dist.all_reduce(value, op=op, group=group, async_op=True)
+    return Pending(watch, work, what, value)
+
+
+def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "broadcast") -> Pending:
+    """``broadcast`` in place from the group's ``worker``, under watch."""
+    watch = watch_of(group)
+    with _start_errors(watch, what):
+        work = dist.broadcast(value, dist.get_global_rank(group, worker), group=group, async_op=True)
+    return Pending(watch, work, what, value)
+
+
+def reduce(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "reduction") -> Pending:
+    """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
+    watch = watch_of(group)
+    with _start_errors(watch, what):
+        work = dist.reduce(value, dist.get_global_rank(group, worker), group=group, async_op=True)
+    return Pending(watch, work, what, value)
+
+
+@contextlib.contextmanager
+def _start_errors(watch: Watch, what: str):
+    """A connection that is known to be broken is told when the next collective starts."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise watch._broken(error, what, watch.started + 1) from error
+    except RuntimeError as error:
+        if "onnection" not in str(error) and "imed out" not in str(error):
+            raise
+        raise watch._broken(error, what, watch.started + 1) from error
