@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fmoe.errors import UserError
 from fmoe.layer import FMoE
+from fmoe.parallel.buckets import copy_back
 from fmoe.utils import get_rank_0_in_comm, get_torch_default_comm
 
 
@@ -72,7 +73,7 @@ class DistributedGroupedDataParallel(nn.Module):
             dist.all_reduce(flat, group=group)
             if not no_scale and reduce_after:
                 flat /= group.size()
-            _copy_back(flat, gradients)
+            copy_back(flat, gradients)
 
     def allreduce_params(self, *args, **kwargs) -> None:
         """`allreduce_gradients`, by its older name."""
@@ -83,7 +84,7 @@ class DistributedGroupedDataParallel(nn.Module):
         for group, parameters in self._by_group():
             flat = torch.cat([p.reshape(-1) for p in parameters])
             dist.broadcast(flat, get_rank_0_in_comm(group), group=group)
-            _copy_back(flat, parameters)
+            copy_back(flat, parameters)
 
     def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
         """Parameters that travel together: same group, same dtype; in the same order on all ranks."""
@@ -100,8 +101,3 @@ class DistributedGroupedDataParallel(nn.Module):
         for (name, _), parameters in parts.items():
             if name in self.comms:
                 yield self.comms[name], parameters
-
-
-def _copy_back(flat: Tensor, targets: list[Tensor]) -> None:
-    for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
-        target.copy_(part.view_as(target))

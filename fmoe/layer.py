@@ -24,6 +24,7 @@ from fmoe.gates import Gate, build_gate
 from fmoe.gates.adapt import route
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, attach_loss
 from fmoe.metrics import LayerMetrics
+from fmoe.parallel.guard import refuse_replicating_wrapper
 from fmoe.parallel.slicing import gather_slices, take_slice
 from fmoe.routing import Routing, tokens_of
 
@@ -253,6 +254,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         if not self._introduced:
             self._introduce(x)
         try:
+            if self.world_size > 1:
+                refuse_replicating_wrapper(self)
             leaves, nest = pytree.tree_flatten(x)
             leading = leaves[0].shape[:-1]
             filled = None
@@ -326,6 +329,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         self.exchange.prepare(fields, self.experts, self.d_model, self._device(x))
 
     def _check_dtype(self, x_TD: Tensor) -> None:
+        if getattr(self.experts, "_is_fsdp_managed_module", False):
+            return  # its mixed precision policy casts weights and rows when the experts are called
         dtype = getattr(self.experts, "dtype", x_TD.dtype)
         if x_TD.dtype != dtype and not torch.is_autocast_enabled(x_TD.device.type):
             raise UserError(

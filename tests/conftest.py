@@ -18,6 +18,13 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory):
+    """Four of them."""
+    with RankPool(4, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def forks(tmp_path_factory):
     """New processes in milliseconds with megatron-core imported, one rank or more, and commands in them."""
     with ForkServer(tmp_path_factory.mktemp("forks")) as server:

@@ -1,5 +1,19 @@
-"""Data parallelism with experts: which ranks a gradient is averaged over, and its norm."""
+"""Data parallelism with experts: process groups, wrappers, gradients (docs/parallelism.md)."""
 
+from fmoe.parallel.ddp import DenseAverager, DistributedDataParallel
+from fmoe.parallel.fsdp import fully_shard, no_sync
 from fmoe.parallel.gradients import average_gradients, clip_grad_norm_, grad_norm, is_expert
+from fmoe.parallel.groups import ParallelGroups, init
 
-__all__ = ["average_gradients", "clip_grad_norm_", "grad_norm", "is_expert"]
+__all__ = [
+    "DenseAverager",
+    "DistributedDataParallel",
+    "ParallelGroups",
+    "average_gradients",
+    "clip_grad_norm_",
+    "fully_shard",
+    "grad_norm",
+    "init",
+    "is_expert",
+    "no_sync",
+]

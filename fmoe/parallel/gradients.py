@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmoe.errors import UserError
+from fmoe.parallel.buckets import Reduction, buckets_of
+from fmoe.parallel.groups import ParallelGroups
+
 
 def is_expert(parameter: Tensor) -> bool:
     """Whether the parameter belongs to an expert, and so is not replicated over the data parallel group."""
@@ -19,52 +23,126 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def average_gradients(
-    model: nn.Module, group: dist.ProcessGroup, expert_data_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    expert_data_group: dist.ProcessGroup | None = None,
+    *,
+    groups: ParallelGroups | None = None,
 ) -> None:
     """Turns each rank's gradients (of a mean over its own tokens) into those of the mean over all ranks' tokens.
+
+    For models that no wrapper reduces, once a step, after the last backward pass. A dense parameter without a gradient
+    is left without; an expert's becomes zeros, since another rank may have one.
 
     Args:
         group: the data parallel group.
         expert_data_group: ranks that hold the same experts; None if no two do.
+        groups: both of them, of `fmoe.parallel.init`.
+
+    Raises:
+        UserError: neither ``group`` nor ``groups`` is given.
     """
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        reduce_over = expert_data_group if is_expert(parameter) else group
-        if reduce_over is not None and reduce_over.size() > 1:
-            dist.all_reduce(parameter.grad, group=reduce_over)
-        parameter.grad.div_(group.size())
+    if groups is not None:
+        group, expert_data_group = groups.data_group, groups.expert_data_group
+    if group is None:
+        raise UserError("average_gradients needs the data parallel group: group= or groups=")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    dense = [p for p in trained if not is_expert(p) and p.grad is not None]
+    shared = expert_data_group is not None and expert_data_group.size() > 1
+    experts = [p for p in trained if is_expert(p) and (shared or p.grad is not None)]
+    for parameters, over in ((dense, group), (experts, expert_data_group)):
+        if over is not None and over.size() > 1:
+            for bucket in buckets_of(parameters):
+                Reduction(bucket, over).finish(group.size())
+        else:
+            for parameter in parameters:
+                parameter.grad.div_(group.size())
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[Tensor], moe_group: dist.ProcessGroup | None = None) -> Tensor:
-    """2-norm of the gradients of the whole model: dense parameters once, every expert once.
+def grad_norm(
+    parameters: Iterable[Tensor],
+    moe_group: dist.ProcessGroup | None = None,
+    *,
+    groups: ParallelGroups | None = None,
+) -> Tensor:
+    """2-norm of the gradients of the whole model: dense parameters once, every expert once, every shard once.
+
+    Call it on every rank, with the same parameters, once gradients are reduced. Gradients that are DTensors
+    (`fmoe.parallel.fully_shard`) are summed over the ranks that hold their shards.
 
     Args:
         moe_group: the expert parallel group, over which the squares of expert gradients are summed.
+        groups: has it, of `fmoe.parallel.init`.
+
+    Returns:
+        A scalar, the same on all ranks: float32, or float64 where a gradient is.
     """
-    gradients = [(is_expert(p), p.grad) for p in parameters if p.grad is not None]
-    device = gradients[0][1].device if gradients else torch.device("cpu")
-
-    def squares(expert: bool) -> Tensor:
-        norms = [g.norm(dtype=torch.promote_types(g.dtype, torch.float32)) for e, g in gradients if e == expert]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-
-    expert_squares = squares(True)
-    if moe_group is not None and moe_group.size() > 1:
-        dist.all_reduce(expert_squares, group=moe_group)
-    return (squares(False) + expert_squares).sqrt()
+    moe_group = groups.moe_group if groups is not None else moe_group
+    parameters = list(parameters)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    # Squares by who holds the other parts: the same sets in the same order on all ranks, since they are read from the
+    # parameters, not from the gradients that happen to be there. In float64, in which no square overflows.
+    squares: dict[tuple[bool, tuple], Tensor] = {}
+    result = torch.float32
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        key = (is_expert(parameter), _sharded_over(parameter))
+        total = squares.setdefault(key, torch.zeros((), dtype=torch.float64, device=device))
+        if parameter.grad is not None:
+            gradient = _local(parameter.grad)
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            result = torch.promote_types(result, dtype)
+            total += torch.linalg.vector_norm(gradient, dtype=dtype).to(device, torch.float64).square()
+    for (expert, meshes), total in squares.items():
+        for group in (*meshes, moe_group if expert else None):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(total, group=group)
+    return torch.stack([*squares.values(), torch.zeros((), dtype=torch.float64, device=device)]).sum().sqrt().to(result)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, moe_group: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    moe_group: dist.ProcessGroup | None = None,
+    *,
+    groups: ParallelGroups | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that `grad_norm` is at most ``max_norm``; returns the norm before."""
+    """Scales all gradients so that `grad_norm` is at most ``max_norm``; returns the norm before.
+
+    Gradients whose norm is not finite are left as they are, on all ranks alike: look at what is returned, and skip the
+    step.
+
+    Args:
+        moe_group, groups: as in `grad_norm`.
+        error_if_nonfinite: raises instead, on all ranks; a host sync on a GPU.
+
+    Raises:
+        RuntimeError: with ``error_if_nonfinite``, the norm is infinite or NaN.
+    """
     parameters = list(parameters)
-    norm = grad_norm(parameters, moe_group)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm = grad_norm(parameters, moe_group, groups=groups)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the gradient norm is {norm.item()}, so gradients cannot be clipped to {max_norm}")
+    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale)
+            local = _local(parameter.grad)
+            local.mul_(scale.to(local.device))
     return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The part on this rank; it shares memory with a DTensor's."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _sharded_over(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Groups of the mesh dimensions that a DTensor is cut over; replicas do not count again."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return ()
+    return tuple(mesh.get_group(dim) for dim, p in enumerate(parameter.placements) if not p.is_replicate())

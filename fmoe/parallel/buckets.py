@@ -1,0 +1,71 @@
+"""Gradients that travel together."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BUCKET_BYTES = 25 << 20  # as torch DDP's: large enough for the bandwidth, small enough to begin early
+
+
+def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> list[list[Tensor]]:
+    """Neighbours of one dtype and device, up to ``max_bytes`` together; a larger one is alone."""
+    buckets: list[list[Tensor]] = []
+    kind, filled = None, 0
+    for tensor in tensors:
+        if (tensor.dtype, tensor.device) != kind or filled + tensor.nbytes > max_bytes:
+            buckets.append([])
+            kind, filled = (tensor.dtype, tensor.device), 0
+        buckets[-1].append(tensor)
+        filled += tensor.nbytes
+    return buckets
+
+
+class Reduction:
+    """A sum of some parameters' gradients over a group, under way; a missing gradient counts as zeros.
+
+    Every rank of the group makes it for the same parameters, in the same order, so a rank that gave an expert nothing
+    to do joins all the same.
+    """
+
+    def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._gradients = [parameter.grad for parameter in parameters]
+        alone = len(parameters) == 1 and self._gradients[0].is_contiguous()
+        self._sum = (
+            self._gradients[0].detach() if alone else torch.cat([g.detach().reshape(-1) for g in self._gradients])
+        )
+        self._is_copy, self._work = not alone, None
+        if group.size() > 1:
+            self._work = dist.all_reduce(self._sum, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, divisor: int) -> None:
+        """Waits, and leaves the sum divided by ``divisor`` in the gradients."""
+        if self._work is not None:
+            self._work.wait()
+        if divisor != 1:
+            self._sum.div_(divisor)
+        if self._is_copy:
+            copy_back(self._sum, self._gradients)
+
+
+def copy_back(flat: Tensor, targets: list[Tensor]) -> None:
+    """The parts of ``flat``, one after the other, into ``targets``."""
+    for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+        target.copy_(part.view_as(target))
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Every tensor becomes that of the group's first rank."""
+    if group.size() == 1:
+        return
+    source = dist.get_global_rank(group, 0)
+    for bucket in buckets_of(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, source, group=group)
+        copy_back(flat, bucket)

@@ -1,0 +1,180 @@
+"""torch's DistributedDataParallel for models whose experts are spread over ranks."""
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fmoe.errors import UserError
+from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
+from fmoe.parallel.gradients import is_expert
+from fmoe.parallel.groups import ParallelGroups, moe_layers
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's wrapper for the dense part (buckets, communication hooks, `no_sync` as they are), and beside it the same
+    for experts, over the ranks that hold the same ones.
+
+    After the backward pass every gradient is that of the mean over all ranks' losses, experts' too. An expert that got
+    no token has a gradient of zeros, so that all ranks join alike. Communication hooks (fp16, bf16, PowerSGD,
+    post-localSGD) see dense gradients alone; experts are summed in the dtype of their gradients.
+
+    Args:
+        module: its `FMoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
+            data parallel rank, experts as those of the first rank that holds them.
+        groups: of `fmoe.parallel.init`.
+        options: torch's, but for ``process_group`` and ``device_mesh``.
+
+    Raises:
+        UserError: a layer is spread over other ranks, no dense parameter is trained.
+        RuntimeError: in a forward pass, the backward pass before it did not reach all experts.
+    """
+
+    def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
+        for key in ("process_group", "device_mesh"):
+            if options.get(key) is not None:
+                raise UserError(f"{key} is not taken beside groups: it is groups.data_group")
+        layers = moe_layers(module, groups)
+        parameters = list(module.named_parameters(remove_duplicate=False))
+        experts = {name: p for name, p in parameters if is_expert(p)}
+        if not any(p.requires_grad for name, p in parameters if name not in experts):
+            raise UserError("no dense parameter is trained: use fmoe.parallel.average_gradients after the backward pass")
+        buffers = dict(_buffers_of_a_rank(layers))
+        ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        self._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        super().__init__(module, process_group=groups.data_group, **options)
+        self.groups = groups
+        own = dict.fromkeys(experts.values())  # each once, in order
+        if options.get("init_sync", True):
+            broadcast(own, groups.expert_data_group)
+            broadcast([b for b in buffers.values() if b is not None], groups.expert_data_group)
+        # From the last layer to the first, about as the backward pass meets them.
+        self._buckets = buckets_of([p for p in reversed(own) if p.requires_grad])
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._syncs = self._is_queued = False
+        self._restart()
+        myself = weakref.ref(self)  # parameters outlive wrappers
+        for parameter in self._bucket_of:
+            if groups.ep > 1:
+                # A rank's loss is the mean over its own tokens, an expert's gradient is a sum over those of ep ranks.
+                # Divided on arrival and not at the end, gradients of several synchronised passes can be added up.
+                parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
+            parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self._launched or self._under_way:
+                raise RuntimeError(
+                    "the last backward pass did not reach the experts of every layer, and their gradients are not "
+                    "reduced: every output of the forward pass that the loss needs must be a tensor, or in a list, "
+                    "tuple, dict or dataclass"
+                )
+            self._syncs = self.require_backward_grad_sync
+            self._restart()
+        output = super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and self._syncs and self._buckets:
+            myself = weakref.ref(self)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: _call(myself, DistributedDataParallel._begin))
+        return output
+
+    def _restart(self) -> None:
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._launched, self._under_way = 0, []
+
+    def _begin(self) -> None:
+        """The backward pass is at an output: at its end, what did not come by itself is sent as zeros."""
+        if self._syncs and not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._syncs or self.static_graph:  # whose gradients may come more than once a pass
+            return
+        index = self._bucket_of[parameter]
+        self._missing[index] -= 1
+        if self._missing[index] < 0:
+            raise RuntimeError(
+                "an expert's gradient came twice in one backward pass (reentrant checkpoints of a layer that is used "
+                "twice): checkpoint with use_reentrant=False, or say static_graph=True"
+            )
+        # In the order of the buckets and no other, which is the same on all ranks.
+        while self._launched < len(self._buckets) and not self._missing[self._launched]:
+            self._launch()
+        if self._launched == len(self._buckets):
+            self._begin()
+
+    def _launch(self) -> None:
+        self._under_way.append(Reduction(self._buckets[self._launched], self.groups.expert_data_group))
+        self._launched += 1
+
+    def _finish(self) -> None:
+        self._is_queued = False
+        if not self._syncs:
+            return
+        while self._launched < len(self._buckets):
+            self._launch()
+        for reduction in self._under_way:
+            reduction.finish(self.groups.dp)
+        self._syncs = False  # as torch's: one reduction for a forward pass
+        self._restart()
+
+
+class DenseAverager:
+    """A model averager of torch (`PeriodicModelAverager`, `HierarchicalModelAverager`) that leaves experts alone, which
+    it would average with other experts: for `PostLocalSGDOptimizer`, with `post_localSGD_hook` on the wrapper above.
+
+    Experts stay equal by their gradients, which are reduced in every step.
+    """
+
+    def __init__(self, averager: Any):
+        self.averager = averager
+
+    @property
+    def step(self) -> int:
+        """Calls so far, which `PostLocalSGDOptimizer` saves."""
+        return self.averager.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.averager.step = value
+
+    def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
+        """Of a model's parameters or an optimizer's groups, those that are not of experts."""
+        flat = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+        self.averager.average_parameters(p for p in flat if not is_expert(p))
+
+
+def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
+    owner = reference()
+    if owner is not None:
+        method(owner, *args)
+
+
+def _buffers_of_a_rank(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
+    """Buffers that differ between ranks: those of experts, and None for those that a layer computed from its rank.
+
+    torch's wrapper would make all of them rank 0's before every forward pass.
+    """
+    for layer_name, layer in layers.items():
+        prefix = f"{layer_name}." if layer_name else ""
+        for module_name, module in layer.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                full = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
+                if module_name.split(".")[0] == "experts":
+                    yield full, buffer
+                elif name in module._non_persistent_buffers_set:
+                    yield full, None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

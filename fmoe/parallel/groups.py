@@ -1,0 +1,165 @@
+"""Which ranks share what: one call makes the process groups of data parallelism with experts."""
+
+import datetime
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fmoe.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The data parallel ranks as a mesh of (dp, ep): every row of it holds all experts once, spread over its ranks.
+
+    `init` and `from_mesh` make one.
+
+    Attributes:
+        mesh: the two dimensions; rank = dp index * ep + ep index where `init` made it, so that the ranks that exchange
+            tokens are neighbours.
+        data_mesh: the same ranks as one dimension, for what is replicated or sharded over all of them.
+        ep_name, dp_name: names of the two dimensions.
+    """
+
+    mesh: DeviceMesh
+    data_mesh: DeviceMesh
+    ep_name: str = "ep"
+    dp_name: str = "dp"
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, ep: str = "ep", dp: str = "dp") -> "ParallelGroups":
+        """From two dimensions of a mesh, which may have others (tensor, pipeline). Every rank of the mesh must call.
+
+        Raises:
+            UserError: the mesh has no dimension of that name.
+        """
+        names = mesh.mesh_dim_names or ()
+        for key, name in (("ep", ep), ("dp", dp)):
+            if name not in names:
+                raise UserError(f"{key}={name!r} is no dimension of the mesh: it has {', '.join(names) or 'no names'}")
+        if ep == dp:
+            raise UserError(f"ep={ep!r} and dp={dp!r} are the same dimension of the mesh")
+        ordered = tuple(name for name in names if name in (ep, dp))  # a mesh is sliced in its own order alone
+        pair = mesh if names == ordered else mesh[ordered]
+        return cls(pair, pair._flatten("_".join(ordered)), ep, dp)
+
+    @property
+    def moe_group(self) -> dist.ProcessGroup:
+        """The ranks that experts are spread over: `FMoE(moe_group=)`."""
+        return self.mesh.get_group(self.ep_name)
+
+    @property
+    def expert_data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same experts as this one."""
+        return self.expert_data_mesh.get_group()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """All data parallel ranks: each has tokens of its own, and a replica of the dense parameters."""
+        return self.data_mesh.get_group()
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh:
+        """`expert_data_group` as a mesh."""
+        return self.mesh[self.dp_name]
+
+    @property
+    def ep(self) -> int:
+        """Ranks that experts are spread over."""
+        return self.moe_group.size()
+
+    @property
+    def dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.expert_data_group.size()
+
+    @property
+    def size(self) -> int:
+        """Data parallel ranks in all, ``dp * ep``."""
+        return self.data_mesh.size()
+
+
+def init(
+    ep: int = 1,
+    dp: int | None = None,
+    *,
+    device_type: str | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> ParallelGroups:
+    """The groups of a job whose processes are all data parallel; starts torch.distributed where nobody did.
+
+    Every process must call. Started by torchrun, a process reads its place from the environment; without that
+    environment it is a job of one process, so that the same script runs with and without torchrun.
+
+    Args:
+        ep: ranks that experts are spread over; neighbours, so that they are on one machine where that is possible.
+        dp: ranks that hold the same experts; None for ``processes / ep``.
+        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK); None for what torch.distributed was started
+            with, else cuda where there is one.
+        timeout: of torch.distributed, where it is started here.
+
+    Raises:
+        UserError: ``ep`` and ``dp`` do not fit the number of processes, part of torchrun's environment is missing.
+    """
+    for key, value in (("ep", ep), ("dp", dp)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UserError(f"{key}={value} is not a positive whole number")
+    if device_type not in (None, "cpu", "cuda"):
+        raise UserError(f"device_type={device_type!r} is neither 'cpu' nor 'cuda'")
+    if not dist.is_initialized():
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        _start(device_type, timeout)
+    elif device_type is None:
+        has_cuda = any(device.type == "cuda" for device in dist.group.WORLD._device_types)
+        device_type = "cuda" if has_cuda and torch.cuda.is_available() else "cpu"
+    world = dist.get_world_size()
+    if world % ep:
+        raise UserError(f"ep={ep} does not divide the world of {world}")
+    if dp is not None and dp * ep != world:
+        raise UserError(f"dp={dp} times ep={ep} is {dp * ep}, not the world of {world}")
+    return ParallelGroups.from_mesh(init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("dp", "ep")))
+
+
+def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    missing = [name for name in _FROM_TORCHRUN if name not in os.environ]
+    if 0 < len(missing) < len(_FROM_TORCHRUN):
+        raise UserError(f"{missing[0]} is not set, but {len(_FROM_TORCHRUN) - len(missing)} of torchrun's others are")
+    options = {} if timeout is None else {"timeout": timeout}
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    if missing:
+        logger.info("no torchrun environment: a job of one process")
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
+
+
+def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]:
+    """The `FMoE` layers of a model by name, whose experts are spread as the groups say.
+
+    Raises:
+        UserError: the experts of a layer are spread over other ranks than ``groups.moe_group``.
+    """
+    from fmoe.layer import FMoE  # which imports this package
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FMoE)}
+    expected = dist.get_process_group_ranks(groups.moe_group)
+    for name, layer in layers.items():
+        ranks = [dist.get_rank()] if layer.world_size == 1 else dist.get_process_group_ranks(layer.moe_group)
+        if ranks != expected:
+            raise UserError(
+                f"the experts of {name or layer.name} are spread over the ranks {ranks}, ep={groups.ep} means {expected}: "
+                "build it with moe_group=groups.moe_group"
+            )
+    return layers
