@@ -191,6 +191,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         gate, top_k, gate_options, expert, expert_options = self._build_arguments
         with random.keyed("gate", self.seed):
             self.gate = build_gate(gate or "naive", self.d_model, self.num_experts, top_k, **gate_options)
+        if hasattr(self.gate, "set_worker"):
+            self.gate.set_worker(self.first_expert // self.num_local_experts, self.world_size)
         if expert is not None or not self.is_fastmoe:  # FastMoE's subclasses set self.experts themselves
             self.experts = build_experts(
                 "ffn" if expert is None else expert,

@@ -42,6 +42,7 @@ from fmoe.gates.sinkhorn import SinkhornRouter
 from fmoe.gates.steps import attach_end_step, end_step
 from fmoe.gates.swipe import SwipeRouter
 from fmoe.gates.switch import SwitchRouter
+from fmoe.gates.topology import TopologyRouter
 from fmoe.gates.zero import ZeroRouter
 from fmoe.routing import Routing, RoutingGroups
 
@@ -60,6 +61,7 @@ GATES: dict[str, type[nn.Module] | Gate] = {
     "expert_choice": ExpertChoiceRouter,
     "sinkhorn": SinkhornRouter,
     "sigmoid": SigmoidRouter,
+    "topology": TopologyRouter,
 }
 
 
@@ -118,6 +120,7 @@ __all__ = [
     "SwitchGate",
     "SwitchRouter",
     "TopKRouter",
+    "TopologyRouter",
     "ZeroGate",
     "ZeroRouter",
     "attach_end_step",

@@ -42,7 +42,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         parameters = list(module.named_parameters(remove_duplicate=False))
         experts = {name: p for name, p in parameters if is_expert(p)}
         if not any(p.requires_grad for name, p in parameters if name not in experts):
-            raise UserError("no dense parameter is trained: use fmoe.parallel.average_gradients after the backward pass")
+            raise UserError(
+                "no dense parameter is trained: use fmoe.parallel.average_gradients after the backward pass"
+            )
         buffers = dict(_buffers_of_a_rank(layers))
         ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         self._set_params_and_buffers_to_ignore_for_model(module, ignored)

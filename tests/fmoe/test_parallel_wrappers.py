@@ -33,9 +33,7 @@ class Model(torch.nn.Module):
         self.first = torch.nn.Linear(WIDTH, WIDTH)
         self.stacked = fmoe.FMoE(**common, **gate, d_hidden=20, moe_group=moe_group, seed=7)
         self.norm = torch.nn.LayerNorm(WIDTH)
-        self.listed = fmoe.FMoE(
-            **common, expert=Expert, shared_expert=12, gate="gshard", moe_group=moe_group, seed=8
-        )
+        self.listed = fmoe.FMoE(**common, expert=Expert, shared_expert=12, gate="gshard", moe_group=moe_group, seed=8)
         self.last = torch.nn.Linear(WIDTH, OUT)
 
     def forward(self, x):
@@ -74,9 +72,7 @@ def wrap(model, wrapper, groups):
         return model, lambda: parallel.average_gradients(model, groups=groups)
     for parameter in model.parameters():
         parameter.dp_comm = "moe" if is_expert(parameter) else "dp"
-    grouped = fmoe.DistributedGroupedDataParallel(
-        model, dp_group=groups.data_group, moe_group=groups.expert_data_group
-    )
+    grouped = fmoe.DistributedGroupedDataParallel(model, dp_group=groups.data_group, moe_group=groups.expert_data_group)
 
     def reduce():
         # FastMoE's mean is over the group of each tag; that over all tokens is their sum by the whole data group.

@@ -1,0 +1,101 @@
+"""A gate that prefers experts of its own node, for clusters whose network between nodes is slow."""
+
+import math
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.routing import RoutingGroups
+
+_LADDER = (1.0, 0.5, 0.25, 0.125, 0.0)
+
+
+class TopologyRouter(TopKRouter):
+    """Top-k with a bonus for experts of the node (the idea of FasterMoE's topology-aware gate, PPoPP'22), as large as a
+    bound on the load skew allows.
+
+    Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
+    largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
+    group's assignments (or more than it gets without a bonus). Weights are the softmax over the chosen ones' logits,
+    without the bonus. Balance and z losses as in the naive gate.
+
+    What it decides depends on which node a token is on, and so on how the job is split: choose it for speed, not where
+    runs on different clusters are to be compared. On one node it is the naive gate.
+
+    Args:
+        d_model, num_experts, top_k, options: see `TopKRouter`.
+        bonus: in units of logits.
+        skew: at least 1.
+        node_size: workers of a node; None for torchrun's LOCAL_WORLD_SIZE, else all of them.
+        num_nodes: nodes that the experts are spread over evenly; None for what follows from ``node_size``.
+        node_of: groups -> int64 [G], the node of each routing group; None for the one this worker is on.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        bonus: float = 2.0,
+        skew: float = 2.0,
+        node_size: int | None = None,
+        num_nodes: int | None = None,
+        node_of: Callable[[RoutingGroups], Tensor] | None = None,
+        **options,
+    ):
+        super().__init__(d_model, num_experts, top_k, **options)
+        if not (bonus >= 0 and math.isfinite(bonus)):
+            raise UserError(f"bonus={bonus} is not a finite number from 0 on")
+        if not skew >= 1:
+            raise UserError(f"skew={skew} is below 1, the even share")
+        if node_size is not None and node_size < 1:
+            raise UserError(f"node_size={node_size} is not positive")
+        if num_nodes is not None and (num_nodes < 1 or num_experts % num_nodes):
+            raise UserError(f"num_nodes={num_nodes} does not divide num_experts={num_experts}")
+        self.bonus, self.skew, self.node_size, self.node_of = bonus, skew, node_size, node_of
+        self.num_nodes, self.node = num_nodes or 1, 0
+        self._is_placed = num_nodes is not None
+
+    def set_worker(self, worker: int, num_workers: int) -> None:
+        """Called by the layer, which knows where it is among the workers of its experts."""
+        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
+        size = min(size, num_workers)
+        if not self._is_placed:
+            if num_workers % size:
+                raise UserError(f"node_size={size} does not divide the {num_workers} workers of moe_group")
+            self.num_nodes = num_workers // size
+        self.node = worker * self.num_nodes // num_workers
+
+    def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
+        with torch.no_grad():
+            expert_TK = self.prefer(scores.logits_TE.detach(), groups)
+        return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))
+
+    def prefer(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
+        """``expert_TK``, the best first."""
+        if self.num_nodes == 1:
+            return logits_TE.topk(self.top_k).indices
+        logits_GSE = groups.split(logits_TE)
+        num_groups, size, num_experts = logits_GSE.shape
+        device = logits_TE.device
+        nodes_G = torch.full((num_groups,), self.node, device=device) if self.node_of is None else self.node_of(groups)
+        node_E = torch.arange(num_experts, device=device) // (num_experts // self.num_nodes)
+        near_GE = (node_E == nodes_G.to(device).view(-1, 1)).to(logits_TE.dtype)
+        valid_GS1 = groups.valid(device).unsqueeze(-1)
+        share_G = valid_GS1.sum((1, 2)) * self.top_k / num_experts
+        chosen_GSK, free_G = None, None
+        for step in reversed(_LADDER):  # from no bonus to all of it; each that keeps the bound replaces the one before
+            best_GSK = (logits_GSE + self.bonus * step * near_GE.unsqueeze(1)).topk(self.top_k).indices
+            load_GE = torch.zeros(num_groups, num_experts, dtype=torch.int64, device=device)
+            load_GE.scatter_add_(1, best_GSK.flatten(1), valid_GS1.expand_as(best_GSK).flatten(1).long())
+            most_G = load_GE.amax(1)
+            if chosen_GSK is None:
+                chosen_GSK, free_G = best_GSK, torch.maximum(most_G.to(share_G.dtype), self.skew * share_G)
+            else:
+                chosen_GSK = torch.where((most_G <= free_G).view(-1, 1, 1), best_GSK, chosen_GSK)
+        return groups.join(chosen_GSK)

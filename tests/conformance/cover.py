@@ -1,0 +1,121 @@
+"""The cases of the conformance matrix: every level of every factor, and every pair of levels that can go together.
+
+`COVER` is generated and written down in cover.json, so that a change of it shows in a diff:
+``python tests/conformance/cover.py`` writes it anew.
+"""
+
+import collections
+import itertools
+import json
+from pathlib import Path
+
+FACTORS = {
+    "gate": [
+        "naive",
+        "noisy",
+        "switch",
+        "gshard",
+        "swipe",
+        "zero",
+        "random",
+        "base",
+        "hash",
+        "expert_choice",
+        "sinkhorn",
+        "sigmoid",
+        "topology",
+    ],
+    "experts": ["ffn", "swiglu", "modules"],
+    "optimizer": ["sgd", "adamw"],
+    "split": ["ep1 x dp2", "ep2", "ep4", "ep2 x dp2"],
+    "exchange": ["all_to_all", "padded", "all_gather", "hierarchical"],
+    "chunks": [1, 2, 3],
+    "shadow": [0, 2],
+    "bound": [False, True],
+    "wrapper": ["ddp", "fsdp2", "grouped", "none"],
+    "dtype": ["float32", "float64"],
+}
+Case = dict[str, object]
+
+
+def is_possible(case: Case) -> bool:
+    """Whether a case, or a part of one, asks for nothing that there is not."""
+
+    def has(factor: str, *levels: object) -> bool:
+        return factor in case and case[factor] in levels
+
+    if has("exchange", "all_gather") and (has("chunks", 2, 3) or has("shadow", 2) or has("bound", True)):
+        return False
+    if has("exchange", "padded") and (has("shadow", 2) or has("bound", True)):
+        return False
+    if has("wrapper", "fsdp2") and has("shadow", 2):  # an expert that is cut in shards cannot be lent whole
+        return False
+    # One worker exchanges nothing: there the options say nothing, and one level of each is enough.
+    alone = has("split", "ep1 x dp2")
+    return not (
+        alone
+        and (
+            has("exchange", "padded", "all_gather", "hierarchical")
+            or has("chunks", 2, 3)
+            or has("shadow", 2)
+            or has("bound", True)
+        )
+    )
+
+
+def generate() -> list[Case]:
+    """Greedy: each case takes the levels that cover most pairs not covered yet, and of those the least used. The same at every call."""
+    names = list(FACTORS)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+        if is_possible({a: x, b: y})
+    }
+    cases, uses = [], collections.Counter()
+    while missing:
+        first = min(missing, key=lambda pair: (names.index(pair[0][0]), names.index(pair[1][0]), str(pair)))
+        case: Case = dict(first)
+        for name in names:
+            if name in case:
+                continue
+
+            def gain(level: object, name: str = name) -> int:
+                return sum(_pair(names, (name, level), item) in missing for item in case.items())
+
+            levels = [level for level in FACTORS[name] if _can_end({**case, name: level}, names)]
+            case[name] = max(levels, key=lambda level: (gain(level), -uses[name, level]))
+        missing -= pairs_of(case)
+        uses.update(case.items())
+        cases.append({name: case[name] for name in names})
+    return cases
+
+
+def _can_end(case: Case, names: list[str]) -> bool:
+    """Whether the factors left have levels that make the case possible. Conflicts are between pairs alone."""
+    return is_possible(case) and all(
+        any(is_possible({**case, name: level}) for level in FACTORS[name]) for name in names if name not in case
+    )
+
+
+def _pair(names: list[str], a: tuple[str, object], b: tuple[str, object]):
+    return (a, b) if names.index(a[0]) < names.index(b[0]) else (b, a)
+
+
+def pairs_of(case: Case) -> set:
+    """The pairs of levels that a case covers."""
+    return set(itertools.combinations(case.items(), 2))
+
+
+FILE = Path(__file__).parent / "cover.json"
+
+
+def name_of(case: Case) -> str:
+    """For the report of the tests."""
+    return "-".join(f"{factor}{level}" if isinstance(level, int) else str(level) for factor, level in case.items())
+
+
+if __name__ == "__main__":
+    FILE.write_text("[\n" + ",\n".join(json.dumps(case) for case in generate()) + "\n]\n")
+    print(f"{len(generate())} cases in {FILE.name}")
