@@ -47,8 +47,10 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
             layer.experts = ModuleExperts(layer.experts)
         placement = {"shard_placement_fn": _placement(groups.dp)} if groups.dp > 1 else {}
         shard(layer.experts, mesh=groups.expert_data_mesh, **placement | options)
-        # Their gradients hold the tokens of all ranks, and FSDP would divide by the ranks of their mesh alone.
-        layer.experts.set_gradient_divide_factor(float(groups.size))
+        if groups.ep > 1:
+            # Their gradients hold the tokens of ep ranks, and FSDP divides by the ranks of their mesh alone. Not by
+            # set_gradient_divide_factor: torch 2.13 applies it twice to a mesh of one rank (sums, or float64).
+            layer.experts.set_all_reduce_hook(lambda gradient: gradient.div_(groups.ep))
         layer._mark_experts()
     if not isinstance(module, FSDPModule):
         shard(module, mesh=groups.data_mesh, **options)
