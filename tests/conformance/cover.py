@@ -5,6 +5,7 @@
 """
 
 import collections
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -64,7 +65,10 @@ def is_possible(case: Case) -> bool:
 
 
 def generate() -> list[Case]:
-    """Greedy: each case takes the levels that cover most pairs not covered yet, and of those the least used. The same at every call."""
+    """Greedy: each case takes the levels that cover most pairs not covered yet, and of those the least used.
+
+    The same at every call.
+    """
     names = list(FACTORS)
     missing = {
         ((a, x), (b, y))
@@ -81,11 +85,8 @@ def generate() -> list[Case]:
             if name in case:
                 continue
 
-            def gain(level: object, name: str = name) -> int:
-                return sum(_pair(names, (name, level), item) in missing for item in case.items())
-
             levels = [level for level in FACTORS[name] if _can_end({**case, name: level}, names)]
-            case[name] = max(levels, key=lambda level: (gain(level), -uses[name, level]))
+            case[name] = max(levels, key=functools.partial(_gain, missing, names, case, uses, name))
         missing -= pairs_of(case)
         uses.update(case.items())
         cases.append({name: case[name] for name in names})
@@ -97,6 +98,11 @@ def _can_end(case: Case, names: list[str]) -> bool:
     return is_possible(case) and all(
         any(is_possible({**case, name: level}) for level in FACTORS[name]) for name in names if name not in case
     )
+
+
+def _gain(missing: set, names: list[str], case: Case, uses: collections.Counter, name: str, level: object):
+    """What a level is worth: pairs that it covers, then how little it was used."""
+    return sum(_pair(names, (name, level), item) in missing for item in case.items()), -uses[name, level]
 
 
 def _pair(names: list[str], a: tuple[str, object], b: tuple[str, object]):
