@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
 _GRACE = 2.0  # seconds for the others to say where they are, once a connection is broken
@@ -228,7 +230,7 @@ def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gather
     out = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = dist.all_gather_into_tensor(out, part, group=group, async_op=True)
+        work = _gather_into(out, part, group=group, async_op=True)
     return Pending(watch, work, what, out, part)
 
 
