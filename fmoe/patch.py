@@ -65,7 +65,7 @@ def fmoefy(
             (`fmoe.upcycle`), and m must divide ``num_experts`` and ``top_k``.
         seed: key of new weights and noise; None draws one from torch's default generator.
         options: of `FMoE`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``group_size``, ``moe_group``, ...
-            Megatron-core models: of `megatron_patch.fmoefy`, whose layers count from 1 and whose experts are new.
+            Megatron-core models: of `megatron_patch.fmoefy`, whose layers count from 1 and whose seed is 0 if None.
 
     Raises:
         UserError: no block is found (lists what was looked at); the model is wrapped or has FMoE layers already;
@@ -77,19 +77,15 @@ def fmoefy(
     if convert is not None:
         changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
         return convert(model, num_experts=num_experts, **changed, **options)
-    _check_model(model)
+    check_model(model)
     found = find_blocks(model)
     if not found:
         raise UserError(_what_was_looked_at(model, asked))
     chosen = {index: found[index] for index in _choose(layers, len(found))}
-    _check_chosen(model, chosen.values(), granularity, options)
+    check_chosen(model, chosen.values(), granularity, options)
     seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
     options = {"num_experts": num_experts, "granularity": granularity, **options}
-    how = None
-    if noise and not upcycle:
-        raise UserError(f"noise={noise} is for upcycled experts, and upcycle=False draws new ones")
-    if upcycle:
-        how = _plan(list(chosen.values()), exact=exact, noise=noise, options=options)
+    how = plan_blocks(list(chosen.values()), upcycle=upcycle, exact=exact, noise=noise, options=options)
     # All layers are made before the first is put in, so that an error leaves the model as it was.
     made = [(f.block, _make(f.block, how, options, key("layer", seed, index))) for index, f in chosen.items()]
     for block, layer in made:
@@ -117,7 +113,8 @@ def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
     return None, names
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises UserError where the model is wrapped, or has FMoE layers already."""
     for module in model.modules():
         if wrapper := next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None):
             raise UserError(f"fmoefy got a model inside {wrapper}: call it before the model is wrapped")
@@ -154,7 +151,8 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
     return sorted(set(indices))
 
 
-def _check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
+def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
+    """Raises UserError where the chosen blocks or the options of `fmoefy` stand against experts of any kind."""
     if granularity < 1:
         raise UserError(f"granularity={granularity} is not positive")
     if "d_model" in options:
@@ -182,10 +180,24 @@ def _check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int,
             raise UserError(f"the weights of {name} are {block.tensors[0].dtype}: experts need 16 bits or more")
 
 
-def _plan(chosen: list[Found], *, exact: bool, noise: float, options: dict[str, Any]) -> Upcycling:
+def plan_blocks(
+    chosen: list[Found], *, upcycle: bool, exact: bool, noise: float, options: dict[str, Any]
+) -> Upcycling | None:
+    """How the experts are made of the chosen blocks; None for new ones, and for no block.
+
+    Args:
+        options: of `FMoE`, with ``num_experts`` and `fmoefy`'s ``granularity``.
+
+    Raises:
+        UserError: see `fmoefy`.
+    """
+    if noise and not upcycle:
+        raise UserError(f"noise={noise} is for upcycled experts, and upcycle=False draws new ones")
+    if not upcycle or not chosen:
+        return None
     expert_options = options.get("expert_options") or {}
     fixed = [n for n in ("expert", "d_hidden") if n in options]
-    fixed += [f"expert_options[{n!r}]" for n in ("activation", "gated", "bias", *_NOT_DRAWN) if n in expert_options]
+    fixed += [f"expert_options[{n!r}]" for n in ("activation", "gated", "bias", *NOT_DRAWN) if n in expert_options]
     if fixed:
         raise UserError(f"upcycle=True takes the experts from the dense blocks: {', '.join(fixed)} cannot be given too")
     granularity = options["granularity"]
@@ -212,7 +224,8 @@ def _leave(weight: torch.Tensor) -> None:
     """An initialiser for weights that are about to be overwritten: drawing them takes longer than all else."""
 
 
-_NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
+# Options of experts that `upcycle_` fills.
+NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> FMoE:
@@ -226,7 +239,7 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
             "gated": block.is_gated,
             "bias": block.has_bias,
             "dropout": block.dropout,
-            **(_NOT_DRAWN if how is not None else {}),
+            **(NOT_DRAWN if how is not None else {}),
             **(options.get("expert_options") or {}),
         }
     like = block.tensors[0]

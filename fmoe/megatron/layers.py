@@ -120,7 +120,8 @@ def fmoefy(
 
     A megatron-core model, and any other that it knows, goes to `fmoe.fmoefy`. One of Megatron-LM 2.2 to 3.0's layout
     (``model.language_model.transformer.layers`` or ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``)
-    gets a `MegatronMLP` in each layer. What is not given here comes from Megatron-LM's arguments, if it has started.
+    gets a `MegatronMLP` in each layer. All experts are new ones, as FastMoE's are; `fmoe.fmoefy` itself upcycles.
+    What is not given here comes from Megatron-LM's arguments, if it has started.
 
     Args:
         fmoe_num_experts: experts of a worker.
@@ -189,4 +190,4 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
             workers = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
             workers, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
-    return fmoe.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, **options)
+    return fmoe.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)

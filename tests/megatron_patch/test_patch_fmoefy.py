@@ -29,6 +29,7 @@ def converted(options):
         ({"layers": [1]}, [1]),
         ({"layers": 2}, [2]),
         ({"layers": [3]}, "layers=[3]: the model's layers are numbered 1 to 2"),
+        ({"layers": 3}, "layers=3 (every n-th layer) chooses none: the model has 2"),
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ def both_ways():
     models = {
         "spec": tiny_gpt(megatron_patch.fmoe_layer_spec(spec, **MOE)),
         "in place": megatron_patch.fmoefy(tiny_gpt(), **MOE),
-        "entry point": fmoe.fmoefy(tiny_gpt(), **MOE),
+        "entry point": fmoe.fmoefy(tiny_gpt(), upcycle=False, **MOE),
     }
     assert spec == untouched, "the base spec was changed"
     # Attention and embedding come from torch's default generator, from which a dense MLP draws too: take one model's.

@@ -24,7 +24,7 @@ def trained(expert_parallel, distributed):
     import fmoe
 
     start(expert_parallel)
-    gpt = fmoe.fmoefy(tiny_gpt(), **MOE)
+    gpt = fmoe.fmoefy(tiny_gpt(), upcycle=False, **MOE)
     model = DistributedDataParallel(
         gpt.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),

@@ -1,0 +1,86 @@
+"""The MLPs of a Megatron-core model as blocks that `fmoe.upcycle` makes experts of."""
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import nn
+from torch.nn import functional as F
+
+from fmoe import UserError
+from fmoe.adapters import Block, Found, LinearMap
+from fmoe.adapters.block import known_activation
+from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.patch import NOT_DRAWN
+from fmoe.upcycle import Upcycling, upcycle_
+from megatron_patch.layer import MegatronFMoE
+
+
+def mlp_block(layer: nn.Module, granularity: int) -> Found:
+    """The MLP of a transformer layer.
+
+    Raises:
+        UserError: it is no `MLP` of Megatron-core, computes more than a feed-forward block, or the config asks for
+            experts of another width.
+    """
+    mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number}"
+    reason = _what_is_more(mlp)
+    if reason is not None:
+        raise UserError(f"upcycle=True cannot take {name}: {reason}; upcycle=False draws new experts")
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    parts = 2 if config.gated_linear_unit else 1
+    biases = [None] * parts if fc1.bias is None else fc1.bias.chunk(parts)
+    # Megatron's fused bias and GELU is the tanh approximation.
+    is_tanh = config.bias_activation_fusion and config.activation_func is F.gelu
+    block = Block(
+        maps_in=tuple(map(LinearMap, fc1.weight.chunk(parts), biases)),
+        map_out=LinearMap(fc2.weight, fc2.bias),
+        activation=ACTIVATIONS["gelu_tanh"] if is_tanh else config.activation_func,
+        module=mlp,
+        sequence_first=True,
+    )
+    asked = config.moe_ffn_hidden_size  # Megatron sets it to ffn_hidden_size itself where there are experts
+    if asked not in (None, config.ffn_hidden_size) and asked * granularity != block.d_hidden:
+        raise UserError(
+            f"upcycle=True takes the experts from the dense blocks, of {block.d_hidden} hidden units in {name}: "
+            f"moe_ffn_hidden_size={asked} cannot be given too"
+        )
+    return Found(name, "megatron", block)
+
+
+def _what_is_more(mlp: nn.Module) -> str | None:
+    """What the module computes beside ``W_out act(W_in x + b_in) + b_out`` or its gated form."""
+    if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
+        return f"{type(mlp).__name__} is no MLP of Megatron-core"
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = getattr(mlp, name)
+        others = sorted({key for key, _ in linear.named_parameters()} - {"weight", "bias"})
+        if others or not torch.is_tensor(getattr(linear, "weight", None)):
+            # Transformer Engine's, which normalises its input: an MLP's norm would be lost with it.
+            return f"its {name}, a {type(linear).__name__}, has {', '.join(others) or 'no weight'} as well"
+    for name, without in (("use_te_activation_func", False), ("activation_func_clamp_value", None)):
+        if getattr(mlp.config, name, without) != without:
+            return f"{name}={getattr(mlp.config, name)} is not in FMoE's experts"
+    if getattr(mlp.config, "glu_linear_offset", 0) and mlp.config.gated_linear_unit:
+        return f"glu_linear_offset={mlp.config.glu_linear_offset} is not in FMoE's experts"
+    return None
+
+
+def expert_options(block: Block, options: dict | None) -> dict:
+    """Of experts like the block, whose weights are left to `fill`."""
+    like = {"activation": known_activation(block.activation), "gated": block.is_gated, "bias": block.has_bias}
+    return {**like, **NOT_DRAWN, **(options or {})}
+
+
+def fill(layer: MegatronFMoE, block: Block, how: Upcycling) -> MegatronFMoE:
+    """Makes the experts of the block; frozen and of the dtype that it is."""
+    like = block.tensors[0]
+    layer.to(like.device, like.dtype)
+    upcycle_(layer, block, how)
+    drawn = {
+        "init_method": layer.config.init_method,
+        "output_init_method": layer.config.output_layer_init_method,
+    }
+    vars(layer.experts).update(drawn)  # for reset_parameters
+    layer._build_arguments[-1].update(drawn)  # for set_layer_number
+    for parameter in layer.experts.parameters():
+        parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
+    return layer

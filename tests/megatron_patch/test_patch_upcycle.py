@@ -1,0 +1,255 @@
+"""Upcycling a Megatron-core GPT: the output is what it was, at expert parallel size 1 and 2, and it trains on."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_close, relative_error
+from forks import only, values
+
+# Functions run in processes of the `forks` fixture, where megatron-core is imported already.
+
+CONFIGS = {
+    "gelu+bias": {"activation_func": F.gelu, "add_bias_linear": True},
+    "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
+    "swiglu+bias": {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": True},
+}
+DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
+
+
+def dense_gpt(config):
+    """With biases and weights of a size at which an MLP matters."""
+    from tiny_gpt import tiny_gpt
+
+    gpt = tiny_gpt(**config)
+    with torch.no_grad():
+        for layer in gpt.decoder.layers:
+            for parameter in layer.mlp.parameters():
+                parameter.normal_(std=0.2)
+    return gpt
+
+
+def fmoefied(config, options, expert_parallel=1, steps=0):
+    """Logits before and after in training and evaluation, losses of some steps, the experts of all ranks."""
+    from tiny_gpt import EXPERTS, batch, gather_experts, start
+
+    import fmoe
+
+    start(expert_parallel)
+    gpt = dense_gpt(config)
+    tokens, positions, labels = batch()
+    before = gpt.eval()(tokens, positions, None).detach()
+    dense = {name: p.detach().clone() for name, p in gpt.named_parameters() if ".mlp." in name}
+    assert fmoe.fmoefy(gpt.train(), EXPERTS, **options) is gpt
+    after = []
+    for training in (True, False):
+        fmoe.random.set_position(seed=1, step=0)
+        after.append(gpt.train(training)(tokens, positions, None).detach())
+    gpt.train()
+    optimizer, losses = torch.optim.Adam(gpt.parameters(), lr=1e-2), []
+    for step in range(steps):
+        fmoe.random.set_position(seed=1, step=step)
+        optimizer.zero_grad()
+        loss = gpt(tokens, positions, None, labels=labels).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    experts = {name: gather_experts(p).detach().clone() for name, p in gpt.named_parameters() if ".experts." in name}
+    return {"before": before, "after": after, "dense": dense, "experts": experts, "losses": losses}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 1, "layers": [2]},
+        {"granularity": 2, "top_k": 2},
+        {"gate": "switch", "gate_options": DROPLESS},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_output_is_unchanged(forks, config, options):
+    found = only(forks.run(1, fmoefied, CONFIGS[config], options))
+    for after in found["after"]:
+        assert_close(after, found["before"], 1e-5, "logits")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_expert_is_the_mlp(forks, config):
+    found = only(forks.run(1, fmoefied, CONFIGS[config], {"seed": 3}))
+    names = {"weight_in": "linear_fc1.weight", "bias_in": "linear_fc1.bias"}
+    names |= {"weight_out": "linear_fc2.weight", "bias_out": "linear_fc2.bias"}
+    assert len(found["experts"]) == len(found["dense"])
+    for name, value in found["experts"].items():
+        prefix, _, short = name.rpartition("experts.")
+        for expert in value:
+            assert torch.equal(expert, found["dense"][prefix + names[short]]), name
+
+
+def test_new_experts_where_asked_for(forks):
+    found = only(forks.run(1, fmoefied, CONFIGS["gelu+bias"], {"upcycle": False}))
+    assert relative_error(found["after"][0], found["before"]) > 1e-2
+    weight = found["experts"]["decoder.layers.0.mlp.experts.weight_in"]
+    assert not torch.equal(weight[0], weight[1])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1], ids=lambda noise: f"noise{noise}")
+@pytest.mark.parametrize("config", ["gelu+bias", "swiglu"])
+def test_expert_parallel_size_2_is_1_and_trains_on(forks, config, noise):
+    alone = only(forks.run(1, fmoefied, CONFIGS[config], {"noise": noise, "seed": 3}, 1, 8))
+    ranks = values(forks.run(2, fmoefied, CONFIGS[config], {"noise": noise, "seed": 3}, 2, 8))
+    for found in ranks:
+        for after, expected in zip(found["after"], alone["after"], strict=True):
+            assert_close(after, expected, 1e-5, "logits of one rank")
+            assert noise or relative_error(after, alone["before"]) < 1e-5
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-2)  # both ranks add up experts' gradients
+        assert found["losses"][-1] < 0.8 * found["losses"][0]
+
+
+def noisy():
+    from tiny_gpt import EXPERTS, gather_experts, start
+
+    import fmoe
+
+    start(torch.distributed.get_world_size())
+    gpt = fmoe.fmoefy(dense_gpt({}), EXPERTS, noise=0.1, seed=3)
+    return {name: gather_experts(p) for name, p in gpt.named_parameters() if ".experts." in name}
+
+
+def test_noise_is_keyed_by_the_global_expert(forks):
+    alone = only(forks.run(1, noisy))
+    for found in values(forks.run(2, noisy)):
+        for name, expected in alone.items():
+            assert torch.equal(found[name], expected), name
+            assert len({tuple(expert.flatten().tolist()) for expert in expected}) == len(expected), name
+
+
+def fused():
+    from tiny_gpt import LENGTH, WIDTH, start
+
+    from megatron_patch import fmoefy
+
+    start()
+    gpt = dense_gpt(CONFIGS["gelu+bias"])
+    gpt.config.bias_activation_fusion = True
+    mlp = gpt.decoder.layers[0].mlp
+    x = torch.randn(LENGTH, 3, WIDTH)
+    output, bias = mlp(x)
+    return fmoefy(gpt, 4, upcycle=True).decoder.layers[0].mlp(x)[0], output + bias
+
+
+def test_the_fused_gelu_is_taken_as_it_computes(forks):
+    output, expected = only(forks.run(1, fused))
+    assert_close(output, expected, 1e-5, "output")
+
+
+def refused(config, options, break_it=None):
+    from tiny_gpt import EXPERTS, start
+
+    import fmoe
+
+    start()
+    gpt = dense_gpt(config)
+    mlps = [layer.mlp for layer in gpt.decoder.layers]
+    if break_it == "norm":
+        mlps[1].linear_fc1.layer_norm_weight = torch.nn.Parameter(torch.ones(32))
+    elif break_it == "class":
+        mlps[1] = gpt.decoder.layers[1].mlp = torch.nn.Identity()
+    elif break_it == "dtype":
+        mlps[1].linear_fc2.bfloat16()
+    elif break_it == "twice":
+        fmoe.fmoefy(gpt, EXPERTS)
+        mlps = [layer.mlp for layer in gpt.decoder.layers]
+    try:
+        fmoe.fmoefy(gpt, EXPERTS, **options)
+    except fmoe.UserError as error:
+        assert [layer.mlp for layer in gpt.decoder.layers] == mlps, "the model was changed all the same"
+        return str(error)
+    return "it was accepted"
+
+
+@pytest.mark.parametrize(
+    ("options", "break_it", "parts"),
+    [
+        ({"gate": "switch"}, None, ["'switch'", "drops tokens", f"gate_options={DROPLESS}"]),
+        ({"gate": "gshard", "gate_options": DROPLESS}, None, ["at random"]),
+        ({"granularity": 5, "top_k": 4}, None, ["granularity=5"]),
+        ({"granularity": 2, "top_k": 1}, None, ["top_k=1", "granularity=2"]),
+        ({"granularity": 0}, None, ["granularity=0"]),
+        ({"noise": -1.0}, None, ["noise=-1.0"]),
+        ({"noise": 0.1, "upcycle": False}, None, ["noise=0.1", "upcycle=False"]),
+        ({"d_hidden": 12}, None, ["d_hidden"]),
+        ({"d_model": 12, "upcycle": False}, None, ["d_model=12"]),
+        ({"expert_options": {"activation": "relu"}}, None, ["expert_options['activation']"]),
+        ({"top_k": 9}, None, ["top_k=9"]),
+        ({}, "norm", ["layer 2", "layer_norm_weight"]),
+        ({}, "class", ["layer 2", "Identity"]),
+        ({}, "dtype", ["layer 2", "bfloat16"]),
+        ({}, "twice", ["2 FMoE layers already"]),
+    ],
+    ids=str,
+)
+def test_what_stands_against_it_is_told_and_nothing_changed(forks, options, break_it, parts):
+    message = only(forks.run(1, refused, {}, options, break_it))
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"moe_ffn_hidden_size": 20, "num_moe_experts": 4}, "moe_ffn_hidden_size=20"),
+        (CONFIGS["swiglu"] | {"activation_func_clamp_value": 1.0}, "activation_func_clamp_value=1.0"),
+        (CONFIGS["swiglu"] | {"glu_linear_offset": 1.0}, "glu_linear_offset=1.0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_experts_cannot_compute_is_told(forks, config, part):
+    assert part in only(forks.run(1, refused, config, {}))
+
+
+def accepted_at_a_price():
+    from tiny_gpt import batch, start
+
+    import fmoe
+
+    start()
+    gpt = fmoe.fmoefy(dense_gpt({}), 4, gate="switch", exact=False)
+    tokens, positions, labels = batch()
+    gpt(tokens, positions, None, labels=labels).mean().backward()
+    return [bool(p.grad.isfinite().all()) for p in gpt.decoder.parameters()]
+
+
+def test_exact_false_takes_a_gate_that_drops(forks):
+    assert all(only(forks.run(1, accepted_at_a_price)))
+
+
+def both_calls():
+    from tiny_gpt import EXPERTS, start
+
+    import fmoe
+    import megatron_patch
+
+    start()
+    upcycled = (
+        megatron_patch.fmoefy(dense_gpt({}), EXPERTS, upcycle=True, granularity=2),
+        fmoe.fmoefy(dense_gpt({}), EXPERTS, granularity=2),
+    )
+    new = (
+        megatron_patch.fmoefy(dense_gpt({}), EXPERTS, granularity=2),
+        fmoe.fmoefy(dense_gpt({}), EXPERTS, upcycle=False, granularity=2),
+    )
+    return [
+        [{name: p.detach() for name, p in gpt.named_parameters() if ".mlp." in name} for gpt in pair]
+        for pair in (upcycled, new)
+    ]
+
+
+def test_the_direct_call_differs_in_its_default_alone(forks):
+    upcycled, new = only(forks.run(1, both_calls))
+    for mine, theirs in (upcycled, new):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    name = "decoder.layers.0.mlp.experts.weight_in"
+    assert upcycled[0][name].shape == new[0][name].shape == (4, 24, 32)
+    assert not torch.equal(upcycled[0][name], new[0][name])
