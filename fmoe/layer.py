@@ -224,16 +224,18 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         self._mark_experts()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pending": []}  # losses that wait belong to the graph of the original
+
     def __setstate__(self, state):
         super().__setstate__(state)
         self._mark_experts()
 
     def __deepcopy__(self, memo):
-        # Process groups cannot be copied, losses that wait belong to the graph of the original, and copies of
-        # parameters have lost their mark.
+        # Process groups cannot be copied, and copies of parameters have lost their mark.
         memo |= {id(group): group for group in (self.moe_group, self.slice_group) if group is not None}
         twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy({**self.__dict__, "_pending": []}, memo))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:

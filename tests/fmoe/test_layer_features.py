@@ -1,7 +1,9 @@
 """Experts of every kind, gates of one's own, losses by hand, shared and fine-grained experts, nests, copies."""
 
 import copy
+import io
 import logging
+import pickle
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import fmoe
 import fmoe.init
 from fmoe.experts import FFNExperts
+from fmoe.gates import GATES
 from fmoe.parallel import is_expert
 from fmoe.routing import Routing
 
@@ -211,6 +214,49 @@ def test_copies_keep_what_they_are():
     empty.to_empty(device="cpu")
     empty.reset_parameters()
     assert all(is_expert(p) for p in empty.experts.parameters())
+
+
+def round_trip(how, layer, fresh):
+    if how == "deepcopy":
+        return copy.deepcopy(layer)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(layer))  # noqa: S301 - our own
+    file = io.BytesIO()
+    if how == "save":
+        torch.save(layer, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    return fresh
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save", "state_dict"])
+@pytest.mark.parametrize("gate", sorted(GATES))
+def test_a_layer_with_losses_that_wait_can_be_copied_and_saved(gate, how):
+    """They belong to the graph of the original: the copy has none, the original keeps them."""
+    layer, x = build(gate=gate, aux_loss="manual", seed=3), tokens(4)
+    ids = {"token_ids": torch.arange(4)}
+    fmoe.random.set_position(seed=1, step=2)
+    layer(x, **ids)
+    twin = round_trip(how, layer, build(gate=gate, aux_loss="manual", seed=3))
+    assert twin.collect_losses() is None
+    waiting = layer.collect_losses()
+    assert (waiting is None) == (gate in ("zero", "random", "base", "hash"))  # those that have no loss
+    if waiting is not None:
+        waiting.backward()
+        assert layer.gate.weight.grad is not None
+    assert twin.gate is not layer.gate
+    assert all(is_expert(p) for p in twin.experts.parameters())
+    outputs = []
+    for each in (layer, twin):
+        fmoe.random.set_position(seed=1, step=3)
+        outputs.append(each(x, **ids))
+        loss = each.collect_losses()
+        outputs.append(torch.zeros(()) if loss is None else loss)
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[3])
 
 
 def copied_with_groups():
