@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Factors of the losses where a layer is told none: balance as in Switch (section 2.2), z as in ST-MoE, importance and
-# load as in arXiv 1701.06538 appendix C, sequence balance as in DeepSeek-V3.
+# load as in arXiv 1701.06538, sequence balance as in DeepSeek-V3.
 DEFAULT_LOSS_WEIGHTS = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 1e-1, "sequence_balance": 1e-4}
 
 

@@ -84,7 +84,7 @@ class SoftMoE(_DenseExperts):
         x_BSD = x.reshape(-1, *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            # Normalised on both sides (section 2.3), so that the softmax does not collapse at large widths.
+            # Normalised on both sides, as the paper does, so that the softmax does not collapse at large widths.
             slots_QD = self.scale.to(dtype) * F.normalize(self.slots.to(dtype), dim=-1)
             logits_BSQ = F.normalize(x_BSD.to(dtype), dim=-1) @ slots_QD.t()
             combine_BSQ = logits_BSQ.softmax(-1)
@@ -102,7 +102,7 @@ class SoftMoE(_DenseExperts):
 
 
 class MMoE(_DenseExperts):
-    """Multi-gate Mixture-of-Experts (KDD 2018, Ma et al., equations 6-8): tasks share the experts, and each has a gate
+    """Multi-gate Mixture-of-Experts (KDD 2018, Ma et al.): tasks share the experts, and each has a gate
     of its own: ``y_n = sum_e softmax(W_n x)_e f_e(x)``.
 
     Args:

@@ -21,7 +21,7 @@ def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | 
 
     Tokens begin at their best expert under prices that nearly balance, which is optimal for the counts it gives. Then,
     while counts or sum can be bettered, tokens move along the cheapest chain of experts, which keeps it optimal
-    (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows", section 9.7). Of equal tokens the first moves.
+    (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows"). Of equal tokens the first moves.
 
     Args:
         scores_GSE: -inf where a token must not go; some expert is left to each.

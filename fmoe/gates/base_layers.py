@@ -11,8 +11,8 @@ from fmoe.routing import RoutingGroups
 class BaseRouter(TopKRouter):
     """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, tokens and experts of a routing
     group are matched so that every expert gets the same number of tokens and the sum of their logits is the largest
-    possible (section 3.1, the linear assignment problem; here solved exactly, where the paper's auction comes near).
-    In evaluation each token takes its best expert. The weight is ``sigmoid(logit)`` (equation 1). There is no loss.
+    possible (the paper's linear assignment problem; here solved exactly, where its auction comes near). In evaluation
+    each token takes its best expert. The weight is ``sigmoid(logit)``. There is no loss.
 
     The paper assigns one expert a token. For K > 1 that is done K times, each time among the experts that a token has
     not got yet, and balancing the loads so far.

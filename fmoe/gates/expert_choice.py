@@ -10,7 +10,7 @@ from fmoe.routing import RoutingGroups
 
 
 class ExpertChoiceRouter(TopKRouter):
-    """Experts choose tokens (arXiv 2202.09368, equations 1-2): each takes the ``C = ceil(c * S / E)`` tokens of a
+    """Experts choose tokens (arXiv 2202.09368): each takes the ``C = ceil(c * S / E)`` tokens of a
     routing group of S that have the highest probability for it, weighted by that probability. Every expert is exactly
     full; a token gets any number of experts, c on average, or none.
 

@@ -11,8 +11,9 @@ from fmoe.routing import RoutingGroups
 
 
 class HashRouter(FixedRouter):
-    """Hash layers (Roller et al., arXiv 2106.04426, section 3): a token's experts are a fixed function of its id, with
-    nothing to train. K > 1 takes as many hash functions that never agree (MultiHash, section 3.2), each weighted 1 / K.
+    """Hash layers (Roller et al., arXiv 2106.04426): a token's experts are a fixed function of its id, with nothing to
+    train. K > 1 takes as many hash functions that never agree, each weighted 1 / K; the paper's MultiHash has them pick
+    segments of one expert's weights instead.
 
     Args:
         seed: key of the hash functions ("random hash"). Layers with different seeds spread a token differently.

@@ -7,8 +7,8 @@ from fmoe.routing import RoutingGroups
 
 
 class NaiveRouter(TopKRouter):
-    """The K largest logits, weighted by a softmax over those K alone (FastMoE, arXiv 2103.13262 section 3.1; Shazeer
-    et al., arXiv 1701.06538 equations 3 and 5, without noise). Weights sum to one; no capacity unless it is given.
+    """The K largest logits, weighted by a softmax over those K alone (FastMoE, arXiv 2103.13262; Shazeer et al.,
+    arXiv 1701.06538 equations 3 and 5, without noise). Weights sum to one; no capacity unless it is given.
 
     Args:
         normalize: False weights by the softmax over all experts instead.

@@ -11,7 +11,7 @@ from fmoe.routing import RoutingGroups
 
 class RandomRouter(FixedRouter):
     """K different experts drawn at random for each token, weighted 1 / K, in training and in evaluation (THOR, arXiv
-    2110.04260 section 3, which draws for a batch; Roller et al., arXiv 2106.04426, compare with it).
+    2110.04260, which draws for a batch; Roller et al., arXiv 2106.04426, compare with it).
 
     The draw is noise like any other: keyed by (seed, layer, step, routing group), new at each step.
     """

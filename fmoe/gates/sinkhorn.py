@@ -13,7 +13,7 @@ from fmoe.routing import RoutingGroups
 
 class SinkhornRouter(TopKRouter):
     """Choices by scores that Sinkhorn's iteration has balanced over a routing group, weights from the raw scores
-    (S-BASE, arXiv 2202.01169 section 3.1; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)``
+    (S-BASE, arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)``
     for K = 1 and the softmax over all experts for more. Evaluation chooses by the raw scores.
 
     ``exp(logits)`` is scaled by rows and columns until each token's row sums to one and each expert's column to

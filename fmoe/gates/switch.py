@@ -10,7 +10,7 @@ from fmoe.routing import RoutingGroups
 class SwitchRouter(TopKRouter):
     """Top-1 routing weighted by the router's probability (Switch Transformer, arXiv 2101.03961, equations 1-2).
 
-    In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix B; the noise
+    In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (appendix C; the noise
     does not reach the experts). More than one choice is allowed; their weights are not renormalised.
 
     Args:
