@@ -40,6 +40,8 @@ def fmoefied(config, options, expert_parallel=1, steps=0):
     before = gpt.eval()(tokens, positions, None).detach()
     dense = {name: p.detach().clone() for name, p in gpt.named_parameters() if ".mlp." in name}
     assert fmoe.fmoefy(gpt.train(), EXPERTS, **options) is gpt
+    experts = [p for name, p in gpt.named_parameters() if ".experts." in name]
+    assert all(p.allreduce is False and p.requires_grad for p in experts), "Megatron's mark of experts is lost"
     after = []
     for training in (True, False):
         fmoe.random.set_position(seed=1, step=0)
@@ -222,6 +224,55 @@ def accepted_at_a_price():
 
 def test_exact_false_takes_a_gate_that_drops(forks):
     assert all(only(forks.run(1, accepted_at_a_price)))
+
+
+def frozen_bf16():
+    from tiny_gpt import batch, start
+
+    import fmoe
+
+    start()
+    gpt = dense_gpt({"bf16": True, "params_dtype": torch.bfloat16}).bfloat16()  # the norms too
+    tokens, positions, _ = batch()
+    before = gpt.eval()(tokens, positions, None).detach()
+    gpt.decoder.layers[0].mlp.requires_grad_(False)
+    fmoe.fmoefy(gpt, 4, top_k=1)
+    first, second = (layer.mlp for layer in gpt.decoder.layers)
+    assert {p.dtype for p in gpt.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in first.experts.parameters()) and first.gate.weight.requires_grad
+    assert all(p.requires_grad for p in second.experts.parameters())
+    assert not first.training
+    return before, gpt(tokens, positions, None).detach()
+
+
+def test_a_frozen_16_bit_model_stays_so(forks):
+    before, after = only(forks.run(1, frozen_bf16))
+    assert_close(after, before, 2e-2, "logits")
+
+
+def drawn_again():
+    from tiny_gpt import start
+
+    import fmoe
+    from megatron_patch import MegatronFMoE
+
+    start()
+    gpt = fmoe.fmoefy(dense_gpt({}), 4, seed=3)
+    layer = gpt.decoder.layers[0].mlp
+    layer.set_layer_number(1)  # as it is: nothing is drawn
+    kept = layer.experts.weight_in[0].clone()
+    new = MegatronFMoE(gpt.config, layer_number=1, num_experts=4, seed=3)
+    layer.reset_parameters()
+    assert torch.equal(layer.experts.weight_in, new.experts.weight_in)
+    layer.set_layer_number(2)
+    assert torch.equal(
+        layer.experts.weight_in, MegatronFMoE(gpt.config, layer_number=2, num_experts=4, seed=3).experts.weight_in
+    )
+    return bool((kept == gpt.decoder.layers[0].mlp.experts.weight_in[0]).all())
+
+
+def test_reset_parameters_draws_as_the_config_says(forks):
+    assert not only(forks.run(1, drawn_again))
 
 
 def both_calls():
