@@ -50,8 +50,11 @@ TRAITS = {
     "expert_choice": Traits(losses=("z",), misses_choices=True),
     "sinkhorn": Traits(losses=("z",)),
     "sigmoid": Traits(losses=("sequence_balance",)),
+    "topology": Traits(top_1_is_trained=False),
 }
 
+# Options without which a gate is another one.
+OPTIONS = {"topology": {"num_nodes": 2, "bonus": 1.0}}
 # Options that turn the noise of training off, where a gate has them.
 QUIET = {"switch": {"jitter": 0.0}, "gshard": {"random_routing": False}}
 
@@ -63,7 +66,7 @@ with_and_without_capacity = pytest.mark.parametrize("factor", [None, 0.6], ids=[
 
 def build(name, top_k=2, dtype=torch.float32, **options):
     torch.manual_seed(5)
-    gate = build_gate(name, WIDTH, EXPERTS, top_k, **options)
+    gate = build_gate(name, WIDTH, EXPERTS, top_k, **OPTIONS.get(name, {}), **options)
     with torch.no_grad():
         for parameter in gate.parameters():
             parameter.copy_(torch.randn(parameter.shape))
