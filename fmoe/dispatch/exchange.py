@@ -143,8 +143,14 @@ class GroupExchange:
     def __deepcopy__(self, memo) -> "GroupExchange":
         return self  # process groups cannot be copied, and what else is in it is of the group
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups that rows travel over."""
+        return (self.group,)
+
     def begin(self, name: str) -> None:
-        watch_of(self.group).begin(name)
+        for group in self.groups:
+            watch_of(group).begin(name)
 
     def prepare(self, fields: Mapping[str, object], experts: nn.Module, row_width: int, device: torch.device) -> None:
         introduce(self.group, {**fields, "exchange": self.describe()}, device)
@@ -154,7 +160,10 @@ class GroupExchange:
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
     def fail(self, error: Exception) -> None:
-        watch_of(self.group).fail(error)
+        # What comes from another worker is known to the whole group, but not to other groups.
+        if not isinstance(error, PeerError) or len(self.groups) > 1:
+            for group in self.groups:
+                watch_of(group).fail(error)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         self.fail(error)

@@ -69,6 +69,10 @@ class HierarchicalExchange(AllToAllExchange):
         if self.peers.size() != self.num_nodes:
             raise UserError(f"exchange_options: groups have {self.node.size()} x {self.peers.size()} workers")
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (self.group, self.node, self.peers)
+
     def _exchange_counts(self, count_E: Tensor, has_failed: bool) -> tuple[list[Tensor], Tensor]:
         # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and 1 + this worker if it
         # failed. Both stages hand on the largest such number, and so every worker gets it.

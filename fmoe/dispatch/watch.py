@@ -25,7 +25,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
-_GRACE = 2.0  # seconds for the others to say where they are, once a connection is broken
+_GRACE = 1.0  # more seconds for the others to say where they are, once a connection is broken
 
 
 class PeerError(RuntimeError):
@@ -76,15 +76,15 @@ class Watch:
         Raises:
             PeerError: another worker failed, is gone, or did not join within the group's timeout.
         """
-        deadline = time.monotonic() + timeout_of(self._group())
-        patience = PATIENCE
+        begin = time.monotonic()
+        deadline = begin + timeout_of(self._group())
         while True:
             try:
-                work.wait(timedelta(seconds=max(0.001, min(patience, deadline - time.monotonic()))))
+                work.wait(timedelta(seconds=max(0.001, min(PATIENCE, deadline - time.monotonic()))))
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    raise self._broken(error, what, number) from error
+                    raise self._broken(error, what, number, begin) from error
             self._look(what, number, time.monotonic() >= deadline)
 
     def wait_on_device(self, work: dist.Work, what: str, number: int) -> None:
@@ -102,9 +102,10 @@ class Watch:
 
     def fail(self, error: Exception) -> None:
         """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
-        if not isinstance(error, PeerError):
-            text = json.dumps([self.started, self.rank, f"{self._where()}: {type(error).__name__}: {error}"[:4000]])
-            self._told_failure = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
+        reason = f"rank {self.rank} failed in {self._where()}: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
+        text = json.dumps([self.started, self.rank, reason[:4000]])
+        self._told_failure = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
 
     def _where(self) -> str:
         return f"{self.label or 'a layer'}, forward pass {self.step}"
@@ -118,10 +119,11 @@ class Watch:
                 f"{self._where()}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s"
             )
 
-    def _broken(self, error: Exception, what: str, number: int) -> PeerError:
-        """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant."""
+    def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
+        """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant. Those who
+        have waited since ``begin`` have said so after `PATIENCE`."""
         self._tell(what, number)
-        end = time.monotonic() + _GRACE
+        end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
         while time.monotonic() < end:
             self._raise_if_failed(number)
             if self._store is None or not self._absent(number):
@@ -140,7 +142,7 @@ class Watch:
 
         found = self._ask(failure)
         if found is not None and found[1] != self.rank and found[0] < number:
-            raise PeerError(f"rank {found[1]} failed in {found[2]}")
+            raise PeerError(found[2])
 
     def _absent(self, number: int) -> list[int] | None:
         """Ranks that do not wait for the collective of that number, or for a later one; None if the store is gone."""
@@ -264,8 +266,8 @@ def _start_errors(watch: Watch, what: str):
     try:
         yield
     except dist.DistBackendError as error:
-        raise watch._broken(error, what, watch.started + 1) from error
+        raise watch._broken(error, what, watch.started + 1, time.monotonic()) from error
     except RuntimeError as error:
         if "onnection" not in str(error) and "imed out" not in str(error):
             raise
-        raise watch._broken(error, what, watch.started + 1) from error
+        raise watch._broken(error, what, watch.started + 1, time.monotonic()) from error
