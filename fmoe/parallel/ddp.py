@@ -69,7 +69,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            if self._launched or self._under_way:
+            if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
                     "the last backward pass did not reach the experts of every layer, and their gradients are not "
                     "reduced: every output of the forward pass that the loss needs must be a tensor, or in a list, "

@@ -32,7 +32,7 @@ def average_gradients(
     """Turns each rank's gradients (of a mean over its own tokens) into those of the mean over all ranks' tokens.
 
     For models that no wrapper reduces, once a step, after the last backward pass. A dense parameter without a gradient
-    is left without; an expert's becomes zeros, since another rank may have one.
+    is left without, as it must be on all ranks; an expert's becomes zeros, since another rank may have one.
 
     Args:
         group: the data parallel group.

@@ -103,8 +103,8 @@ def init(
     Args:
         ep: ranks that experts are spread over; neighbours, so that they are on one machine where that is possible.
         dp: ranks that hold the same experts; None for ``processes / ep``.
-        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK); None for what torch.distributed was started
-            with, else cuda where there is one.
+        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK); None for what torch.distributed was
+            started with, else cuda where there is one.
         timeout: of torch.distributed, where it is started here.
 
     Raises:
@@ -159,7 +159,7 @@ def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]
         ranks = [dist.get_rank()] if layer.world_size == 1 else dist.get_process_group_ranks(layer.moe_group)
         if ranks != expected:
             raise UserError(
-                f"the experts of {name or layer.name} are spread over the ranks {ranks}, ep={groups.ep} means {expected}: "
-                "build it with moe_group=groups.moe_group"
+                f"the experts of {name or layer.name} are spread over the ranks {ranks}, with ep={groups.ep} it is "
+                f"{expected}: build it with moe_group=groups.moe_group"
             )
     return layers

@@ -1,5 +1,5 @@
-"""Every way of data parallelism with experts equals one process on the same global batch: loss, every gradient, gradient
-norm, parameters after three steps, with clipping and two micro batches a step."""
+"""Every way of data parallelism with experts equals one process on the same global batch: loss, every gradient, the
+gradient norm, parameters after three steps, with clipping and two micro batches a step."""
 
 import contextlib
 
@@ -24,7 +24,7 @@ SPLITS = {"dp2": (1, 2), "ep2": (2, 1), "ep4": (4, 1), "ep2-dp2": (2, 2)}  # (ep
 
 
 class Model(torch.nn.Module):
-    """Dense parts before, between and after two layers of experts, one of stacks, one of modules with shared experts."""
+    """Dense parts before, between and after two layers: one of stacked experts, one of modules beside a shared one."""
 
     def __init__(self, moe_group):
         super().__init__()
