@@ -25,7 +25,7 @@ from fmoe.gates.adapt import route
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, attach_loss
 from fmoe.metrics import LayerMetrics
 from fmoe.parallel.guard import refuse_replicating_wrapper
-from fmoe.parallel.slicing import gather_slices, take_slice
+from fmoe.parallel.slicing import gather_slices, place_of_slice, take_slice
 from fmoe.routing import Routing, tokens_of
 
 logger = logging.getLogger(__name__)
@@ -262,12 +262,13 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 refuse_replicating_wrapper(self)
             leaves, nest = pytree.tree_flatten(x)
             leading = leaves[0].shape[:-1]
-            filled = None
+            filled, before, share = None, 0, 1.0
             if self.mask is not None and self.mask_dict is not None:
                 filled = self.mask.to(leaves[0].device).view(leading)
                 mask = filled == 0 if mask is None else mask
             if self.slice_group is not None:
                 leaves, mask, token_ids, filled = take_slice((leaves, mask, token_ids, filled), self.slice_group)
+                before, share = place_of_slice(leading, self.slice_group)
             sliced = leaves[0].shape[:-1]
             x_TD, groups = tokens_of(
                 leaves[0],
@@ -277,6 +278,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 mask=mask,
                 token_ids=token_ids,
                 layer_seed=self.seed,
+                before=0 if self.sequence_first else before,
             )
             leaves = [x_TD, *(_rows_of(leaf, sliced) for leaf in leaves[1:])]
             self._check_dtype(x_TD)
@@ -294,7 +296,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         runner = Runner(self, nest, has_keys)
         transfer = self.exchange.open(routing)
         try:
-            weight_TK = self._attach_losses(routing)
+            weight_TK = self._attach_losses(routing, share)
             outputs = transfer.run(leaves, weight_TK, runner)
             if self.shared is not None:
                 outputs[0] = outputs[0] + self.shared(x_TD)
@@ -355,11 +357,16 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         weighted = [self.loss_weights[name] * loss for name, loss in routing.losses.items() if self.loss_weights[name]]
         return sum(weighted) if weighted else None
 
-    def _attach_losses(self, routing: Routing) -> Tensor:
-        """The combine weights, in whose backward pass the losses join and the statistics are counted."""
+    def _attach_losses(self, routing: Routing, share: float) -> Tensor:
+        """The combine weights, in whose backward pass the losses join and the statistics are counted.
+
+        Args:
+            share: of this rank in the tokens that the losses are a mean over; 1 without ``slice_group``.
+        """
         if not (self.training and torch.is_grad_enabled()):
             return routing.weight_TK
         total = self.total_loss(routing)
+        total = total if total is None or share == 1 else total * share
         if total is not None and self.aux_loss == "manual":
             self._pending.append(total)
             total = None

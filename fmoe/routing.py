@@ -170,6 +170,7 @@ def tokens_of(
     mask: Tensor | None = None,
     token_ids: Tensor | None = None,
     layer_seed: int = 0,
+    before: int = 0,
 ) -> tuple[Tensor, RoutingGroups]:
     """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
 
@@ -177,6 +178,7 @@ def tokens_of(
         x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
         mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
         token_ids: int64, the shape of ``x`` without D.
+        before: tokens of the micro batch that lie before these, on other ranks.
 
     Raises:
         UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
@@ -199,7 +201,7 @@ def tokens_of(
         sequence_length = x.shape[-2]
         num_sequences = x_TD.shape[0] // sequence_length if sequence_length else 0
     where = random.position()
-    first_token = where.first_token if where else 0
+    first_token = before + (where.first_token if where else 0)
     size = sequence_length if group_size is None else group_size
     groups = RoutingGroups(
         num_sequences,

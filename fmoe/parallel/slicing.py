@@ -56,6 +56,12 @@ def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
     return pytree.tree_map(lambda x: _Take.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 
+def place_of_slice(leading: torch.Size, group: dist.ProcessGroup) -> tuple[int, float]:
+    """Of tensors that begin with the shape ``leading``: tokens before this rank's slice, its share in all of them."""
+    begin, end = slice_bounds(leading[0], group.rank(), group.size())
+    return begin * leading[1:].numel(), (end - begin) / leading[0] if leading[0] else 1.0
+
+
 def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, ``length`` rows: the inverse of `take_slice`."""
     return _Gather.apply(x, length, group)

@@ -1,0 +1,117 @@
+"""Tensor parallel ranks that hold the same tokens split them, with experts spread within, across and over all of them:
+equal to one process, losses and noise included."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_close
+from forks import values
+
+import fmoe
+
+BATCH, LENGTH, WIDTH, EXPERTS = 6, 5, 16, 4
+GROUPS = {  # of four ranks: experts are spread over the ranks of a list
+    "alone": [[0], [1], [2], [3]],
+    "within": [[0, 1], [2, 3]],
+    "across": [[0, 2], [1, 3]],
+    "over all": [[0, 1, 2, 3]],
+}
+GATES = {
+    "naive": ("naive", {}),
+    "capacity and noise": ("switch", {"jitter": 0.2, "capacity_factor": 1.0}),
+}
+
+
+def build(gate, **groups):
+    torch.manual_seed(0)
+    name, options = GATES[gate]
+    layer = fmoe.FMoE(
+        d_model=WIDTH,
+        num_experts=EXPERTS,
+        d_hidden=12,
+        gate=name,
+        gate_options=options,
+        shared_expert=8,
+        loss_weights={"balance": 1.0, "z": 0.1},
+        seed=3,
+        **groups,
+    )
+    with torch.no_grad():
+        layer.gate.weight.mul_(6)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), layer, torch.nn.Linear(WIDTH, WIDTH)).double()
+
+
+def run(model, x, first_sequence):
+    fmoe.random.set_position(seed=1, step=5, first_token=first_sequence * LENGTH)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return y, x.grad
+
+
+def sliced(split, gate, batch):
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # the same tokens within a pair
+    spread = [dist.new_group(ranks) for ranks in GROUPS[split]]
+    copies = {"alone": [[0, 1, 2, 3]], "within": GROUPS["across"], "across": GROUPS["within"], "over all": None}[split]
+    copies = [dist.new_group(ranks) for ranks in copies] if copies else []
+
+    def mine(groups):
+        return next((g for g in groups if rank in dist.get_process_group_ranks(g)), None)
+
+    pair, moe_group, copy_group = mine(pairs), mine(spread), mine(copies)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2 * batch, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    first = rank // 2 * batch
+    model = build(gate, slice_group=pair, moe_group=moe_group)
+    y, dx = run(model, x[first : first + batch], first)
+    alone = build(gate)
+    expected_y, expected_dx = run(alone, x, 0)
+    assert_close(y, expected_y[first : first + batch], 1e-10, "output")
+    assert_close(dx / 2, expected_dx[first : first + batch], 1e-10, "gradient of the input")
+    layer = model[1]
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad, expected = p.grad, q.grad
+        if name.startswith("1.experts."):  # of the tokens that came here: over its copies, every pair's once
+            expected = expected[layer.first_expert : layer.first_expert + layer.num_local_experts]
+            if copy_group is not None:
+                dist.all_reduce(grad, group=copy_group)
+        else:  # the layer's others are of this rank's slice; around it, a pair has computed the same twice
+            dist.all_reduce(grad)
+            grad = grad if name.startswith("1.") else grad / 2
+        assert_close(grad / 2, expected, 1e-10, name)
+    return True
+
+
+@pytest.mark.parametrize("batch", [4, 3, 1])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("split", GROUPS)
+def test_slices_and_spread_experts(four_ranks, split, gate, batch):
+    assert values(four_ranks.run(sliced, split, gate, batch)) == [True] * 4
+
+
+def as_it_comes():
+    """Sequence parallel input: each rank has its part of every sequence and no slice_group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4 * size, 2, WIDTH, generator=generator, dtype=torch.float64)  # [S, B, D]
+    options = {"group_size": 4, "sequence_first": True}  # a routing group lies within a part
+    y, dx = run(build_with(dist.group.WORLD, options), x[4 * rank : 4 * rank + 4], 0)
+    expected_y, expected_dx = run(build_with(None, options), x, 0)
+    assert_close(y, expected_y[4 * rank : 4 * rank + 4], 1e-10, "output")
+    assert_close(dx / size, expected_dx[4 * rank : 4 * rank + 4], 1e-10, "gradient of the input")
+    return True
+
+
+def build_with(moe_group, options):
+    options |= {
+        "gate": "switch",
+        "gate_options": {"capacity_factor": 1.0, "jitter": 0},
+        "loss_weights": {"balance": 1.0},
+    }
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, moe_group=moe_group, seed=3, **options)
+    return layer.double()
+
+
+def test_sequence_parallel_input_is_taken_as_it_comes(four_ranks):
+    assert values(four_ranks.run(as_it_comes)) == [True] * 4
