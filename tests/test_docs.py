@@ -9,8 +9,8 @@ from fmoe.cli import commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")) + sorted(ROOT.glob("data/**/*.md"))
-# Snippets that stand for a line in a larger program: names that the reader brings.
-BROUGHT = re.compile(r"\b(gpt_model|moe_group|data_group)\b")
+# Snippets that stand for a line in a larger program: names that the reader brings (not of arguments, attributes).
+BROUGHT = re.compile(r"(?<![.\w])(gpt_model|moe_group|data_group)\b(?!=[^=])")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
