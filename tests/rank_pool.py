@@ -9,6 +9,8 @@ from typing import Any
 
 DIED = "died"  # the result of a rank whose process is gone
 TIMEOUT = 60  # seconds for one call on all ranks: a hang fails the test instead of blocking it
+START = 180  # seconds for the processes to import torch and meet, on a machine that does other things too
+READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class RankPool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(START) or pipe.recv() != READY:
+                raise TimeoutError(f"rank {rank} did not start in {START} s")
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -70,6 +75,7 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
     torch.set_num_threads(1)
     # A file, not a port: nothing to be taken by another test.
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    pipe.send(READY)
     while True:
         try:
             function, args = pipe.recv()

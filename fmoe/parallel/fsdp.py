@@ -23,7 +23,9 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
     Args:
         module: its `FMoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
-            data parallel rank, experts as those of the first rank that holds them (meta tensors are left alone).
+            data parallel rank, experts as those of the first rank that holds them. Of a model on the meta device,
+            materialise a block (``to_empty``, ``reset_parameters``) before it is sharded: initial weights are keyed by
+            whole experts.
         groups: of `fmoe.parallel.init`.
         options: torch's, but for ``mesh``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, ...
 

@@ -82,24 +82,28 @@ def grad_norm(
     parameters = list(parameters)
     device = parameters[0].device if parameters else torch.device("cpu")
     # Squares by who holds the other parts: the same sets in the same order on all ranks, since they are read from the
-    # parameters, not from the gradients that happen to be there. In float64, in which no square overflows.
-    squares: dict[tuple[bool, tuple], Tensor] = {}
+    # parameters, not from the gradients that happen to be there. In float64 no square overflows; MPS has none.
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    norms: dict[tuple[bool, tuple], list[Tensor]] = {}
     result = torch.float32
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         key = (is_expert(parameter), _sharded_over(parameter))
-        total = squares.setdefault(key, torch.zeros((), dtype=torch.float64, device=device))
+        part = norms.setdefault(key, [torch.zeros((), dtype=exact, device=device)])
         if parameter.grad is not None:
             gradient = _local(parameter.grad)
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             result = torch.promote_types(result, dtype)
-            total += torch.linalg.vector_norm(gradient, dtype=dtype).to(device, torch.float64).square()
-    for (expert, meshes), total in squares.items():
+            part.append(torch.linalg.vector_norm(gradient, dtype=dtype).to(device, exact))
+    whole = torch.zeros((), dtype=exact, device=device)
+    for (expert, meshes), part in norms.items():
+        squares = torch.stack(part).square().sum()
         for group in (*meshes, moe_group if expert else None):
             if group is not None and group.size() > 1:
-                dist.all_reduce(total, group=group)
-    return torch.stack([*squares.values(), torch.zeros((), dtype=torch.float64, device=device)]).sum().sqrt().to(result)
+                dist.all_reduce(squares, group=group)
+        whole += squares
+    return whole.sqrt().to(result)
 
 
 @torch.no_grad()
