@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DIED = "died"  # the result of a rank whose process is gone
-TIMEOUT = 60  # seconds for one call on all ranks: a hang fails the test instead of blocking it
+TIMEOUT = 120  # seconds for one call on all ranks: a hang fails the test instead of blocking it
 START = 180  # seconds for the processes to import torch and meet, on a machine that does other things too
 READY = "ready"
 

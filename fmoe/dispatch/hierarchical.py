@@ -10,13 +10,14 @@ Shape letters: N nodes of I workers each; worker w is on node w // I, in place w
 import os
 import weakref
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.dispatch.all_to_all import AllToAllExchange, Leg
-from fmoe.dispatch.watch import all_to_all
+from fmoe.dispatch.watch import all_to_all, timeout_of
 from fmoe.errors import UserError
 
 _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = weakref.WeakKeyDictionary()
@@ -32,7 +33,10 @@ def node_groups(group: dist.ProcessGroup, node_size: int) -> tuple[dist.ProcessG
         ranks, worker = dist.get_process_group_ranks(group), group.rank()
         node = ranks[worker // node_size * node_size :][:node_size]
         peers = ranks[worker % node_size :: node_size]
-        known[node_size] = tuple(dist.new_group(part, use_local_synchronization=True) for part in (node, peers))
+        timeout = timedelta(seconds=timeout_of(group))
+        known[node_size] = tuple(
+            dist.new_group(part, timeout, use_local_synchronization=True) for part in (node, peers)
+        )
     return known[node_size]
 
 

@@ -230,6 +230,10 @@ class TopKRouter(Router):
             entropy_T = torch.special.entr(scores.probs_TE.detach()).sum(-1)
         return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
 
+    def most(self, groups: RoutingGroups) -> int | None:
+        most = super().most(groups)
+        return groups.num_tokens if most is None else most  # a token chooses an expert once
+
     def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
         losses = {}
         if "z" in self.common_losses:

@@ -81,7 +81,7 @@ class TopologyRouter(TopKRouter):
         if self.num_nodes == 1:
             return logits_TE.topk(self.top_k).indices
         logits_GSE = groups.split(logits_TE)
-        num_groups, size, num_experts = logits_GSE.shape
+        num_groups, _, num_experts = logits_GSE.shape
         device = logits_TE.device
         nodes_G = torch.full((num_groups,), self.node, device=device) if self.node_of is None else self.node_of(groups)
         node_E = torch.arange(num_experts, device=device) // (num_experts // self.num_nodes)

@@ -78,7 +78,7 @@ def signalled(exchange, number, seconds, victim):
 
         def struck(*_):
             if number == signal.SIGSTOP:
-                kill_later(os.getpid(), 2 * seconds + 2)  # stopped for good, as far as the others can tell
+                kill_later(os.getpid(), seconds + 3)  # stopped for good, as far as the others can tell
             os.kill(os.getpid(), number)
 
         layer.experts.register_forward_pre_hook(struck)  # rows have come, outputs are waited for

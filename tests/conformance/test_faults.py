@@ -1,6 +1,11 @@
 """No silent hang: what goes wrong on one rank is an error on every rank, soon, which names that rank."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import faults
 import pytest
@@ -29,7 +34,7 @@ def test_a_killed_rank_is_named(forks, exchange, victim):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_stopped_rank_is_named_after_the_timeout(forks, exchange):
-    timeout = 3
+    timeout = 2
     results = forks.run(2, faults.signalled, exchange, signal.SIGSTOP, timeout, 1)
     assert results.pop(1) == DIED
     for kind, message, seconds in values(results):
@@ -60,16 +65,61 @@ def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "options"),
+    ("pool", "exchange", "options"),
     [
-        ("all_to_all", {}),
-        ("all_to_all", {"chunks": 3}),
-        ("all_to_all", {"max_rows": 8, "shadow": 1}),
-        ("padded", {"slots": 12}),
-        ("all_gather", {}),
-        ("hierarchical", {"node_size": 2}),
+        ("four_ranks", "all_to_all", {}),
+        ("four_ranks", "hierarchical", {"node_size": 2}),
+        ("two_ranks", "all_to_all", {"chunks": 3}),
+        ("two_ranks", "all_to_all", {"max_rows": 8, "shadow": 1}),
+        ("two_ranks", "padded", {"slots": 12}),
+        ("two_ranks", "all_gather", {}),
     ],
     ids=str,
 )
-def test_no_pattern_of_token_counts_hangs(four_ranks, exchange, options):
-    assert max(values(four_ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
+def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
+    ranks = request.getfixturevalue(pool)
+    assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout", "limit", "told"),
+    [
+        ("SIGKILL", 5, 10, "layer 7, forward pass 3, exchange of rows: rank 1 did not answer"),
+        (
+            "SIGSTOP",
+            4,
+            10,
+            "layer 7, forward pass 3, exchange of rows: rank 1 did not answer within the group's timeout",
+        ),
+        ("raise", 1800, 10, "rank 1 failed in layer 7, forward pass 3: ValueError: an expert of rank 1 is broken"),
+    ],
+)
+def test_processes_end_with_an_error(tmp_path, fault, timeout, limit, told):
+    """Real ones, to the end of the interpreter: exit codes and what is printed, all within ``limit`` seconds."""
+    size, job = 3, Path(__file__).with_name("job.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(job), str(rank), str(size), str(tmp_path / "rendezvous"), str(timeout), fault],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]
+    try:
+        if fault == "SIGSTOP":
+            _, status = os.waitpid(processes[1].pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+        else:
+            processes[1].wait(60)
+        begin = time.monotonic()
+        for rank in (0, 2):
+            _, errors = processes[rank].communicate(timeout=60)
+            assert processes[rank].returncode == 1, errors
+            assert "PeerError" in errors and told in errors, errors
+        assert time.monotonic() - begin < limit
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stderr.close()
