@@ -1,4 +1,4 @@
-"""A job of real processes, run as ``python job.py RANK SIZE RENDEZVOUS TIMEOUT FAULT``: what a user's script would do."""
+"""A job of real processes, run as ``python job.py RANK SIZE RENDEZVOUS TIMEOUT FAULT``, as a user's script is."""
 
 import datetime
 import os
