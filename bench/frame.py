@@ -51,6 +51,7 @@ class Measurement:
         calls: per contender, how many calls a round's time is the mean of.
         work: per contender that has it, the work of one call.
         failures: per contender that raised, when and why. It has no entry in the others.
+        facts: per contender, what else there is to tell, by name: columns of the report.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Measurement:
     calls: dict[str, int]
     work: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def quartiles(self, name: str) -> tuple[float, float, float]:
         """First quartile, median and third quartile of the seconds of a call."""
@@ -111,6 +113,8 @@ def measure(
     unit: str = "tokens",
     clock: Callable[[], float] = time.perf_counter,
     sync: Callable[[], Any] | None = None,
+    line_up: Callable[[], Any] | None = None,
+    agree: Callable[[float], float] | None = None,
 ) -> Measurement:
     """Times contenders against each other; all of them are set up, and held, at the same time.
 
@@ -125,6 +129,9 @@ def measure(
         label, unit: see `Measurement`.
         clock: seconds.
         sync: waits for the device, e.g. ``torch.cuda.synchronize``; called before every reading of the clock.
+        line_up: called before every run, e.g. a barrier: where ranks measure together, each in a call with the same
+            arguments, they begin a run together.
+        agree: from the seconds of a run on this rank to those that count, e.g. of the slowest rank.
 
     Returns:
         The times. A contender that raises is left out from then on, and its reason is in ``failures``.
@@ -140,6 +147,8 @@ def measure(
     steps: dict[str, Step] = {}
 
     def run(step: Step, count: int) -> float:
+        if line_up is not None:
+            line_up()
         if sync is not None:
             sync()
         start = clock()
@@ -148,6 +157,8 @@ def measure(
         if sync is not None:
             sync()
         elapsed = clock() - start
+        if agree is not None:
+            elapsed = agree(elapsed)
         if elapsed <= 0:
             raise ValueError("took no time that this clock can measure")
         return elapsed / count

@@ -64,8 +64,9 @@ def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str,
     """The report as Markdown, its columns padded so that it reads as a table in a terminal as well."""
     has_label = any(row.label for row in measurements)
     units = list(dict.fromkeys(row.unit for row in measurements if row.work))
+    facts = list(dict.fromkeys(fact for row in measurements for values in row.facts.values() for fact in values))
     header = ["row"] * has_label + ["contender", "median", "quartiles", "ratio [95% interval]"]
-    cells = [[*header, *(f"{unit}/s" for unit in units)]]
+    cells = [[*header, *(f"{unit}/s" for unit in units), *facts]]
     for row in measurements:
         for name in row.seconds:
             first, median, third = row.quartiles(name)
@@ -74,6 +75,7 @@ def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str,
                 [row.label] * has_label
                 + [name, duration(median), f"{duration(first)} - {duration(third)}", _ratio_cell(row, name)]
                 + [f"{throughput:,.0f}" if throughput is not None and row.unit == unit else "" for unit in units]
+                + [row.facts.get(name, {}).get(fact, "") for fact in facts]
             )
     lines = [f"# {title}", "", *_table(cells), ""]
     lines += _notes(measurements)

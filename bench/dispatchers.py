@@ -1,0 +1,126 @@
+"""Ways to bring tokens to their experts and back, to time against each other: our exchanges, megatron-core's dispatchers.
+
+All get the same rows, choices and combine weights, each in the form that it takes them in, call the same experts, and
+give the output and the gradients of rows and weights. Shape letters: T tokens of a rank, K choices, D width, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.dispatch import build_exchange
+from fmoe.routing import Routing
+
+Experts = Callable[[Tensor, list[int]], Tensor]  # rows by expert, and how many each has
+Result = tuple[Tensor, Tensor, Tensor]  # output [T, D], gradients of rows [T, D] and weights [T, K]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's tokens, where they go, and the gradient that comes back."""
+
+    num_experts: int
+    x_TD: Tensor
+    expert_TK: Tensor
+    weight_TK: Tensor
+    grad_TD: Tensor
+
+    @classmethod
+    def random(cls, tokens: int, d_model: int, num_experts: int, top_k: int, skew: float, seed: int) -> "Batch":
+        """Expert 0 gets ``skew`` times the even share, to the row; the others share the rest at random."""
+        generator = torch.Generator().manual_seed(seed)
+        score_TE = torch.rand(tokens, num_experts, generator=generator)
+        score_TE[:, 0] = -1
+        hot = round(tokens * top_k / num_experts * skew)
+        score_TE[torch.randperm(tokens, generator=generator)[:hot], 0] = 2
+        weight_TK = torch.rand(tokens, top_k, generator=generator) + 0.1
+        x_TD, grad_TD = torch.randn(2, tokens, d_model, generator=generator)
+        return cls(
+            num_experts, x_TD, score_TE.topk(top_k).indices, weight_TK / weight_TK.sum(-1, keepdim=True), grad_TD
+        )
+
+    def hottest(self) -> int:
+        """Rows that an expert gets of any rank, at most."""
+        most = self.expert_TK.flatten().bincount(minlength=self.num_experts).max()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+
+def identity(rows: Tensor, counts) -> Tensor:
+    """Experts that leave rows as they are: what remains to be timed is the journey."""
+    return rows
+
+
+def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
+    """One of `fmoe.dispatch.EXCHANGES`."""
+    travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
+    most = batch.hottest()  # as a gate with a capacity says it: the padded exchange sends so much, and drops nothing
+
+    def step(experts: Experts = identity) -> Result:
+        x_TD, weight_TK = batch.x_TD.detach().requires_grad_(), batch.weight_TK.detach().requires_grad_()
+        travel.begin("bench")
+        transfer = travel.open(Routing(batch.expert_TK, weight_TK, most=most))
+        (y_TD,) = transfer.run([x_TD], weight_TK, lambda rows, counts: [experts(rows[0], counts)])
+        y_TD.backward(batch.grad_TD)
+        return y_TD.detach(), x_TD.grad, weight_TK.grad
+
+    return step
+
+
+def start_megatron() -> None:
+    """megatron-core's process groups, with experts over all ranks."""
+    from megatron_patch import cpu
+
+    cpu.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+    )
+
+
+def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
+    """megatron-core's token dispatcher "alltoall" or "allgather".
+
+    It takes choices as a map [T, E] and weights as probabilities [T, E], which are made beforehand. Its experts, not
+    its combination, multiply rows by their weights; so do these.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    kinds = {
+        "alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher,
+        "allgather": token_dispatcher.MoEAllGatherTokenDispatcher,
+    }
+    size, rank = dist.get_world_size(), dist.get_rank()
+    (tokens, top_k), num_local = batch.expert_TK.shape, batch.num_experts // size
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=batch.x_TD.shape[1],
+        num_attention_heads=1,
+        num_moe_experts=batch.num_experts,
+        moe_router_topk=top_k,
+        moe_token_dispatcher_type=dispatcher,
+        expert_model_parallel_size=size,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    local = list(range(rank * num_local, (rank + 1) * num_local))
+    travel = kinds[dispatcher](num_local, local, config, get_default_pg_collection())
+    map_TE = torch.zeros(tokens, batch.num_experts, dtype=torch.bool).scatter_(1, batch.expert_TK, True)
+    probs_TE = torch.zeros(tokens, batch.num_experts).scatter_(1, batch.expert_TK, batch.weight_TK)
+
+    def step(experts: Experts = identity) -> Result:
+        x_TD, weight_TE = batch.x_TD.detach().requires_grad_(), probs_TE.detach().requires_grad_()
+        rows, weights = travel.dispatch_preprocess(x_TD.unsqueeze(1), map_TE, weight_TE)
+        rows, counts, weights = travel.dispatch_postprocess(*travel.token_dispatch(rows, weights))
+        out = travel.combine_preprocess(experts(rows, counts) * weights.unsqueeze(1))
+        y_TD = travel.combine_postprocess(travel.token_combine(out)).squeeze(1)
+        y_TD.backward(batch.grad_TD)
+        return y_TD.detach(), x_TD.grad, weight_TE.grad.gather(1, batch.expert_TK)
+
+    return step

@@ -1,0 +1,159 @@
+"""``python -m bench exchange``: rows to their experts and back, forward and backward, over 2 and 4 gloo ranks.
+
+Our exchanges and megatron-core's token dispatchers carry the same rows by the same choices to experts that do nothing
+with them; how long that takes, what it sends and how often the host looks at values. A round's time is that of the
+slowest rank. Before they are timed, all have to give the right output and gradients.
+"""
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from bench import dispatchers, frame, options, ranks, report
+from bench.dispatchers import Batch
+from bench.frame import Measurement
+from bench.traffic import Traffic
+from fmoe.errors import UserError
+
+OURS, PEERS = "fmoe all_to_all", ("megatron-core alltoall", "megatron-core allgather")
+FEWEST_ROUNDS = 6
+LIMIT, LIMIT_BF16 = 1e-5, 2e-2
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("exchange", __doc__, rounds=24, warmup=1)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384, 65536], help="of a rank")
+    parser.add_argument("--skew", nargs="+", type=float, default=[1, 2, 4], help="the hottest expert's, in even shares")
+    parser.add_argument("--d-model", type=int, default=256)
+    parser.add_argument("--num-experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=15.0, help=f"a row, unless {FEWEST_ROUNDS} rounds need more")
+    arguments = parser.parse_args(argv)
+    _check(arguments)
+    rows = []
+    for size in arguments.ranks:
+        rows += map(Measurement.from_json, ranks.run(size, _measure_all, arguments))
+    report.write(rows, arguments.out, "exchange")
+    print("\n".join(verdict(rows)))
+
+
+def _check(arguments) -> None:
+    for size in arguments.ranks:
+        if size < 2 or arguments.num_experts % size:
+            raise UserError(f"--ranks={size} is below 2 or does not divide --num-experts={arguments.num_experts}")
+    for skew in arguments.skew:
+        if not 0 < skew <= arguments.num_experts / arguments.top_k:
+            raise UserError(
+                f"--skew={skew:g} is not above 0 and at most {arguments.num_experts / arguments.top_k:g}, where every "
+                "token goes to the hottest expert"
+            )
+
+
+def _measure_all(arguments) -> list[dict]:
+    """On every rank: the rows of one number of ranks."""
+    for module in ("megatron", "torch"):  # what torch renames, megatron-core still calls by its old name
+        warnings.filterwarnings("ignore", module=module)
+    dispatchers.start_megatron()
+    rows = []
+    for tokens in arguments.tokens:
+        for skew in arguments.skew:
+            row = _measure(tokens, skew, arguments)
+            rows.append(row.to_json())
+            if dist.get_rank() == 0:
+                print(f"{row.label}: {OURS} {row.ratio(OURS)} of {row.reference}", flush=True)
+    return rows
+
+
+def _measure(tokens: int, skew: float, arguments) -> Measurement:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    seed = size * arguments.seed + rank
+    batch = Batch.random(tokens, arguments.d_model, arguments.num_experts, arguments.top_k, skew, seed)
+    steps = _steps(batch)
+    seconds, facts = 0.0, {}
+    for name, step in steps.items():
+        _verify(name, step, batch)
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds += ranks.slowest(time.perf_counter() - start)
+        with Traffic() as traffic:
+            step()
+        facts[name] = _facts(traffic)
+    rounds = max(FEWEST_ROUNDS, min(arguments.rounds, int(arguments.seconds / seconds)))
+    result = frame.measure(
+        [frame.Contender(name, functools.partial(lambda step: step, step), tokens) for name, step in steps.items()],
+        rounds=rounds,
+        warmup=arguments.warmup,
+        reference=PEERS[0],
+        seed=arguments.seed,
+        label=f"{size} ranks, {tokens} tokens, skew {skew:g}",
+        line_up=dist.barrier,
+        agree=ranks.slowest,
+    )
+    if result.failures:  # on this rank: the others cannot go on without it
+        raise RuntimeError(f"{result.label}: {result.failures}")
+    return replace(result, facts=facts)
+
+
+def _steps(batch: Batch) -> dict[str, Callable[..., dispatchers.Result]]:
+    ours = functools.partial(dispatchers.ours, batch)
+    steps = {
+        OURS: ours("all_to_all"),
+        "fmoe all_to_all, bf16 on the wire": ours("all_to_all", wire_dtype=torch.bfloat16),
+        "fmoe padded": ours("padded"),
+        "fmoe all_gather": ours("all_gather"),
+    }
+    if dist.get_world_size() >= 4:
+        steps["fmoe hierarchical"] = ours("hierarchical", node_size=2)
+    return steps | {name: dispatchers.megatron(batch, name.split()[-1]) for name in PEERS}
+
+
+def _verify(name: str, step: Callable[..., dispatchers.Result], batch: Batch) -> None:
+    """Each expert multiplies by a number of its own, so that a row at the wrong expert shows."""
+    first = dist.get_rank() * (batch.num_experts // dist.get_world_size())
+
+    def experts(rows, counts):
+        factor_L = torch.arange(first + 1, first + 1 + len(counts), dtype=rows.dtype)
+        return rows * factor_L.repeat_interleave(torch.as_tensor(counts)).unsqueeze(1)
+
+    x_TD, grad_TD = batch.x_TD.double(), batch.grad_TD.double()
+    scale_TK = (batch.expert_TK + 1).double()
+    total_T1 = (scale_TK * batch.weight_TK).sum(1, keepdim=True)
+    expected = (total_T1 * x_TD, total_T1 * grad_TD, scale_TK * (x_TD * grad_TD).sum(1, keepdim=True))
+    limit = LIMIT_BF16 if "bf16" in name else LIMIT
+    for what, value, right in zip(("output", "gradient of rows", "of weights"), step(experts), expected, strict=True):
+        error = ranks.slowest(((value - right).norm() / right.norm()).item())  # the same verdict on all ranks
+        if not error < limit:
+            raise RuntimeError(f"{name}: {what} has relative error {error:.1e}, the limit is {limit:.0e}")
+
+
+def _facts(traffic: Traffic) -> dict[str, str]:
+    sent = ranks.slowest(traffic.sent)
+    reads = ", ".join(f"{count} {kind}" for kind, count in sorted(traffic.reads.items()))
+    return {
+        "MB sent": f"{sent / 1e6:.2f}",
+        "collectives": str(sum(traffic.collectives.values())),
+        "host reads": f"{traffic.reads.total()}{f' ({reads})' if reads else ''}",
+    }
+
+
+def verdict(rows: Sequence[Measurement]) -> list[str]:
+    """Ours over each peer and over the best one of each row: the mean, and the rows in which it is surely slower."""
+    against = {name: [replace(row, reference=name) for row in rows] for name in PEERS}
+    best = [replace(row, reference=min(PEERS, key=row.median)) for row in rows]
+    lines = []
+    for name, compared in {**against, "the faster of them": best}.items():
+        mean = frame.geometric_mean_of_ratios(compared, OURS)
+        slower = [row.label for row in compared if row.ratio(OURS).high < 1]
+        lines.append(
+            f"{OURS} over {name}, geometric mean of {len(rows)} rows: {mean}; "
+            f"surely slower in {len(slower)}{': ' + '; '.join(slower) if slower else ''}"
+        )
+    mean = frame.geometric_mean_of_ratios(against[PEERS[1]], "fmoe all_gather")
+    return [*lines, f"fmoe all_gather over {PEERS[1]}, geometric mean of {len(rows)} rows: {mean}"]

@@ -1,0 +1,43 @@
+"""Ranks of a benchmark: processes with a gloo group between them, gone when it ends, however it ends."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+TIMEOUT = timedelta(minutes=2)  # of a collective: one rank that fails ends the benchmark, not the machine's patience
+
+
+def run(size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` on ``size`` ranks of one thread each; what it returns on rank 0, which JSON must hold.
+
+    A rank that raises ends the others, and its traceback is raised here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # They end with this process: torch asks the kernel for that.
+        multiprocessing.spawn(_rank, (size, folder, function, args), nprocs=size)
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+    torch.set_num_threads(1)
+    # A file, not a port: nothing that another program could take.
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=TIMEOUT)
+    result = function(*args)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def slowest(seconds: float) -> float:
+    """The most that any rank took."""
+    most = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
