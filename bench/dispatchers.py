@@ -1,4 +1,5 @@
-"""Ways to bring tokens to their experts and back, to time against each other: our exchanges, megatron-core's dispatchers.
+"""Ways to bring tokens to their experts and back, to time against each other: our exchanges, megatron-core's
+dispatchers.
 
 All get the same rows, choices and combine weights, each in the form that it takes them in, call the same experts, and
 give the output and the gradients of rows and weights. Shape letters: T tokens of a rank, K choices, D width, E experts.

@@ -49,8 +49,20 @@ class Leg:
             ends = [-(-self.receive * c // num_chunks) for c in (chunk, chunk + 1)]
             receive = ends[1] - ends[0]
         sizes = [sum(row) for row in received]
-        keys = self.key_PX.reshape(-1).repeat_interleave(receive.reshape(-1), output_size=sum(sizes))
-        return Stage(self.group, [sum(row) for row in send], sizes, keys.argsort(stable=True), wire_dtype)
+        order, inverse = self._order(receive.reshape(-1), sum(sizes))
+        return Stage(self.group, [sum(row) for row in send], sizes, order, inverse, wire_dtype)
+
+    def _order(self, receive_S: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Of rows, from the order of their S = P * X segments: one that moves takes all its rows along."""
+        if self.key_PX.shape[1] == 1:  # one segment of each worker, and keys rise with workers
+            return None, None
+        order_S = self.key_PX.reshape(-1).argsort(stable=True)
+        inverse_S = order_S.argsort()
+        wanted_S = receive_S[order_S]
+        shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (wanted_S.cumsum(0) - wanted_S)
+        row_R = torch.arange(num_rows, device=receive_S.device)
+        order_R = row_R + shift_S.repeat_interleave(wanted_S, output_size=num_rows)
+        return order_R, row_R - shift_S[inverse_S].repeat_interleave(receive_S, output_size=num_rows)
 
 
 def _part(counts: list[list[int]], chunk: int, num_chunks: int) -> list[list[int]]:

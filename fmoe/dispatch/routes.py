@@ -20,22 +20,25 @@ class Stage:
 
     Attributes:
         send, receive: rows to and from each worker of ``group``.
-        order_R: place, among the rows as they arrive, of each row as it is wanted.
+        order_R: place, among the rows as they arrive, of each row as it is wanted; None where it is the same.
+        inverse_R: the inverse of ``order_R``.
         wire_dtype: rows travel in it; None for their own.
     """
 
     group: dist.ProcessGroup
     send: list[int]
     receive: list[int]
-    order_R: Tensor
+    order_R: Tensor | None
+    inverse_R: Tensor | None
     wire_dtype: torch.dtype | None = None
 
-    @property
-    def inverse_R(self) -> Tensor:
-        """The inverse of ``order_R``."""
-        inverse = torch.empty_like(self.order_R)
-        inverse[self.order_R] = torch.arange(len(inverse), device=inverse.device)
-        return inverse
+    def wanted(self, rows: Tensor) -> Tensor:
+        """Rows as they arrive -> as they are wanted."""
+        return rows if self.order_R is None else reorder(rows, self.order_R, self.inverse_R)
+
+    def arrived(self, rows: Tensor) -> Tensor:
+        """The inverse of `wanted`."""
+        return rows if self.order_R is None else reorder(rows, self.inverse_R, self.order_R)
 
 
 @dataclass(eq=False)
@@ -56,19 +59,18 @@ class Route:
 
     def __init__(self, stages: Sequence[Stage]):
         self._stages = list(stages)
-        self._inverses = [stage.inverse_R for stage in self._stages]
         self.num_rows = sum(self._stages[0].send)
 
     def dispatch(self, rows_MD: Tensor) -> Tensor:
         """Rows sorted by expert -> the rows of this worker's experts, sorted by expert: [R, D]."""
-        for stage, inverse in zip(self._stages, self._inverses, strict=True):
-            rows_MD = reorder(_Travel.apply(rows_MD, stage, False), stage.order_R, inverse)
+        for stage in self._stages:
+            rows_MD = stage.wanted(_Travel.apply(rows_MD, stage, False))
         return rows_MD
 
     def combine(self, rows_RD: Tensor) -> Tensor:
         """Outputs of the experts -> where their rows came from, in the order they had there: [M, D]."""
-        for stage, inverse in zip(self._stages[::-1], self._inverses[::-1], strict=True):
-            rows_RD = _Travel.apply(reorder(rows_RD, inverse, stage.order_R), stage, True)
+        for stage in self._stages[::-1]:
+            rows_RD = _Travel.apply(stage.arrived(rows_RD), stage, True)
         return rows_RD
 
     def start_dispatch(self, rows_MD: Tensor) -> Parcel:
@@ -77,16 +79,16 @@ class Route:
 
     def finish_dispatch(self, parcel: Parcel) -> Tensor:
         """Ends `dispatch`."""
-        rows = reorder(_finish(parcel), self._stages[0].order_R, self._inverses[0])
-        for stage, inverse in zip(self._stages[1:], self._inverses[1:], strict=True):
-            rows = reorder(_Travel.apply(rows, stage, False), stage.order_R, inverse)
+        rows = self._stages[0].wanted(_finish(parcel))
+        for stage in self._stages[1:]:
+            rows = stage.wanted(_Travel.apply(rows, stage, False))
         return rows
 
     def start_combine(self, rows_RD: Tensor) -> Parcel:
         """Begins `combine`: all but the end of its last stage."""
-        for stage, inverse in zip(self._stages[:0:-1], self._inverses[:0:-1], strict=True):
-            rows_RD = _Travel.apply(reorder(rows_RD, inverse, stage.order_R), stage, True)
-        return _start(reorder(rows_RD, self._inverses[0], self._stages[0].order_R), self._stages[0], True)
+        for stage in self._stages[:0:-1]:
+            rows_RD = _Travel.apply(stage.arrived(rows_RD), stage, True)
+        return _start(self._stages[0].arrived(rows_RD), self._stages[0], True)
 
     def finish_combine(self, parcel: Parcel) -> Tensor:
         """Ends `combine`."""

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fmoe.ops import scratch
+
 logger = logging.getLogger(__name__)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -219,7 +221,7 @@ def all_to_all(
 ) -> Pending:
     """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
     rows = rows.contiguous()
-    out = torch.empty_like(rows) if receive is None else rows.new_empty(sum(receive), *rows.shape[1:])
+    out = scratch.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
     watch = watch_of(group)
     with _start_errors(watch, what):
         work = dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True)
@@ -229,7 +231,7 @@ def all_to_all(
 def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
     """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
     part = part.contiguous()
-    out = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+    out = scratch.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     watch = watch_of(group)
     with _start_errors(watch, what):
         work = _gather_into(out, part, group=group, async_op=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fmoe.ops.rows import gather_sum
+from fmoe.ops import scratch
+from fmoe.ops.rows import gather_sum, row_dots
 
 if TYPE_CHECKING:
     from fmoe.dispatch.plan import DispatchPlan
@@ -62,7 +63,7 @@ class PaddedPlan:
         """The token of each place, times its weight; zero where there is none."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
-        rows = x_TD.index_select(0, self.assignment_P // self.top_k)
+        rows = scratch.gather(x_TD, self.assignment_P // self.top_k)
         if weight_TK is not None:
             rows = rows * weight_TK.reshape(-1)[self.assignment_P].unsqueeze(1)
         return rows.masked_fill_(~self.valid_P.unsqueeze(1), 0)
@@ -93,6 +94,6 @@ class _Combine(torch.autograd.Function):
         grad_weight_TK = None
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_PD.dtype)
-            dot_P = torch.linalg.vecdot(plan.rows_of(grad_TD).to(dtype), rows_PD.to(dtype))
+            dot_P = row_dots(plan.rows_of(grad_TD).to(dtype), rows_PD.to(dtype))
             grad_weight_TK = torch.where(plan.kept_TK, dot_P[plan.place_TK], 0).to(weight_TK.dtype)
         return plan.rows_of(grad_TD, weight_TK).to(rows_PD.dtype), grad_weight_TK, None

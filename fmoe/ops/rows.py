@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fmoe.ops import scratch
+
 if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
     from fmoe.dispatch.plan import DispatchPlan
 
@@ -51,6 +53,8 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, place_TK: Tensor, kept
     if kept_TK is not None:
         place_TK = place_TK.clamp(max=num_rows - 1)
         weight_TK = kept_TK.to(rows_MD.dtype) if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
+    if _is_bag(rows_MD, weight_TK):
+        return torch.nn.functional.embedding_bag(place_TK, rows_MD, mode="sum", per_sample_weights=weight_TK)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
     total_TD = None
     for k in range(top_k):
@@ -61,6 +65,24 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, place_TK: Tensor, kept
             weight_T1 = weight_TK[:, k : k + 1].to(dtype)
             total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
     return total_TD.to(rows_MD.dtype)
+
+
+def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
+    """Whether torch sums them in one pass. In 16 bits it would round the sum at each step, in float64 it has no kernel
+    for it, and autograd through it would scatter."""
+    return (
+        rows_MD.dtype == torch.float32
+        and (weight_TK is None or weight_TK.dtype == torch.float32)
+        and scratch.is_plain(rows_MD)
+        and not torch.is_grad_enabled()
+    )
+
+
+def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
+    """The dot product of each row with the same row of the other: [M]."""
+    if a_MD.device.type == "cpu":  # where vecdot makes the product of all first
+        return torch.bmm(a_MD.unsqueeze(1), b_MD.unsqueeze(2)).view(-1)
+    return torch.linalg.vecdot(a_MD, b_MD)
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, plan: "DispatchPlan") -> Tensor:
@@ -78,7 +100,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, plan, num_rows):
         ctx.plan = plan
-        return x_TD.index_select(0, plan.order_N[:num_rows] // plan.top_k)
+        return scratch.gather(x_TD, plan.order_N[:num_rows] // plan.top_k)
 
     @staticmethod
     def backward(ctx, grad_MD):
@@ -96,22 +118,24 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_TD):
         rows_MD, weight_TK = ctx.saved_tensors
         order_M = ctx.plan.order_N[: rows_MD.shape[0]]
-        grad_MD = grad_TD.index_select(0, order_M // ctx.plan.top_k)
+        grad_MD = scratch.gather(grad_TD, order_M // ctx.plan.top_k)
         grad_weight_TK = None
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
-            dot_M = torch.linalg.vecdot(grad_MD.to(dtype), rows_MD.to(dtype))
+            dot_M = row_dots(grad_MD.to(dtype), rows_MD.to(dtype))
             grad_weight_TK = torch.zeros(weight_TK.shape, dtype=weight_TK.dtype, device=weight_TK.device)
             grad_weight_TK.view(-1)[order_M] = dot_M.to(weight_TK.dtype)
         weight_M1 = weight_TK.reshape(-1).index_select(0, order_M).unsqueeze(1)
-        return (grad_MD * weight_M1).to(rows_MD.dtype), grad_weight_TK, None
+        is_ours = not torch.is_grad_enabled() and grad_MD.dtype == torch.promote_types(grad_MD.dtype, weight_TK.dtype)
+        grad_MD = grad_MD.mul_(weight_M1) if is_ours else grad_MD * weight_M1
+        return grad_MD.to(rows_MD.dtype), grad_weight_TK, None
 
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, index, inverse):
         ctx.save_for_backward(index, inverse)
-        return rows.index_select(0, index)
+        return scratch.gather(rows, index)
 
     @staticmethod
     def backward(ctx, grad):
