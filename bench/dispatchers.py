@@ -21,13 +21,19 @@ Result = tuple[Tensor, Tensor, Tensor]  # output [T, D], gradients of rows [T, D
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's tokens, where they go, and the gradient that comes back."""
+    """A rank's tokens, where they go, and the gradient that comes back.
+
+    Attributes:
+        most: rows that an expert gets of any rank, at most. A gate with a capacity knows such a number; the padded
+            exchange sends so many to every expert, and drops none.
+    """
 
     num_experts: int
     x_TD: Tensor
     expert_TK: Tensor
     weight_TK: Tensor
     grad_TD: Tensor
+    most: int
 
     @classmethod
     def random(cls, tokens: int, d_model: int, num_experts: int, top_k: int, skew: float, seed: int) -> "Batch":
@@ -39,15 +45,10 @@ class Batch:
         score_TE[torch.randperm(tokens, generator=generator)[:hot], 0] = 2
         weight_TK = torch.rand(tokens, top_k, generator=generator) + 0.1
         x_TD, grad_TD = torch.randn(2, tokens, d_model, generator=generator)
-        return cls(
-            num_experts, x_TD, score_TE.topk(top_k).indices, weight_TK / weight_TK.sum(-1, keepdim=True), grad_TD
-        )
-
-    def hottest(self) -> int:
-        """Rows that an expert gets of any rank, at most."""
-        most = self.expert_TK.flatten().bincount(minlength=self.num_experts).max()
+        expert_TK = score_TE.topk(top_k).indices
+        most = expert_TK.flatten().bincount(minlength=num_experts).max()
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+        return cls(num_experts, x_TD, expert_TK, weight_TK / weight_TK.sum(-1, keepdim=True), grad_TD, int(most))
 
 
 def identity(rows: Tensor, counts) -> Tensor:
@@ -58,12 +59,11 @@ def identity(rows: Tensor, counts) -> Tensor:
 def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
     """One of `fmoe.dispatch.EXCHANGES`."""
     travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
-    most = batch.hottest()  # as a gate with a capacity says it: the padded exchange sends so much, and drops nothing
 
     def step(experts: Experts = identity) -> Result:
         x_TD, weight_TK = batch.x_TD.detach().requires_grad_(), batch.weight_TK.detach().requires_grad_()
         travel.begin("bench")
-        transfer = travel.open(Routing(batch.expert_TK, weight_TK, most=most))
+        transfer = travel.open(Routing(batch.expert_TK, weight_TK, most=batch.most))
         (y_TD,) = transfer.run([x_TD], weight_TK, lambda rows, counts: [experts(rows[0], counts)])
         y_TD.backward(batch.grad_TD)
         return y_TD.detach(), x_TD.grad, weight_TK.grad

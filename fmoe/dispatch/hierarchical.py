@@ -114,8 +114,13 @@ class HierarchicalExchange(AllToAllExchange):
             Leg(self.node, send, near, tensors[1][:, :-1], near_key),
             Leg(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
         ]
-        expert = torch.arange(self.num_experts).view(num_nodes, node_size, num_local)
-        return legs, far, expert.transpose(0, 1).flatten().tolist()
+        order_E = [
+            (m * node_size + i) * num_local + local
+            for i in range(node_size)
+            for m in range(num_nodes)
+            for local in range(num_local)
+        ]
+        return legs, far, order_E
 
     def describe(self) -> str:
         return f"{super().describe()}(node_size={self.node_size})"
