@@ -9,7 +9,7 @@ from fmoe.errors import UserError
 
 def test_two_ranks(tmp_path, capfd):
     exchange.main(
-        "--ranks 2 --tokens 64 --skew 2 --d-model 128 --rounds 5 --seconds 0.1 --out".split() + [str(tmp_path)]
+        ["--ranks=2", "--tokens=64", "--skew=2", "--d-model=128", "--rounds=5", "--seconds=0.1", f"--out={tmp_path}"]
     )
     (row,) = report.read(tmp_path / "exchange.json")
     assert not row.failures and row.reference in row.seconds
