@@ -1,0 +1,321 @@
+"""``fmoe selftest``: does a layer that is split over these ranks equal one that is not, and how fast are exchanges?
+
+Start it as a training job is started, e.g. ``torchrun --nproc_per_node 8 -m fmoe.selftest``; alone it is a job of one
+process. Every rank builds the whole layer beside its part of the split one, from the same seed, and compares what
+concerns its own tokens and experts. Ranks report over the store of torch.distributed, which still answers when a
+collective does not.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe import parallel, random
+from fmoe.cli import run
+from fmoe.dispatch import build_exchange
+from fmoe.errors import UserError
+from fmoe.layer import FMoE
+from fmoe.routing import Routing
+
+GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
+EXPERTS = ("ffn", "swiglu")
+LIMITS = {"cpu": 1e-5, "cuda": 1e-4}  # relative, in float32; on a GPU GEMMs of other shapes sum in another order
+SEQUENCES, LENGTH, WIDTH, HIDDEN, EXPERTS_OF_A_RANK = 4, 16, 32, 48, 2
+ROW_WIDTH, REPEATS = 1024, 5  # of the bandwidth table
+
+
+@dataclass
+class Result:
+    """Of one case.
+
+    Attributes:
+        errors: relative error of each quantity, the largest of all ranks.
+        failed: what is wrong, with ranks; empty where all is well.
+        is_broken: a rank raised or did not answer: ranks may no longer be in step.
+    """
+
+    case: str
+    errors: dict[str, float] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    is_broken: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 where everything agrees, else 1, on all ranks."""
+    parser = argparse.ArgumentParser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--ep", type=int, help="ranks that experts are spread over; default: all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take")
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="of a rank's rows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results as well")
+    arguments = parser.parse_args(argv)
+    if arguments.timeout <= 0:
+        raise UserError(f"--timeout={arguments.timeout:g} is not above 0")
+    ep = arguments.ep or int(os.environ.get("WORLD_SIZE", 1))
+    groups = parallel.init(ep, device_type=arguments.device, timeout=timedelta(seconds=arguments.timeout))
+    results, table = _test(groups, arguments)
+    failed = [line for result in results for line in result.failed]
+    if dist.get_rank() == 0:
+        for line in failed:
+            print(f"FAILED: {line}")
+        if not failed:
+            print(f"ok: {len(results)} cases, split over {groups.ep}, equal one process")
+        if arguments.json:
+            values = {"ep": groups.ep, "dp": groups.dp, "cases": [asdict(r) for r in results], "bandwidth": table}
+            arguments.json.write_text(json.dumps(values, indent=1) + "\n")
+    if not any(result.is_broken for result in results):
+        dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+def _test(groups: parallel.ParallelGroups, arguments: argparse.Namespace) -> tuple[list[Result], list[dict]]:
+    device = torch.device("cuda", torch.cuda.current_device()) if groups.mesh.device_type == "cuda" else "cpu"
+    device = torch.device(device)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        print(f"{groups.size} ranks, ep {groups.ep}, dp {groups.dp}, {dist.get_backend()}, torch {torch.__version__}")
+        print(f"{'case':50}" + "".join(f"{what:>18}" for what in _QUANTITIES) + "    (relative errors)")
+    results = []
+    for case in cases(groups.ep):
+        result = _compared(case, groups, device, arguments.timeout)
+        results.append(result)
+        if is_first:
+            print(f"{result.case:50}" + "".join(f"{error:18.1e}" for error in result.errors.values()), flush=True)
+        if result.is_broken:
+            return results, []
+    table = []
+    if groups.ep > 1 and arguments.megabytes:
+        table = _bandwidths(groups, arguments.megabytes, device)
+    if is_first and table:
+        print(f"\n{'exchange, GB/s a rank sends (ms there and back)':50}" + _columns(arguments.megabytes, "{:g} MB"))
+        for name, rows in itertools.groupby(table, key=lambda row: row["exchange"]):
+            print(f"{name:50}" + _columns(list(rows), "{0[gigabytes_per_second]:.2f} ({0[milliseconds]:.1f})"))
+    return results, table
+
+
+def _columns(values: Sequence[Any], form: str) -> str:
+    return "".join(f"{form.format(value):>18}" for value in values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gate, experts and an exchange with its options."""
+
+    exchange: str
+    options: dict[str, Any]
+    gate: str
+    experts: str
+
+    def __str__(self) -> str:
+        options = "".join(f" {key}={value}" for key, value in self.options.items())
+        return f"{self.exchange}{options}, {self.gate}, {self.experts}"
+
+
+def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every exchange, in chunks too where it can; the one worker of ep=1 has nothing to exchange."""
+    if ep == 1:
+        return [("all_to_all", {})]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
+    node_size = local if local < ep and ep % local == 0 else max(d for d in range(1, ep) if ep % d == 0)
+    return [
+        ("all_to_all", {}),
+        ("all_to_all", {"chunks": 2}),
+        ("padded", {}),
+        ("padded", {"chunks": 2}),
+        ("all_gather", {}),
+        ("hierarchical", {"node_size": node_size}),
+        ("hierarchical", {"node_size": node_size, "chunks": 2}),
+    ]
+
+
+def cases(ep: int) -> Iterator[Case]:
+    """What is compared."""
+    for (exchange, options), gate, experts in itertools.product(exchanges(ep), GATES, EXPERTS):
+        yield Case(exchange, options, gate, experts)
+
+
+_QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient")
+
+
+def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
+    """The case on all ranks: every rank posts its errors, the first one judges, all follow."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    key = f"fmoe/selftest/{case}"
+    try:
+        mine = {"errors": _errors(case, groups, device)}
+    except Exception as error:  # whatever it is, it is what this rank has to report
+        mine = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    store.set(f"{key}/{rank}", json.dumps(mine))
+    patience = timedelta(seconds=timeout + 10)  # of those who wait for a collective of this one, and then report
+    if rank == 0:
+        result = _judged(case, [_read(store, f"{key}/{r}", patience) for r in range(groups.size)], LIMITS[device.type])
+        store.set(key, json.dumps(asdict(result)))
+        return result
+    verdict = _read(store, key, 2 * patience)
+    if verdict is None:
+        return Result(str(case), failed=[f"{case}: rank 0 did not answer"], is_broken=True)
+    return Result(**verdict)
+
+
+def _read(store: dist.Store, key: str, patience: timedelta) -> Any:
+    try:
+        store.wait([key], patience)
+        return json.loads(store.get(key))
+    except Exception:  # the store's own classes differ between backends and versions
+        return None
+
+
+def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
+    result = Result(str(case))
+    silent = [rank for rank, values in enumerate(told) if values is None]
+    raised = {rank: values["raised"] for rank, values in enumerate(told) if values and "raised" in values}
+    result.is_broken = bool(silent or raised)
+    if silent:
+        result.failed.append(f"{case}: {_ranks(silent)} did not answer")
+    for message in dict.fromkeys(raised.values()):
+        result.failed.append(f"{case}: {_ranks([r for r, m in raised.items() if m == message])}: {message}")
+    if result.is_broken:
+        return result
+    for what in _QUANTITIES:
+        errors = [values["errors"][what] for values in told]
+        result.errors[what] = max(errors, key=lambda error: (error != error, error))  # nan is the worst
+        if wrong := [rank for rank, error in enumerate(errors) if not error <= limit]:
+            result.failed.append(
+                f"{case}: {what} on {_ranks(wrong)} differs from one process: "
+                f"relative error {result.errors[what]:.1e}, limit {limit:.0e}"
+            )
+    return result
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
+    """What this rank finds. The global batch is that of the ranks that share a set of experts."""
+    ep, worker = groups.ep, groups.moe_group.rank()
+    generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
+    # Losses are means over a rank's groups, their sum over ranks is what the split layer's gradients hold.
+    whole = _layer(case, ep, device, loss_scale=lambda: float(ep))
+    part = _layer(
+        case,
+        ep,
+        device,
+        moe_group=groups.moe_group if ep > 1 else None,
+        exchange=case.exchange,
+        exchange_options=case.options,
+    )
+    x, upstream = torch.randn(2, ep * SEQUENCES, LENGTH, WIDTH, generator=generator).to(device)
+    mine = slice(worker * SEQUENCES, (worker + 1) * SEQUENCES)
+    random.set_position(seed=0, step=1, first_token=0)
+    expected, expected_grad = _pass(whole, x, upstream)
+    random.set_position(seed=0, step=1, first_token=worker * SEQUENCES * LENGTH)
+    output, grad = _pass(part, x[mine], upstream[mine])
+    errors = {"output": _error(output, expected[mine]), "input gradient": _error(grad, expected_grad[mine])}
+    routers = []
+    for mine_, right in zip(part.gate.parameters(), whole.gate.parameters(), strict=True):
+        if ep > 1:
+            dist.all_reduce(mine_.grad, group=groups.moe_group)
+        routers.append(_error(mine_.grad, right.grad))
+    errors["router gradient"] = max(routers)
+    local = slice(part.first_expert, part.first_expert + part.num_local_experts)
+    pairs = zip(part.experts.parameters(), whole.experts.parameters(), strict=True)
+    errors["experts' gradient"] = max(_error(p.grad, right.grad[local]) for p, right in pairs)
+    return errors
+
+
+def _layer(case: Case, ep: int, device: torch.device, **split) -> FMoE:
+    options = dict(GATES[case.gate])
+    return FMoE(
+        d_model=WIDTH,
+        num_experts=EXPERTS_OF_A_RANK * ep,
+        d_hidden=HIDDEN,
+        top_k=options.pop("top_k", None),
+        gate=case.gate,
+        gate_options=options,
+        expert=case.experts,
+        name=f"selftest ({case})",
+        seed=3,
+        **split,
+    ).to(device)
+
+
+def _pass(layer: FMoE, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(upstream)
+    return y.detach(), x.grad
+
+
+def _error(value: Tensor, right: Tensor) -> float:
+    return ((value - right).double().norm() / right.double().norm().clamp(min=1e-30)).item()
+
+
+def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
+    """Forward passes with even loads through experts that do nothing."""
+    ep, table = groups.ep, []
+    for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
+        if "chunks" in options:  # which pay by what experts compute meanwhile
+            continue
+        travel = build_exchange(groups.moe_group, ep, exchange, options)
+        num_rows = -(-max(1, round(size * 1e6 / (4 * ROW_WIDTH))) // ep) * ep
+        rows = torch.randn(num_rows, ROW_WIDTH, device=device)
+        routing = Routing(
+            (torch.arange(num_rows, device=device) % ep).unsqueeze(1),
+            torch.ones(num_rows, 1, device=device),
+            most=num_rows // ep,
+        )
+        seconds = [_seconds(travel, routing, rows, groups) for _ in range(2 + REPEATS)]
+        median = statistics.median(seconds[2:])
+        sent = 2 * rows.nbytes * _share_sent(exchange, options, ep)
+        table.append(
+            {
+                "exchange": exchange + "".join(f" {key}={value}" for key, value in options.items()),
+                "megabytes": size,
+                "milliseconds": median * 1e3,
+                "gigabytes_per_second": sent / median / 1e9,
+            }
+        )
+    return table
+
+
+def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
+    """Of a rank's rows, how often each goes to another rank."""
+    if exchange == "all_gather":
+        return ep - 1
+    if exchange == "hierarchical":
+        num_nodes = ep // options["node_size"]
+        return (1 - 1 / options["node_size"]) + (1 - 1 / num_nodes)
+    return 1 - 1 / ep
+
+
+@torch.no_grad()
+def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
+    """Of the slowest rank."""
+    wait = torch.cuda.synchronize if rows.is_cuda else lambda: None
+    dist.barrier(groups.data_group)
+    wait()
+    start = time.perf_counter()
+    travel.begin("selftest")
+    travel.open(routing).run([rows], routing.weight_TK, lambda arrived, counts: arrived)
+    wait()
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=rows.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=groups.data_group)
+    return seconds.item()
+
+
+if __name__ == "__main__":
+    sys.exit(run("fmoe selftest", lambda: main(sys.argv[1:])))
