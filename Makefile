@@ -14,11 +14,12 @@ TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
 endif
 
-.PHONY: help train test lint bench corpus clean
+.PHONY: help train test conformance lint bench corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
 	@echo "make test    set up, run the tests"
+	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
 	@echo "make lint    set up, check style"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
@@ -31,6 +32,9 @@ corpus: $(VENV)/.train
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+conformance: $(VENV)/.test
+	$(BIN)/python -m pytest tests/conformance -m 'conformance or not conformance' $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
