@@ -55,16 +55,12 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Experts to shadow, hottest first: each is taken while that makes the pass faster, ``most`` at most."""
+    """Experts to shadow: as many of the hottest, ``most`` at most, as make the pass fastest. One alone may change
+    nothing where two workers are as slow as each other, so all numbers are tried."""
     load_E = [sum(column) for column in zip(*loads_WE, strict=True)]
     hottest = sorted(range(len(load_E)), key=lambda e: (-load_E[e], e))[:most]
-    chosen, best = [], cost.seconds(loads_WE, num_local, ())
-    for expert in hottest:
-        seconds = cost.seconds(loads_WE, num_local, [*chosen, expert])
-        if seconds >= best:
-            break
-        chosen, best = [*chosen, expert], seconds
-    return chosen
+    count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(loads_WE, num_local, hottest[:n]))
+    return hottest[:count]
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
@@ -124,11 +120,18 @@ class Shadowed:
 
     def _borrow(self, expert: int, experts: "Experts") -> list[Tensor]:
         owner, local = divmod(expert, self._num_local)
-        is_mine = owner == self._group.rank()
-        # Others take their first expert for the shapes; it has no part in what is computed.
-        like = experts.lend(local if is_mine else 0)
-        own = [t if is_mine else t.detach().requires_grad_(t.requires_grad) for t in like]
-        return list(_Borrow.apply(self._group, owner, *own))
+        # Others take their first expert for the shapes.
+        return borrow(self._group, owner, experts.lend(local if owner == self._group.rank() else 0))
+
+
+def borrow(group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of worker ``owner`` on every worker, differentiable: their gradients are summed on the owner.
+
+    Called by every worker of the group. Of the others' tensors only the shapes matter.
+    """
+    is_mine = owner == group.rank()
+    own = [t if is_mine else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    return list(_Borrow.apply(group, owner, *own))
 
 
 class _Borrow(torch.autograd.Function):
