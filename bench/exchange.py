@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=8.0, help=f"a row, unless {FEWEST_ROUNDS} rounds need more")
+    parser.add_argument("--seconds", type=float, default=6.0, help=f"a row, unless {FEWEST_ROUNDS} rounds need more")
     arguments = parser.parse_args(argv)
     _check(arguments)
     rows = []
