@@ -29,7 +29,7 @@ LIMIT, LIMIT_BF16 = 1e-5, 2e-2
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("exchange", __doc__, rounds=24, warmup=0)  # verification has run them all twice
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384, 65536], help="of a rank")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192, 65536], help="of a rank")
     parser.add_argument("--skew", nargs="+", type=float, default=[1, 2, 4], help="the hottest expert's, in even shares")
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
