@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError, require
 from fmoe.gates import build_gate
 from pretrain.config import Recipe
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.samples import GPTSamples, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.gate import gate_options
+from pretrain.gate import exchange_options, gate_options
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
 _VALIDATION_SEED = 0
@@ -39,6 +40,10 @@ def open_inputs(recipe: Recipe) -> Inputs:
             build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **gate_options(model))
         except UserError as error:
             raise UserError(f"model.{error}") from error
+        try:
+            build_exchange(None, model.num_experts, recipe.parallel.exchange, exchange_options(recipe.parallel))
+        except UserError as error:
+            raise UserError(f"parallel.{error}") from error
     with _naming("data.tokenizer"):
         tokenizer = Tokenizer.load(data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:

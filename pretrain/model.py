@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_patch import fmoefy
 from megatron_patch.attention import SDPAttention
 from pretrain.config import ModelConfig, Recipe
-from pretrain.gate import gate_options
+from pretrain.gate import exchange_options, gate_options
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
@@ -83,6 +83,8 @@ def build_model(recipe: Recipe) -> GPTModel:
             gate_options=gate_options(model),
             loss_weights={"balance": model.balance_loss, "z": model.z_loss},
             group_size=model.group_size,
+            exchange=recipe.parallel.exchange,
+            exchange_options=exchange_options(recipe.parallel),
             seed=recipe.train.seed,
         )
     return gpt.cuda() if torch.cuda.is_available() else gpt

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fmoe.ops import scratch
 from fmoe.ops.buffers import reused_like
 from fmoe.ops.grouped import segments
 
@@ -42,26 +43,27 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation):
-        out_MD = rows_MD.new_empty(rows_MD.shape[0], w_out.shape[1])
+        num_rows = rows_MD.shape[0]
+        out_MD = scratch.empty((num_rows, w_out.shape[1]), rows_MD)
+        hidden_MP = scratch.empty((num_rows, w_in.shape[1]), rows_MD)
         w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
         b_ins = [None] * len(w_ins) if b_in is None else b_in.unbind(0)
         b_outs = [None] * len(w_outs) if b_out is None else b_out.unbind(0)
-        hiddens = []
         for expert, rows in segments(counts):
-            hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert])
+            hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
             _linear(activation(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
-            hiddens.append(hidden)
-        ctx.save_for_backward(rows_MD, w_in, w_out, *hiddens)
+        ctx.save_for_backward(rows_MD, w_in, w_out, hidden_MP)
         ctx.counts, ctx.activation = counts, activation
         ctx.biases = (b_in is not None, b_out is not None)
         return out_MD
 
     @staticmethod
     def backward(ctx, grad_MD):
-        rows_MD, w_in, w_out, *hiddens = ctx.saved_tensors
+        rows_MD, w_in, w_out, hidden_MP = ctx.saved_tensors
         needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _ = ctx.needs_input_grad
         grad_MD = grad_MD.contiguous()
-        d_rows = torch.empty_like(rows_MD, memory_format=torch.contiguous_format) if needs_rows else None
+        d_rows = scratch.empty(tuple(rows_MD.shape), rows_MD) if needs_rows else None
+        d_active = rows_MD.new_empty(max(ctx.counts, default=0), w_out.shape[2])
         d_w_in = reused_like(w_in) if needs_w_in else None
         d_w_out = reused_like(w_out) if needs_w_out else None
         d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in and ctx.biases[0] else None
@@ -72,12 +74,13 @@ class _ExpertFFN(torch.autograd.Function):
                     if gradient is not None:
                         gradient[expert].zero_()
         w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
-        for (expert, rows), hidden in zip(segments(ctx.counts), hiddens, strict=True):
+        for expert, rows in segments(ctx.counts):
             grad = grad_MD[rows]
             with torch.enable_grad():
-                leaf = hidden.detach().requires_grad_()
+                leaf = hidden_MP[rows].detach().requires_grad_()
                 active = ctx.activation(leaf)
-            (d_hidden,) = torch.autograd.grad(active, leaf, torch.mm(grad, w_outs[expert]))
+            upstream = torch.mm(grad, w_outs[expert], out=d_active[: grad.shape[0]])
+            (d_hidden,) = torch.autograd.grad(active, leaf, upstream)
             if d_w_out is not None:
                 torch.mm(grad.t(), active.detach(), out=d_w_out[expert])
             if d_b_out is not None:

@@ -3,7 +3,7 @@
 `Recipe.check` says, before any process group is made, what cannot be, in one line that names the keys.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fmoe.errors import UserError
@@ -113,6 +113,18 @@ class ParallelConfig:
     """Expert parallel size: the experts of a layer are spread over so many processes."""
     data: int = 1
     """Copies of each expert. The dense part is replicated expert * data times, each copy with its own sequences."""
+    exchange: Literal["all_to_all", "padded", "all_gather", "hierarchical"] = "all_to_all"
+    """How rows travel to their experts (docs/parallelism.md); changes no result."""
+    chunks: int = 1
+    """Parts of the exchange that overlap with the experts' work."""
+    max_rows: int | None = None
+    """Most rows that a process takes at once; None for no bound."""
+    shadow: int = 0
+    """Most hot experts of a layer that are sent to all processes instead of their rows to them."""
+    node_size: int | None = None
+    """Processes of a node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
+    wire: Literal["fp32", "bf16"] | None = None
+    """Precision in which rows travel; None for the model's."""
 
     @property
     def world_size(self) -> int:
@@ -288,7 +300,7 @@ class Recipe:
         """Raises UserError if so many processes are not what the splits multiply to."""
         parallel = self.parallel
         if world_size != parallel.world_size:
-            sizes = " x ".join(f"parallel.{f.name}={getattr(parallel, f.name)}" for f in fields(parallel))
+            sizes = f"parallel.expert={parallel.expert} x parallel.data={parallel.data}"
             raise UserError(
                 f"world size {world_size} is not the product {sizes} = {parallel.world_size}: start as many processes "
                 f"(fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
@@ -306,7 +318,7 @@ _POSITIVE = {
         "top_k",
         "group_size",
     ),
-    "parallel": ("expert", "data"),
+    "parallel": ("expert", "data", "chunks", "max_rows", "node_size"),
     "optimizer": ("decay_steps",),
     "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
     "tracking": ("console_every",),
@@ -316,6 +328,7 @@ _NOT_NEGATIVE = {
     "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2"),
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
+    "parallel": ("shadow",),
 }
 
 

@@ -126,7 +126,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             z_loss=0.0,
         ),
         data=DataConfig(tokenizer="none", train=("a", "b c"), validation=()),
-        parallel=ParallelConfig(expert=3, data=2),
+        parallel=ParallelConfig(
+            expert=3, data=2, exchange="hierarchical", chunks=2, max_rows=999, shadow=1, node_size=3, wire="bf16"
+        ),
         optimizer=OptimizerConfig(
             lr=1e22,
             min_lr=1e-5,

@@ -61,6 +61,12 @@ RECIPES = {
     "no checkpoint": ("", "", ["--resume", "."], [". is no checkpoint"]),
     "no run to resume": ("", "", ["--resume"], ["run is no checkpoint"]),
     "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
+    "unknown option of an exchange": (
+        "",
+        "",
+        ["--parallel.exchange", "all_gather", "--parallel.chunks", "2"],
+        ["parallel.exchange_options: all_gather has no 'chunks'"],
+    ),
     "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is no checkpoint"]),
 }
 

@@ -72,15 +72,24 @@ def alone(forks):
     return only(forks.run(1, train, replace(RECIPE, train=replace(RECIPE.train, micro_batch=8))))
 
 
+SPLITS = {
+    "expert": {"expert": 2},
+    "data": {"data": 2},
+    "expert, overlapped and shadowed": {"expert": 2, "chunks": 2, "max_rows": 64, "shadow": 1},
+    "expert, gathered": {"expert": 2, "exchange": "all_gather"},
+    "expert, padded": {"expert": 2, "exchange": "padded", "chunks": 2},
+}
+
+
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
-@pytest.mark.parametrize("split", ["expert", "data"])
+@pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_equal_one(forks, alone, split, distributed):
-    parallel = ParallelConfig(**{split: 2})
+    parallel = ParallelConfig(**SPLITS[split])
     recipe = replace(RECIPE, parallel=parallel, optimizer=replace(RECIPE.optimizer, distributed=distributed))
     ranks = values(forks.run(2, train, recipe))
     for name, expected in alone.items():
         found = [rank[name] for rank in ranks]
-        if split == "expert" and ".experts." in name:
+        if parallel.expert == 2 and ".experts." in name:
             found = [torch.cat(found)]
         for rank, actual in enumerate(found):
             if torch.is_tensor(expected):
@@ -122,7 +131,7 @@ def fail_on_rank_1():
 def test_an_error_in_one_ranks_gate_is_raised_on_both(forks):
     (waiting, total_0, loss_0), (failing, total_1, loss_1) = values(forks.run(2, fail_on_rank_1))
     assert failing == ("ArithmeticError", "the router of rank 1 is out of numbers")
-    assert waiting[0] == "RuntimeError"
+    assert waiting[0] == "PeerError"
     assert "rank 1 " in waiting[1] and "the router of rank 1 is out of numbers" in waiting[1]
     assert total_0 == total_1 == 3.0, "the process group is of no use any more"
     assert loss_0 == loss_1

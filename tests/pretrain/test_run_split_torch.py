@@ -151,7 +151,7 @@ def test_an_error_before_the_exchange_is_an_error_everywhere(two_ranks, ranks):
         if rank in ranks:
             assert raised == ("ArithmeticError", f"rank {rank} has no router today")
         else:
-            assert raised[0] == "RuntimeError"
+            assert raised[0] == "PeerError"
             assert f"rank {ranks[0]} " in raised[1]
             assert f"rank {ranks[0]} has no router today" in raised[1]
         assert again
