@@ -27,7 +27,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
-_GRACE = 1.0  # more seconds for the others to say where they are, once a connection is broken
+_GRACE = 2.0  # more seconds for the others to say where they are, once a connection is broken
 
 
 class PeerError(RuntimeError):
@@ -126,10 +126,14 @@ class Watch:
         have waited since ``begin`` have said so after `PATIENCE`."""
         self._tell(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
+        last, absent = end + _GRACE, None
         while time.monotonic() < end:
             self._raise_if_failed(number)
-            if self._store is None or not self._absent(number):
+            before, absent = absent, self._absent(number)
+            if not absent:
                 break
+            if before is not None and len(absent) < len(before):  # they are coming in: on a busy machine slowly
+                end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         reason = str(error).splitlines()[0][:200]
         return PeerError(f"{self._where()}, {what}: {self._missing(number)} ({reason})")
