@@ -97,6 +97,33 @@ def within_groups(row, options, best_of):
     return [v if i // size in kept else -math.inf for i, v in enumerate(row)]
 
 
+def topology(g):
+    """The largest bonus for experts of the node that keeps the load within the bound."""
+    logits = g.logits()
+    size = len(g.rows) // g.options["num_nodes"]
+
+    def picks_with(bonus):
+        return [
+            best([v + bonus * (e // size == g.options["node"]) for e, v in enumerate(row)], g.top_k) for row in logits
+        ]
+
+    def most(picks):
+        loads = [0] * len(g.rows)
+        for row in picks:
+            for e in row:
+                loads[e] += 1
+        return max(loads)
+
+    picks = picks_with(0.0)
+    bound = max(most(picks), g.options["skew"] * len(logits) * g.top_k / len(g.rows))
+    for part in (0.125, 0.25, 0.5, 1.0):
+        nearer = picks_with(part * g.options["bonus"])
+        if most(nearer) <= bound:
+            picks = nearer
+    chosen = [list(zip(p, softmax([row[e] for e in p]), strict=True)) for row, p in zip(logits, picks, strict=True)]
+    return chosen, {"balance": balance_loss([softmax(r) for r in logits], picks), "z": z_loss(logits)}
+
+
 def switch(g):
     tokens = g.tokens
     if g.training:
@@ -337,4 +364,5 @@ LOOPS = {
     "expert_choice": expert_choice,
     "sinkhorn": sinkhorn,
     "sigmoid": sigmoid_gate,
+    "topology": topology,
 }

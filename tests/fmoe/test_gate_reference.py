@@ -43,7 +43,8 @@ def noise_of(name, gate, groups):
 
 def options_of(name, gate, ids):
     options = {"ids": ids}
-    for key in ("jitter", "normalize", "capacity_factor", "iterations", "tolerance", "routed_scale", "kept_groups"):
+    keys = ("jitter", "normalize", "capacity_factor", "iterations", "tolerance", "routed_scale", "kept_groups")
+    for key in (*keys, "num_nodes", "node", "bonus", "skew"):
         if hasattr(gate, key):
             options[key] = getattr(gate, key)
     if getattr(gate, "expert_groups", None) is not None:
@@ -65,6 +66,8 @@ VARIANTS = [pytest.param(name, k, {}, id=f"{name}-top{k}") for name in GATES for
     pytest.param("sigmoid", 2, {"capacity_factor": 0.7}, id="sigmoid-capacity"),
     pytest.param("random", 2, {"capacity_factor": 0.7}, id="random-capacity"),
     pytest.param("expert_choice", None, {"capacity_factor": 1.3}, id="expert_choice-fraction"),
+    pytest.param("topology", 2, {"num_nodes": 2, "bonus": 1.5}, id="topology-two-nodes"),
+    pytest.param("topology", 1, {"num_nodes": 3, "bonus": 4.0, "skew": 1.0}, id="topology-bound"),
 ]
 
 
