@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from fmoe import losses as auxiliary
 from fmoe import random
@@ -176,7 +177,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         self.loss_weights = {**DEFAULT_LOSS_WEIGHTS, **(loss_weights or {})}
         self.metrics = LayerMetrics(self.num_experts, tuple(self.loss_weights))
         self._pending: list[Tensor] = []
-        self._warned = False
+        self._warned = self._has_offered = False
 
     def _draw_seed(self) -> int:
         seed = torch.randint(1 << 62, (1,), device="cpu")
@@ -294,12 +295,15 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         if has_keys:
             leaves.append(groups.token_keys("expert dropout", x_TD.device).unsqueeze(1))
         runner = Runner(self, nest, has_keys)
-        transfer = self.exchange.open(routing)
+        transfer = self.exchange.open(routing, self._depth(leaves))
         try:
             weight_TK = self._attach_losses(routing, share)
             outputs = transfer.run(leaves, weight_TK, runner)
+            self.exchange.follow(outputs)
             if self.shared is not None:
                 outputs[0] = outputs[0] + self.shared(x_TD)
+        except _StopRecomputationError:  # no failure: a checkpoint has all that it wants of this pass
+            raise
         except Exception as error:
             self.exchange.fail(error)
             raise
@@ -331,8 +335,16 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             "loss_weights": sorted(self.loss_weights.items()),
             "seed": self.seed,
         }
-        self._introduced = True
         self.exchange.prepare(fields, self.experts, self.d_model, self._device(x))
+        self._introduced = True
+
+    def _depth(self, leaves: list[Tensor]) -> int:
+        """How far the backward pass goes (`fmoe.dispatch.Exchange.open`)."""
+        if not torch.is_grad_enabled():
+            return 0
+        if any(leaf.requires_grad for leaf in leaves):
+            return 2
+        return int(any(p.requires_grad for p in self.experts.parameters()))
 
     def _check_dtype(self, x_TD: Tensor) -> None:
         if getattr(self.experts, "_is_fsdp_managed_module", False):
@@ -368,13 +380,26 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         total = self.total_loss(routing)
         total = total if total is None or share == 1 else total * share
         if total is not None and self.aux_loss == "manual":
-            self._pending.append(total)
+            self._offer(total)
             total = None
         if total is None and not routing.weight_TK.requires_grad:
             self.record(routing)  # nothing of the router is trained: no backward pass will come by
             return routing.weight_TK
         scale = self.loss_scale or auxiliary.loss_scale
         return attach_loss(routing.weight_TK, total, scale, lambda: self.record(routing))
+
+    def _offer(self, total: Tensor) -> None:
+        """To `collect_losses`."""
+        if torch._C._current_graph_task_id() == -1:
+            self._pending.append(total)
+            self._has_offered = True
+        elif not self._has_offered and not self._warned:  # the first pass was without gradients
+            self._warned = True
+            logger.warning(
+                "the auxiliary losses of %s (aux_loss='manual') cannot be collected from within a reentrant "
+                "checkpoint: use_reentrant=False, or aux_loss='auto'",
+                self.name,
+            )
 
     def record(self, routing: Routing) -> None:
         """Counts the statistics of one micro batch; called once, in its backward pass."""

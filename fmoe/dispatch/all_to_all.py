@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
 from fmoe.dispatch.plan import DispatchPlan, chunk_counts
-from fmoe.dispatch.routes import Route, Stage
+from fmoe.dispatch.routes import Route, Stage, in_step, reached
 from fmoe.dispatch.shadow import Cost, Shadowed, choose, measure
 from fmoe.dispatch.watch import all_gather, all_reduce, all_to_all
 from fmoe.errors import UserError
 from fmoe.routing import Routing
+
+_DEPTHS = 3  # of `fmoe.dispatch.Exchange.open`
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +111,28 @@ class AllToAllExchange(GroupExchange):
                 f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
                 f"kind without buffers), not {type(experts).__name__}"
             )
+        if self.shadow and getattr(experts, "_is_fsdp_managed_module", False):
+            raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
+        if self.shadow:
+            try:
+                lent = experts.lend(0)
+            except UserError as error:
+                self.fail(error)  # others may have experts that can be lent, and wait
+                raise
+            fields = {**fields, "experts to lend": ", ".join(f"{list(p.shape)} {p.dtype}" for p in lent)}
         super().prepare(fields, experts, row_width, device)
         if self.shadow and self.cost is None:
-            self.cost = measure(self.group, experts.lend(0), row_width, device)
+            self.cost = measure(self.group, lent, row_width, device)
 
-    def open(self, routing: Routing) -> Transfer:
+    def open(self, routing: Routing, depth: int = 0) -> Transfer:
         plan = DispatchPlan.from_routing(routing, self.num_experts)
-        return self._agree(plan, plan.count_E, None)
+        return self._agree(plan, plan.count_E, None, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        self._agree(None, torch.zeros(self.num_experts, dtype=torch.int64, device=device), error)
+        self._agree(None, torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
-    def _agree(self, plan: DispatchPlan | None, count_E: Tensor, error: Exception | None) -> Transfer:
-        """Exchanges the counts, and who failed (a number beside them, lest the others wait for rows for ever)."""
+    def _agree(self, plan: DispatchPlan | None, count_E: Tensor, error: Exception | None, depth: int) -> Transfer:
+        """Exchanges the counts, and beside them who failed (lest the others wait for rows for ever) and the depth."""
         shadows, shadow_counts = [], []
         if self.shadow:
             everyones = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
@@ -130,9 +141,11 @@ class AllToAllExchange(GroupExchange):
             shadow_counts = [loads_WE[self.worker][e] for e in shadows]
             if shadows:
                 count_E = count_E.index_fill(0, torch.tensor(shadows, device=count_E.device), 0)
-        tensors, received_X = self._exchange_counts(count_E, error is not None)
+        # One number for both, of which the largest counts: a failure is more than any depth.
+        note = depth if error is None else _DEPTHS * (self.worker + 1)
+        tensors, received = self._exchange_counts(count_E, note)
         if self.max_rows is not None:
-            num_rows = received_X.sum()
+            num_rows = torch.stack([counts.sum() for counts in received]).max()
             # An expert's rows of one sender are split as evenly as can be: at most one a chunk more than R / C.
             needed = -(-num_rows // (self.max_rows - self.num_experts))
             needed = torch.where(num_rows <= self.max_rows, 1, needed).view(1)
@@ -140,23 +153,26 @@ class AllToAllExchange(GroupExchange):
         values = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())  # the one look of the host
         on_host = [[next(values) for _ in range(t.numel())] for t in tensors]
         needed = on_host.pop()[0] if self.max_rows is not None else 1
-        failed = self._failed(on_host)
+        notes = self._notes(on_host)
+        failed = sorted({note // _DEPTHS - 1 for note in notes if note >= _DEPTHS})
         if failed:
             self.raise_together(failed, error, count_E.device)
         legs, counts_X, order_E = self._legs(tensors, on_host)
         num_chunks = max(self.chunks, needed)
-        shadowed = Shadowed(self.group, self.num_local_experts, shadows, shadow_counts)
-        return AllToAllTransfer(self, plan, legs, counts_X, order_E, num_chunks, needed > 1, shadowed)
+        depth = max(notes)
+        shadowed = Shadowed(self.group, self.num_local_experts, shadows, shadow_counts, depth > 0)
+        return AllToAllTransfer(self, plan, legs, counts_X, order_E, num_chunks, needed > 1, shadowed, depth)
 
-    def _exchange_counts(self, count_E: Tensor, has_failed: bool) -> tuple[list[Tensor], Tensor]:
-        """Tensors that the host is to see, and the counts of rows that this worker gets."""
+    def _exchange_counts(self, count_E: Tensor, note: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors that the host is to see, and the counts of the rows that this worker gets in each stage."""
         send = count_E.view(self.num_workers, self.num_local_experts)
-        send = torch.cat([send, torch.full_like(send[:, :1], int(has_failed))], 1)
+        send = torch.cat([send, torch.full_like(send[:, :1], note)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
-        return [send, receive], receive[:, :-1]
+        return [send, receive], [receive[:, :-1]]
 
-    def _failed(self, on_host: list[list[int]]) -> list[int]:
-        return [worker for worker, flag in enumerate(_flags(on_host[1], self.num_workers)) if flag]
+    def _notes(self, on_host: list[list[int]]) -> list[int]:
+        """What workers told beside their counts, the largest at least."""
+        return [row[-1] for row in _rows(on_host[-1], self.num_workers)]
 
     def _legs(self, tensors: list[Tensor], on_host: list[list[int]]) -> tuple[list[Leg], list[list[int]], None]:
         """The stages, the last one's counts [P][X] whose kind x is of local expert ``x % L``, and the order of experts
@@ -178,10 +194,6 @@ def _rows(values: list[int], count: int) -> list[list[int]]:
     return [values[i * width : (i + 1) * width] for i in range(count)]
 
 
-def _flags(values: list[int], count: int) -> list[int]:
-    return [row[-1] for row in _rows(values, count)]
-
-
 class AllToAllTransfer:
     """Rows in chunks: while the experts compute one, the next one travels there and the one before travels back."""
 
@@ -195,11 +207,12 @@ class AllToAllTransfer:
         num_chunks: int,
         is_bounded: bool = False,
         shadowed: Shadowed | None = None,
+        depth: int = 0,
     ):
         self._shadowed = shadowed if shadowed is not None and shadowed.ids else None
         last = self._shadowed.ids if self._shadowed else ()
         self._plan = plan.arranged(num_chunks, order_E, last)
-        self._is_bounded = is_bounded
+        self._is_bounded, self._depth = is_bounded, depth
         self._routes, self._counts = [], []
         num_local = exchange.num_local_experts
         for chunk in range(num_chunks):
@@ -211,7 +224,7 @@ class AllToAllTransfer:
         sizes = [route.num_rows for route in self._routes]
         if self._shadowed:
             sizes.append(self._shadowed.num_rows)
-        rows = [self._plan.permute(x, sum(sizes)) for x in inputs]
+        rows = [self._plan.permute(reached(x, self._depth == 2), sum(sizes)) for x in inputs]
         chunks = list(zip(*(r.split(sizes) for r in rows), strict=True))
         at_home = chunks.pop() if self._shadowed else None
         if len(chunks) == 1:
@@ -230,8 +243,11 @@ class AllToAllTransfer:
 
     def _through(self, *rows: Tensor, index: int, experts: Experts) -> list[Tensor]:
         route = self._routes[index]
-        outputs = experts([route.dispatch(r) for r in rows], self._counts[index])
-        return [route.combine(out) for out in outputs]
+        there = [route.dispatch(r) for r in rows]
+        return [route.combine(out) for out in self._computed(there, index, experts)]
+
+    def _computed(self, rows: list[Tensor], index: int, experts: Experts) -> list[Tensor]:
+        return [in_step(reached(out, self._depth > 0), rows) for out in experts(rows, self._counts[index])]
 
     def _overlapped(self, chunks: list[tuple[Tensor, ...]], experts: Experts) -> list[list[Tensor]]:
         routes = self._routes
@@ -241,7 +257,7 @@ class AllToAllTransfer:
             there = [route.finish_dispatch(parcel) for parcel in going]
             if index + 1 < len(routes):
                 going = [routes[index + 1].start_dispatch(r) for r in chunks[index + 1]]
-            coming.append([route.start_combine(out) for out in experts(there, self._counts[index])])
+            coming.append([route.start_combine(out) for out in self._computed(there, index, experts)])
         return [
             [route.finish_combine(parcel) for parcel in parcels] for route, parcels in zip(routes, coming, strict=True)
         ]

@@ -62,8 +62,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def open(self, routing: Routing) -> Transfer:
+    def open(self, routing: Routing, depth: int = 0) -> Transfer:
         """Agrees on the counts. Where the host has to wait for the device, it does so here, once.
+
+        Args:
+            depth: how far this worker's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither. All go as
+                far as one of them has to (but for padded, which exchanges nothing beforehand).
 
         Raises:
             PeerError: another worker failed before it came here.
@@ -76,6 +80,10 @@ class Exchange(Protocol):
         Args:
             device: where the layer is, and so where the others exchange their counts.
         """
+        ...
+
+    def follow(self, outputs: list[Tensor]) -> None:
+        """Has errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
         ...
 
     def fail(self, error: Exception) -> None:
@@ -101,11 +109,14 @@ class LocalExchange:
     def prepare(self, fields: Mapping[str, object], experts: nn.Module, row_width: int, device: torch.device) -> None:
         pass
 
-    def open(self, routing: Routing) -> Transfer:
+    def open(self, routing: Routing, depth: int = 0) -> Transfer:
         plan = DispatchPlan.from_routing(routing, self.num_experts)
         return _Stay(plan)
 
     def abort(self, error: Exception, device: torch.device) -> None:
+        pass
+
+    def follow(self, outputs: list[Tensor]) -> None:
         pass
 
     def fail(self, error: Exception) -> None:
@@ -159,6 +170,17 @@ class GroupExchange:
         """The exchange and its options, for `prepare`."""
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
+    def follow(self, outputs: list[Tensor]) -> None:
+        places = [(watch, watch.place) for watch in map(watch_of, self.groups)]
+
+        def resume(_grad: Tensor) -> None:
+            for watch, place in places:
+                watch.place = place
+
+        for out in outputs:
+            if out.requires_grad:
+                out.register_hook(resume)
+
     def fail(self, error: Exception) -> None:
         # What comes from another worker is known to the whole group, but not to other groups.
         if not isinstance(error, PeerError) or len(self.groups) > 1:
@@ -186,7 +208,7 @@ def raise_together(
     if error is not None:
         raise error
     ranks = ", ".join(str(dist.get_global_rank(group, worker)) for worker in failed)
-    raise PeerError(f"rank {ranks} failed before the exchange of an MoE layer: {_as_text(message)}")
+    raise PeerError(f"rank {ranks} failed in {watch_of(group).place}, before the exchange: {_as_text(message)}")
 
 
 def _as_bytes(text: bytes, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
 from fmoe.dispatch.plan import DispatchPlan
+from fmoe.dispatch.routes import in_step, reached
 from fmoe.dispatch.watch import all_gather, all_to_all
 from fmoe.routing import Routing
 
@@ -24,21 +25,21 @@ class AllGatherExchange(GroupExchange):
         group, num_experts, wire_dtype: see `GroupExchange`. Sums are taken in float32 whatever they travel in.
     """
 
-    def open(self, routing: Routing) -> Transfer:
-        return self._agree(routing, routing.expert_TK.device, None)
+    def open(self, routing: Routing, depth: int = 0) -> Transfer:
+        return self._agree(routing, routing.expert_TK.device, None, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        self._agree(None, device, error)
+        self._agree(None, device, error, 0)
 
     @torch.no_grad()
-    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None) -> Transfer:
-        head = torch.zeros(3 + self.num_experts, dtype=torch.int64, device=device)
-        head[0] = int(error is not None)
+    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None, depth: int) -> Transfer:
+        head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
+        head[0], head[3] = int(error is not None), depth
         if routing is not None:
             head[1], head[2] = routing.expert_TK.shape
             expert_N = routing.expert_TK.reshape(-1) + 1
             counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
-            head[3:] = counts.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
+            head[4:] = counts.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
         heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
         heads = heads.view(self.num_workers, -1).tolist()  # the one look of the host
         failed = [worker for worker, row in enumerate(heads) if row[0]]
@@ -53,23 +54,33 @@ class AllGatherExchange(GroupExchange):
         local = everyones - first
         local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
         plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
-        counts = [sum(row[3 + first + e] for row in heads) for e in range(self.num_local_experts)]
-        return _Gathered(self, plan, counts, longest, top_k)
+        counts = [sum(row[4 + first + e] for row in heads) for e in range(self.num_local_experts)]
+        return _Gathered(self, plan, counts, longest, top_k, max(row[3] for row in heads))
 
 
 class _Gathered:
-    def __init__(self, exchange: AllGatherExchange, plan: DispatchPlan, counts: list[int], longest: int, top_k: int):
+    def __init__(
+        self,
+        exchange: AllGatherExchange,
+        plan: DispatchPlan,
+        counts: list[int],
+        longest: int,
+        top_k: int,
+        depth: int,
+    ):
+        self._depth = depth
         self._group, self._wire_dtype = exchange.group, exchange.wire_dtype
         self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
         num_rows = sum(self._counts)
         num_tokens = weight_TK.shape[0]
-        rows = [self._plan.permute(self._gather(x), num_rows) for x in inputs]
+        rows = [self._plan.permute(self._gather(reached(x, self._depth == 2)), num_rows) for x in inputs]
+        weight_TK = reached(weight_TK, self._depth == 2)
         lacking = self._top_k - weight_TK.shape[1]
         weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
         weights = _Gather.apply(weights, self._longest, self._group, None)
-        outputs = experts(rows, self._counts)
+        outputs = [in_step(reached(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
         return [
             _SumScatter.apply(self._plan.combine(out, weights), num_tokens, self._group, self._wire_dtype)
             for out in outputs
@@ -104,7 +115,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _sum_scatter(grad, ctx.length, ctx.group, ctx.wire), None, None, None
+        return _SumScatter.apply(grad, ctx.length, ctx.group, ctx.wire), None, None, None
 
 
 class _SumScatter(torch.autograd.Function):
@@ -117,4 +128,4 @@ class _SumScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad.contiguous(), ctx.longest, ctx.group, ctx.wire), None, None, None
+        return _Gather.apply(grad, ctx.longest, ctx.group, ctx.wire), None, None, None

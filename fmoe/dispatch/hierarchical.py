@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.all_to_all import AllToAllExchange, Leg
-from fmoe.dispatch.watch import all_to_all, timeout_of
+from fmoe.dispatch.all_to_all import AllToAllExchange, Leg, _rows
+from fmoe.dispatch.watch import PeerError, all_to_all, timeout_of
 from fmoe.errors import UserError
 
 _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = weakref.WeakKeyDictionary()
@@ -70,30 +70,40 @@ class HierarchicalExchange(AllToAllExchange):
             )
         self.node_size, self.num_nodes = node_size, self.num_workers // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
-        if self.peers.size() != self.num_nodes:
-            raise UserError(f"exchange_options: groups have {self.node.size()} x {self.peers.size()} workers")
+        ranks, first = dist.get_process_group_ranks(group), self.worker // node_size * node_size
+        for key, part, expected in (
+            ("this node", self.node, ranks[first : first + node_size]),
+            ("the workers of this place", self.peers, ranks[self.worker % node_size :: node_size]),
+        ):
+            if (found := dist.get_process_group_ranks(part)) != expected:
+                raise UserError(f"exchange_options: groups have the ranks {found} for {key}, not {expected}")
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.group, self.node, self.peers)
 
-    def _exchange_counts(self, count_E: Tensor, has_failed: bool) -> tuple[list[Tensor], Tensor]:
-        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and 1 + this worker if it
-        # failed. Both stages hand on the largest such number, and so every worker gets it.
+    def _exchange_counts(self, count_E: Tensor, note: int) -> tuple[list[Tensor], list[Tensor]]:
+        try:
+            return self._exchange_in_stages(count_E, note)
+        except PeerError as error:  # one stage's workers know, the other's wait for this one
+            self.fail(error)
+            raise
+
+    def _exchange_in_stages(self, count_E: Tensor, note: int) -> tuple[list[Tensor], list[Tensor]]:
+        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and the note. Both stages
+        # hand on the largest note, and so every worker gets it.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
-        flag = torch.full_like(count_E[:1], self.worker + 1 if has_failed else 0).expand(self.node_size, 1)
-        send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag], 1)
+        note_I1 = torch.full_like(count_E[:1], note).expand(self.node_size, 1)
+        send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), note_I1], 1)
         near = all_to_all(self.node, send, what="exchange of counts in the node").wait()
         count_INL = near[:, :-1].view(self.node_size, self.num_nodes, self.num_local_experts)
-        flag = near[:, -1].max().expand(self.num_nodes, 1)
-        pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), flag], 1)
+        note_N1 = near[:, -1].max().expand(self.num_nodes, 1)
+        pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), note_N1], 1)
         far = all_to_all(self.peers, pass_on, what="exchange of counts between nodes").wait(for_host=True)
-        return [send, near, far], far[:, :-1]
+        return [send, near, far], [near[:, :-1], far[:, :-1]]
 
-    def _failed(self, on_host: list[list[int]]) -> list[int]:
-        width = len(on_host[2]) // self.num_nodes
-        failed = max(on_host[2][width - 1 :: width])
-        return [failed - 1] if failed else []
+    def _notes(self, on_host: list[list[int]]) -> list[int]:
+        return [row[-1] for row in _rows(on_host[-1], self.num_nodes)]
 
     def _legs(
         self, tensors: list[Tensor], on_host: list[list[int]]
@@ -124,8 +134,3 @@ class HierarchicalExchange(AllToAllExchange):
 
     def describe(self) -> str:
         return f"{super().describe()}(node_size={self.node_size})"
-
-
-def _rows(values: list[int], count: int) -> list[list[int]]:
-    width = len(values) // count
-    return [values[i * width : (i + 1) * width] for i in range(count)]

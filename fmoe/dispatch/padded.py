@@ -46,7 +46,7 @@ class PaddedExchange(GroupExchange):
         self.chunks, self.slots = chunks, slots
         self._counts: tuple[list[list[int]], Tensor, Tensor] | None = None
 
-    def open(self, routing: Routing) -> Transfer:
+    def open(self, routing: Routing, depth: int = 0) -> Transfer:
         most = routing.expert_TK.numel() if routing.most is None else routing.most
         device = routing.expert_TK.device
         if self.slots is None:
@@ -68,7 +68,7 @@ class PaddedExchange(GroupExchange):
             self._counts = counts, torch.tensor(counts, device=device), key_WL
         counts, on_device, key_WL = self._counts
         leg = Leg(self.group, counts, counts, on_device, key_WL)
-        return AllToAllTransfer(self, plan, [leg], counts, None, self.chunks)
+        return AllToAllTransfer(self, plan, [leg], counts, None, self.chunks, depth=depth)
 
     def describe(self) -> str:
         return f"PaddedExchange(chunks={self.chunks}, slots={self.slots}, wire_dtype={self.wire_dtype})"

@@ -41,6 +41,31 @@ class Stage:
         return rows if self.order_R is None else reorder(rows, self.inverse_R, self.order_R)
 
 
+def reached(x: Tensor, is_reached: bool) -> Tensor:
+    """``x``, by which the backward pass comes if it does at another worker: all of them take part in every journey."""
+    if is_reached and not x.requires_grad and x.is_floating_point():
+        return x.detach().requires_grad_()
+    return x
+
+
+def in_step(out: Tensor, rows: list[Tensor]) -> Tensor:
+    """What experts made of ``rows``. The backward pass comes by at their journey also where no expert used them, and a
+    checkpoint computes the journey again also where no expert keeps anything: all workers do the same."""
+    return _InStep.apply(out, *rows)
+
+
+class _InStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, *rows):
+        ctx.save_for_backward(out.new_empty(0))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors  # where a checkpoint begins
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
 @dataclass(eq=False)
 class Parcel:
     """Rows under way: a tensor that is filled when the `Pending` arrives."""
@@ -147,7 +172,10 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.flight.back.pop().wait().to(ctx.flight.dtype), None
+        flight = ctx.flight
+        if torch.is_grad_enabled():  # for second derivatives (create_graph) `_Finish` left the journey to this
+            return _Travel.apply(grad, flight.stage, not flight.is_back), None
+        return flight.back.pop().wait().to(flight.dtype), None
 
 
 class _Finish(torch.autograd.Function):
@@ -162,5 +190,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         flight = ctx.flight
+        if torch.is_grad_enabled():
+            return grad, None
         flight.back.append(_launch(grad, flight.stage, not flight.is_back))
-        return grad.new_empty(()).expand(grad.shape), None
+        return grad.new_zeros(()).expand(grad.shape), None

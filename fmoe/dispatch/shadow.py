@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.dispatch.watch import all_reduce, all_to_all, broadcast, reduce
+from fmoe.errors import UserError
 
 if TYPE_CHECKING:
     from fmoe.dispatch.exchange import Experts
@@ -38,18 +39,16 @@ class Cost:
     expert_bytes: float
     bandwidth: float
 
-    def seconds(self, loads_WE: Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
+    def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
         """Of the slowest worker: 4 journeys of its rows (there, back, and their gradients), the GEMMs of its rows, and
         2 journeys of each shadowed expert (parameters, gradients)."""
-        workers = range(len(loads_WE))
-        sent = [[0] * len(loads_WE) for _ in workers]
-        home = [sum(loads_WE[w][e] for e in shadows) for w in workers]
-        for source in workers:
-            for expert, count in enumerate(loads_WE[source]):
-                if expert not in shadows:
-                    sent[source][expert // num_local] += count
-        computed = max(home[w] + sum(row[w] for row in sent) for w in workers)
-        wire = max(max(sum(sent[w]) - sent[w][w], sum(row[w] for row in sent) - sent[w][w]) for w in workers)
+        loads_WE = torch.as_tensor(loads_WE)
+        home_W = loads_WE[:, shadows].sum(1)
+        sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64), 0)
+        sent_WW = sent_WE.unflatten(1, (-1, num_local)).sum(2)
+        received_W, own_W = sent_WW.sum(0), sent_WW.diagonal()
+        computed = int((home_W + received_W).max())
+        wire = int((torch.maximum(sent_WW.sum(1), received_W) - own_W).max())
         rows = computed * self.row_seconds + 4 * wire * self.row_bytes / self.bandwidth
         return rows + 2 * len(shadows) * self.expert_bytes / self.bandwidth
 
@@ -57,8 +56,8 @@ class Cost:
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
     """Experts to shadow: as many of the hottest, ``most`` at most, as make the pass fastest. One alone may change
     nothing where two workers are as slow as each other, so all numbers are tried."""
-    load_E = [sum(column) for column in zip(*loads_WE, strict=True)]
-    hottest = sorted(range(len(load_E)), key=lambda e: (-load_E[e], e))[:most]
+    loads_WE = torch.tensor(loads_WE)
+    hottest = loads_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
     count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(loads_WE, num_local, hottest[:n]))
     return hottest[:count]
 
@@ -106,10 +105,11 @@ class Shadowed:
         num_local: L.
         ids: global ids.
         counts: this worker's rows of each.
+        is_trained: whether some worker's backward pass comes by.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local: int, ids: list[int], counts: list[int]):
-        self._group, self._num_local = group, num_local
+    def __init__(self, group: dist.ProcessGroup, num_local: int, ids: list[int], counts: list[int], is_trained: bool):
+        self._group, self._num_local, self._is_trained = group, num_local, is_trained
         self.ids, self._counts = ids, counts
         self.num_rows = sum(counts)
 
@@ -121,37 +121,41 @@ class Shadowed:
     def _borrow(self, expert: int, experts: "Experts") -> list[Tensor]:
         owner, local = divmod(expert, self._num_local)
         # Others take their first expert for the shapes.
-        return borrow(self._group, owner, experts.lend(local if owner == self._group.rank() else 0))
+        own = experts.lend(local if owner == self._group.rank() else 0)
+        return borrow(self._group, owner, own, self._is_trained)
 
 
-def borrow(group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def borrow(group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor], is_trained: bool = True) -> list[Tensor]:
     """The tensors of worker ``owner`` on every worker, differentiable: their gradients are summed on the owner.
 
-    Called by every worker of the group. Of the others' tensors only the shapes matter.
+    Called by every worker of the group. Of the others' tensors only shapes and dtypes matter.
     """
-    is_mine = owner == group.rank()
-    own = [t if is_mine else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    return list(_Borrow.apply(group, owner, *own))
+    own = tensors if owner == group.rank() else [t.detach() for t in tensors]
+    # All join in the backward pass, whoever trains which experts.
+    joins = torch.empty(0, requires_grad=is_trained)
+    return list(_Borrow.apply(group, owner, joins, *own))
 
 
 class _Borrow(torch.autograd.Function):
     """The owner's tensors on every worker; their gradients are summed on the owner."""
 
     @staticmethod
-    def forward(ctx, group, owner, *tensors):
+    def forward(ctx, group, owner, joins, *tensors):
         ctx.group, ctx.owner = group, owner
         flat = torch.cat([t.reshape(-1) for t in tensors])
         broadcast(group, flat, owner, "lending of an expert").wait()
-        ctx.shapes = [t.shape for t in tensors]
-        return tuple(_unflatten(flat, ctx.shapes))
+        ctx.like = [(t.shape, t.dtype) for t in tensors]
+        return tuple(_unflatten(flat, ctx.like))
 
     @staticmethod
     def backward(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise UserError("shadowed experts have no second derivatives (create_graph=True): use shadow=0")
         flat = torch.cat([g.reshape(-1) for g in grads])
         reduce(ctx.group, flat, ctx.owner, "return of a lent expert").wait()
-        return None, None, *_unflatten(flat, ctx.shapes)
+        return None, None, None, *_unflatten(flat, ctx.like)
 
 
-def _unflatten(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _unflatten(flat: Tensor, like: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    parts = flat.split([shape.numel() for shape, _ in like])
+    return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, like, strict=True)]

@@ -5,6 +5,7 @@ another one wrote that it failed. At the group's timeout, or when a connection b
 named. The fast path touches no store: it is one wait with a short timeout.
 """
 
+import collections
 import contextlib
 import json
 import logging
@@ -49,15 +50,16 @@ class Watch:
     """Waits for the collectives of one process group, which are numbered as they start; `watch_of` makes it.
 
     Attributes:
-        label: what is being done, for messages: the layer's name.
-        step: forward passes of layers over this group so far.
+        place: what is being done, for messages: the layer and which of its forward passes.
+        started: collectives so far.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
-        self.label, self.step, self.started = "", 0, 0
+        self.place, self.started = "a layer", 0
+        self._passes: collections.Counter[str] = collections.Counter()
         self._told_failure = False
         try:
             self._store = dist.distributed_c10d._get_process_group_store(group)
@@ -66,8 +68,8 @@ class Watch:
 
     def begin(self, label: str) -> None:
         """A layer's forward pass over this group begins."""
-        self.label = label
-        self.step += 1
+        self._passes[label] += 1
+        self.place = f"{label or 'a layer'}, forward pass {self._passes[label]}"
         if self._told_failure:  # a failure that everyone has got over
             self._told_failure = False
             self._ask(lambda store: store.delete_key("fmoe/failed"))
@@ -78,48 +80,43 @@ class Watch:
         Raises:
             PeerError: another worker failed, is gone, or did not join within the group's timeout.
         """
-        begin = time.monotonic()
-        deadline = begin + timeout_of(self._group())
+        begin, patience = time.monotonic(), PATIENCE
         while True:
             try:
-                work.wait(timedelta(seconds=max(0.001, min(PATIENCE, deadline - time.monotonic()))))
+                work.wait(timedelta(seconds=patience))
                 return
             except RuntimeError as error:
                 if work.is_completed():
                     raise self._broken(error, what, number, begin) from error
-            self._look(what, number, time.monotonic() >= deadline)
+            rest = begin + timeout_of(self._group()) - time.monotonic()
+            self._look(what, number, rest <= 0)
+            patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: dist.Work, what: str, number: int) -> None:
         """For CUDA: before the host reads what ``work`` brings, so that it never blocks for ever."""
         begin = time.monotonic()
-        deadline = begin + timeout_of(self._group())
         next_look, nap = begin + PATIENCE, 1e-5
         while not work.is_completed():
             now = time.monotonic()
             if now > next_look:
                 next_look = now + PATIENCE
-                self._look(what, number, now >= deadline)
+                self._look(what, number, now >= begin + timeout_of(self._group()))
             time.sleep(nap)
             nap = min(1.2 * nap, 1e-3)
 
     def fail(self, error: Exception) -> None:
         """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
-        reason = f"rank {self.rank} failed in {self._where()}: {type(error).__name__}: {error}"
+        reason = f"rank {self.rank} failed in {self.place}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
         self._told_failure = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
-
-    def _where(self) -> str:
-        return f"{self.label or 'a layer'}, forward pass {self.step}"
 
     def _look(self, what: str, number: int, is_late: bool) -> None:
         self._tell(what, number)
         self._raise_if_failed(number)
         if is_late:
             seconds = timeout_of(self._group())
-            raise PeerError(
-                f"{self._where()}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s"
-            )
+            raise PeerError(f"{self.place}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant. Those who
@@ -136,7 +133,7 @@ class Watch:
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         reason = str(error).splitlines()[0][:200]
-        return PeerError(f"{self._where()}, {what}: {self._missing(number)} ({reason})")
+        return PeerError(f"{self.place}, {what}: {self._missing(number)} ({reason})")
 
     def _tell(self, what: str, number: int) -> None:
         text = json.dumps([number, what])

@@ -58,7 +58,7 @@ def _take(num_bytes: int) -> Tensor:
                 if _taken - _blocks[old] > _PATIENCE:
                     del _blocks[old]
             # Sizes change from step to step by what the router decides: a little more fits the next one too.
-            block = torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8)
+            block = torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8, device="cpu")
         _blocks[block] = _taken
         return block.detach()  # another user of its memory before the lock is let go
 

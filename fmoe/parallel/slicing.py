@@ -24,19 +24,18 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_gather(grad, ctx.length, ctx.group), None
+        return _Gather.apply(grad, ctx.length, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, length, group):
-        ctx.bounds = slice_bounds(length, group.rank(), group.size())
+        ctx.group = group
         return _all_gather(x, length, group)
 
     @staticmethod
     def backward(ctx, grad):
-        begin, end = ctx.bounds
-        return grad[begin:end].contiguous(), None, None
+        return _Take.apply(grad, ctx.group), None, None
 
 
 def _all_gather(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
