@@ -18,7 +18,7 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
         prog=program,
         allow_abbrev=False,
         add_help=False,
-        usage=f"{program} RECIPE [--resume [WHERE]] [--section.key value ...]",
+        usage=f"{program} RECIPE [--resume [WHERE] [--fallback]] [--section.key value ...]",
         epilog=f"{program} RECIPE --help lists every key.",
     )
     parser.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe that is shipped: quickstart")
@@ -30,12 +30,19 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
         help="go on from the newest checkpoint of the run's folder; from the folder WHERE; "
         "or, with 'auto', from the newest if there is one",
     )
+    parser.add_argument(
+        "--fallback",
+        action="store_true",
+        help="with --resume: pass over damaged checkpoints, to the newest that is intact",
+    )
     arguments, overrides = parser.parse_known_args(argv)
     if arguments.recipe is None:
         if set(overrides) & {"-h", "--help"}:
             parser.print_help()
             raise SystemExit(0)
         raise UserError(f"no recipe: {program} RECIPE (a TOML file, or quickstart)")
+    if arguments.fallback and arguments.resume is None:
+        raise UserError("--fallback without --resume: a new run has no checkpoint to pass over")
     return arguments, overrides
 
 
@@ -47,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         recipe.check_world_size(process.world_size())
         from pretrain.session import train  # here, because it imports megatron-core
 
-        train(recipe, arguments.resume)
+        train(recipe, arguments.resume, fallback=arguments.fallback)
     except (UserError, ModuleNotFoundError):
         # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
         if process.local_rank() != 0 and not dist.is_initialized():

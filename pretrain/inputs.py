@@ -19,11 +19,13 @@ _VALIDATION_SEED = 0
 
 @dataclass(frozen=True)
 class Inputs:
-    """Training and validation samples (None: no validation), and the training corpus's unigram entropy in nats."""
+    """Training and validation samples (None: no validation), the training corpus's unigram entropy in nats, and the
+    SHA-256 of its tokens, a file each; None where it was prepared without."""
 
     train: GPTSamples
     validation: GPTSamples | None
     unigram_entropy: float
+    fingerprints: tuple[str | None, ...] = ()
 
 
 def open_inputs(recipe: Recipe) -> Inputs:
@@ -61,7 +63,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
             corpora = [_corpus(prefix, tokenizer) for prefix in data.validation]
             validation = GPTSamples(corpora, model.sequence_length, _VALIDATION_SEED)
             unigram_entropy(corpora, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
-    return Inputs(samples, validation, entropy)
+    fingerprints = tuple(corpus.description.get("sha256", {}).get("bin") for corpus in train)
+    return Inputs(samples, validation, entropy, fingerprints)
 
 
 @contextlib.contextmanager

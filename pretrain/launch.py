@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
     if process.world_size() > 1 or recipe.parallel.world_size == 1:
         return train(argv)
-    if check(recipe, arguments.resume):
+    if check(recipe, arguments.resume, arguments.fallback):
         return 0
     size = recipe.parallel.world_size
     environment = dict(os.environ)
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     os.execve(sys.executable, command, environment)
 
 
-def check(recipe: Recipe, resume: str | None) -> bool:
+def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
     """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2.
 
     Returns:
@@ -37,8 +37,11 @@ def check(recipe: Recipe, resume: str | None) -> bool:
     """
     from pretrain import session  # here, because it imports megatron-core
 
-    session.open_inputs(recipe)
-    if not session.is_finished(recipe, session.find_checkpoint(Path(recipe.run.folder), resume)):
+    inputs = session.open_inputs(recipe)
+    checkpoint = session.find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
+    if checkpoint is None:
+        session.open_weights(recipe)
+    if not session.is_finished(recipe, inputs, checkpoint) or fallback:
         return False
     session.summarize(recipe)
     return True

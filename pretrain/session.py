@@ -17,48 +17,22 @@ from pretrain.callbacks import Checkpointing, Tracking, Validation
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
 from pretrain.engine import init_parallel
-from pretrain.inputs import open_inputs
+from pretrain.inputs import Inputs, open_inputs
 from pretrain.process import Processes
+from pretrain.resume import (
+    CHECKPOINTS,
+    METRICS,
+    agree_on_intact,
+    check_data,
+    check_resumable,
+    find_checkpoint,
+    verify_together,
+)
 from pretrain.tracking import build_trackers, read_metrics
-from pretrain.trainer import Trainer, check_resumable
-
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
+from pretrain.trainer import Trainer
 
 
-def find_checkpoint(folder: Path, resume: str | None) -> Checkpoint | None:
-    """The checkpoint to go on from; None to begin anew.
-
-    Args:
-        folder: of the run.
-        resume: None for a new run; "run" for the newest of the folder; "auto" for that or, if there is none, a new
-            run; else the folder of a checkpoint or of another run.
-
-    Raises:
-        UserError: a new run in the folder of another; a folder that holds no checkpoint.
-    """
-    newest = latest(folder / CHECKPOINTS)
-    if resume is None:
-        if (folder / METRICS).exists() or newest is not None:
-            raise UserError(
-                f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
-            )
-        return None
-    if resume == "auto":
-        return None if newest is None else open_checkpoint(newest)
-    if resume == "run":
-        return open_checkpoint(folder)
-    checkpoint = open_checkpoint(Path(resume))
-    # Checkpoints are never overwritten and a record has no step twice: going back is another run.
-    if newest is not None and checkpoint.path.resolve() != newest.resolve():
-        raise UserError(
-            f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
-            f"go on from {checkpoint.path} in another folder"
-        )
-    return checkpoint
-
-
-def is_finished(recipe: Recipe, checkpoint: Checkpoint | None) -> bool:
+def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
     """Whether the checkpoint is of the recipe's last step, in its own folder.
 
     Raises:
@@ -67,6 +41,7 @@ def is_finished(recipe: Recipe, checkpoint: Checkpoint | None) -> bool:
     if checkpoint is None:
         return False
     check_resumable(recipe, checkpoint)
+    check_data(recipe, inputs, checkpoint)
     if checkpoint.step < recipe.train.steps:
         return False
     if latest(Path(recipe.run.folder) / CHECKPOINTS) is None:
@@ -74,18 +49,30 @@ def is_finished(recipe: Recipe, checkpoint: Checkpoint | None) -> bool:
     return True
 
 
-def train(recipe: Recipe, resume: str | None) -> None:
-    """Runs a recipe in this process, one of ``recipe.parallel.world_size``."""
+def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> None:
+    """Runs a recipe in this process, one of ``recipe.parallel.world_size``.
+
+    Args:
+        resume, fallback: see `find_checkpoint`.
+    """
     cpu.install()
     folder = Path(recipe.run.folder)
     inputs = open_inputs(recipe)
-    checkpoint = find_checkpoint(folder, resume)
-    if is_finished(recipe, checkpoint):
+    checkpoint = find_checkpoint(folder, resume, fallback=fallback)
+    weights = open_weights(recipe) if checkpoint is None else None
+    # With a way back, whether the newest is intact comes first.
+    if not fallback and is_finished(recipe, inputs, checkpoint):
         if process.local_rank() == 0:
             summarize(recipe)
         return
     processes = process.start()
     dist.barrier()  # every rank has looked at the folder before one of them writes
+    if checkpoint is not None:
+        checkpoint = agree_on_intact(folder, resume, fallback=fallback)
+        if is_finished(recipe, inputs, checkpoint):
+            if processes.is_main:
+                summarize(recipe)
+            return
     callbacks = []
     if inputs.validation is not None:
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
@@ -104,11 +91,14 @@ def train(recipe: Recipe, resume: str | None) -> None:
         )
     )
     if recipe.checkpoint.every:
-        callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint.every, recipe.checkpoint.keep))
+        callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint))
     init_parallel(recipe, processes)
     trainer = Trainer(recipe, processes, inputs, callbacks)
     if checkpoint is not None:
         trainer.resume(checkpoint)
+    elif weights is not None:
+        weights = verify_together(weights.path)
+        trainer.warm_start(weights)
     if processes.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / "config.toml")
@@ -116,6 +106,20 @@ def train(recipe: Recipe, resume: str | None) -> None:
     trainer.run()
     if processes.is_main:
         summarize(recipe)
+
+
+def open_weights(recipe: Recipe) -> Checkpoint | None:
+    """The checkpoint that ``train.init_from`` names, or None.
+
+    Raises:
+        UserError: names the key.
+    """
+    if recipe.train.init_from is None:
+        return None
+    try:
+        return open_checkpoint(recipe.train.init_from)
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from error
 
 
 def summarize(recipe: Recipe) -> None:

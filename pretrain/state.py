@@ -15,12 +15,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from fmoe.errors import UserError
+from pretrain import generators
 from pretrain.checkpoint import Checkpoint, Piece
 
+_MODEL = "model/"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -53,7 +54,7 @@ class _Shard:
 
 
 def _places(gpt) -> dict[int, _Place]:
-    """Places by id of the parameter."""
+    """Places by id of the parameter or buffer."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     places = {}
     for sharded in nested_values(gpt.sharded_state_dict(metadata={"dp_cp_group": group})):
@@ -70,6 +71,15 @@ def _places(gpt) -> dict[int, _Place]:
             sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), block, is_main
         )
     return places
+
+
+def _tensors(gpt) -> Iterator[tuple[str, Tensor]]:
+    """What makes the model: its parameters and its persistent buffers (a gate's bias, a hash gate's table)."""
+    yield from gpt.named_parameters()
+    for prefix, module in gpt.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def _optimizers(optimizer) -> list:
@@ -97,14 +107,13 @@ def _shards(optimizer) -> Iterator[_Shard]:
 
 
 def pieces(engine) -> Iterator[Piece]:
-    """What this rank writes of parameters, masters and moments."""
+    """What this rank writes of parameters, buffers, masters and moments."""
     places = _places(engine.gpt)
-    for name, parameter in engine.gpt.named_parameters():
-        place = _place(places, parameter, name)
+    for name, tensor in _tensors(engine.gpt):
+        place = _place(places, tensor, name)
         if place.is_main:
-            yield Piece(
-                f"model/{place.name}", place.shape, place.offset, place.block, parameter.detach().view(place.block)
-            )
+            data = tensor.detach().view(place.block)
+            yield Piece(f"{_MODEL}{place.name}", place.shape, place.offset, place.block, data)
     for shard in _shards(engine.optimizer):
         place = _place(places, shard.parameter, "a parameter of the optimizer")
         if not (shard.is_sharded or place.is_main):
@@ -146,9 +155,14 @@ def optimizer_state(engine) -> dict[str, Any]:
     return {"step": steps.pop() if steps else 0.0}
 
 
+def schedule_state(engine) -> dict[str, Any]:
+    """Of the learning rate: how far it is, and by which rule."""
+    return engine.scheduler.state_dict()
+
+
 def rank_state() -> dict[str, Any]:
-    """Of this rank alone: the states of Megatron's random number generators."""
-    return {"rng": dict(get_cuda_rng_tracker().get_states())}
+    """Of this rank alone: its random number generators."""
+    return {"rng": generators.states()}
 
 
 def load(engine, checkpoint: Checkpoint) -> None:
@@ -159,11 +173,8 @@ def load(engine, checkpoint: Checkpoint) -> None:
     """
     places = _places(engine.gpt)
     step = checkpoint.state["optimizer"]["step"]
+    _load_model(engine, checkpoint, places)
     with torch.no_grad():
-        for name, parameter in engine.gpt.named_parameters():
-            place = _place(places, parameter, name)
-            value = _read(checkpoint, f"model/{place.name}", place)
-            parameter.copy_(value.view(parameter.shape))
         for shard in _shards(engine.optimizer):
             place = _place(places, shard.parameter, "a parameter of the optimizer")
 
@@ -180,8 +191,34 @@ def load(engine, checkpoint: Checkpoint) -> None:
             else:
                 state["step"] = torch.tensor(float(step))
             shard.optimizer.state[shard.main] = state
-    engine.scheduler.step(increment=checkpoint.step - engine.scheduler.num_steps)
+    # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
+    engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
     _load_rank_state(checkpoint)
+
+
+def load_weights(engine, checkpoint: Checkpoint) -> None:
+    """Puts the model's weights and buffers alone into the model, at whatever split it is; the optimizer stays new.
+
+    Raises:
+        UserError: a tensor is there in another shape, is missing, or has no place in the model.
+    """
+    places = _places(engine.gpt)
+    ours = {f"{_MODEL}{place.name}" for place in places.values()}
+    for name in checkpoint.names():
+        if name.startswith(_MODEL) and name not in ours:
+            raise UserError(f"{checkpoint.path} has {name}, for which the model has no place")
+    _load_model(engine, checkpoint, places)
+    with torch.no_grad():
+        for shard in _shards(engine.optimizer):
+            if shard.has_master:
+                shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
+
+
+def _load_model(engine, checkpoint: Checkpoint, places: dict[int, _Place]) -> None:
+    with torch.no_grad():
+        for name, tensor in _tensors(engine.gpt):
+            place = _place(places, tensor, name)
+            tensor.copy_(_read(checkpoint, f"{_MODEL}{place.name}", place).view(tensor.shape))
 
 
 def _read(checkpoint: Checkpoint, name: str, place: _Place, start: int = 0, stop: int | None = None) -> Tensor:
@@ -193,4 +230,4 @@ def _read(checkpoint: Checkpoint, name: str, place: _Place, start: int = 0, stop
 def _load_rank_state(checkpoint: Checkpoint) -> None:
     rank = torch.distributed.get_rank()
     # A rank that was not there takes the generators of rank 0: the same on every data parallel rank in Megatron.
-    get_cuda_rng_tracker().set_states(checkpoint.rank_state(rank if rank < checkpoint.num_ranks else 0)["rng"])
+    generators.restore(checkpoint.rank_state(rank if rank < checkpoint.num_ranks else 0)["rng"])

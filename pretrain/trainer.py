@@ -5,27 +5,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fmoe.errors import UserError
-from pretrain import state
+from pretrain import resume, state
 from pretrain.callbacks import Callback
 from pretrain.callbacks.base import Metrics
-from pretrain.checkpoint import Checkpoint, save
+from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
+from pretrain.checkpoint.host import HostBuffers
+from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.inputs import Inputs
 from pretrain.peak import peak_flops
 from pretrain.process import Processes
-
-# What may not change between a checkpoint and the run that goes on from it: another model, other data, another order.
-_FIXED = (
-    ("model", None),
-    ("data", ("tokenizer", "train")),
-    ("train", ("seed", "global_batch", "precision")),
-)
-_MAY_CHANGE = {"model": ("eval_capacity_factor",)}
 
 
 class Trainer:
@@ -102,41 +96,49 @@ class Trainer:
             metrics.update({f"moe/{name}": value for name, value in means.items()})
         return metrics
 
+    def run_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors and generators; the same on every rank."""
+        return {
+            "step": self.step,
+            "recipe": asdict(self.recipe),
+            "optimizer": state.optimizer_state(self.engine),
+            "schedule": state.schedule_state(self.engine),
+            "data": resume.data_state(self.recipe, self.inputs, self.step),
+        }
+
+    def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
+        """All that a checkpoint of this step holds, on the host: not to be trained on until written, unless copied.
+
+        Collective: an error on one rank is raised on all.
+
+        Args:
+            buffers: to copy into; training may then go on.
+        """
+        with Ranks().together():
+            return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
+
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint of this step."""
-        save(
-            folder,
-            self.step,
-            state.pieces(self.engine),
-            {"step": self.step, "recipe": asdict(self.recipe), "optimizer": state.optimizer_state(self.engine)},
-            state.rank_state(),
-        )
+        """Writes a checkpoint of this step; returns when it is on disk."""
+        write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint, of this split or another.
 
         Raises:
-            UserError: the recipe differs in what may not change, or is over already.
+            UserError: the recipe differs in what may not change, or is over already; the data are others.
         """
-        check_resumable(self.recipe, checkpoint)
+        resume.check_resumable(self.recipe, checkpoint)
+        resume.check_data(self.recipe, self.inputs, checkpoint)
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
 
+    def warm_start(self, checkpoint: Checkpoint) -> None:
+        """Takes the weights alone: step 0, a new optimizer, the first sample.
 
-def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raises UserError for the first key that may not differ from the checkpoint's recipe and does."""
-    now, then = asdict(recipe), checkpoint.state["recipe"]
-    for section, names in _FIXED:
-        for name in names or now[section]:
-            if name in _MAY_CHANGE.get(section, ()):
-                continue
-            was, is_ = then.get(section, {}).get(name), now[section][name]
-            if was != is_:
-                raise UserError(f"{section}.{name}={is_} differs from {was}, with which {checkpoint.path} was made")
-    if checkpoint.step > recipe.train.steps:
-        raise UserError(
-            f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}"
-        )
+        Raises:
+            UserError: a tensor is missing, left over, or has another shape.
+        """
+        state.load_weights(self.engine, checkpoint)
 
 
 def _memory_mb(device: torch.device) -> float:

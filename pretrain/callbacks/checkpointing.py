@@ -3,23 +3,70 @@
 from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Metrics
-from pretrain.checkpoint import keep_last
+from pretrain.checkpoint import Snapshot, keep_last, remove_leftovers, write
+from pretrain.checkpoint.background import BackgroundWriter
+from pretrain.checkpoint.host import HostBuffers
+from pretrain.checkpoint.ranks import Ranks
+from pretrain.config import CheckpointConfig
 
 
 class Checkpointing(Callback):
     """Writes a checkpoint every so many steps and after the last, and removes those that are too old.
 
+    Asynchronous: the step waits for a copy of the state on the host; a thread writes it while training goes on. One
+    checkpoint at a time: the next save waits for the one before. What the thread could not do is raised, on every
+    rank, after the first step at which all have noticed, and the run ends when its last checkpoint is on disk.
+
     Args:
         folder: gets a folder for each checkpoint.
-        every: steps between them.
-        keep: the newest so many stay; 0 for all.
+        config: the recipe's section.
     """
 
-    def __init__(self, folder: Path, every: int, keep: int):
-        self.folder, self.every, self.keep = folder, every, keep
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        self.folder, self.config = folder, config
+        self._writer: BackgroundWriter | None = None
+        self._buffers: HostBuffers | None = None
+        self._saved: int | None = None
+
+    def on_start(self, trainer, metrics: Metrics) -> None:
+        if trainer.processes.is_main:
+            remove_leftovers(self.folder)
+        if self.config.asynchronous:
+            self._writer, self._buffers = BackgroundWriter(), HostBuffers()
 
     def on_step(self, trainer, metrics: Metrics) -> None:
-        if trainer.step % self.every == 0 or trainer.is_done:
-            trainer.save(self.folder)
-            if self.keep and trainer.processes.is_main:
-                keep_last(self.folder, self.keep)
+        if self._writer is not None:
+            self._writer.poll()
+        if trainer.step % self.config.every == 0 or trainer.is_done:
+            self.save(trainer)
+        if trainer.is_done:
+            self.finish()
+
+    def save(self, trainer) -> None:
+        """Saves this step, unless it is saved already. Collective."""
+        step = trainer.step
+        if self._saved == step:
+            return
+        if self._writer is None:
+            self._write(step, trainer.snapshot(), None)
+        else:
+            self._writer.wait()  # the buffers are its until then
+            snapshot = trainer.snapshot(self._buffers)
+            self._writer.start(lambda group: self._write(step, snapshot, group))
+        self._saved = step
+
+    def finish(self) -> None:
+        """Returns when what was saved is on disk. Collective."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def on_end(self, trainer, error: BaseException | None) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def _write(self, step: int, snapshot: Snapshot, group) -> None:
+        write(self.folder, step, snapshot, group=group)
+        ranks = Ranks(group)
+        with ranks.together():
+            if ranks.rank == 0 and self.config.keep:
+                keep_last(self.folder, self.config.keep, self.config.keep_every)

@@ -2,11 +2,11 @@
 
 A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest with the digest of every
 file and the place of every piece. `save` writes one, `open_checkpoint` reads it; `collect` and `write` are the two
-halves of `save`, for writers that let training go on between them.
+halves of `save`, and `background` has the thread that does the second while training goes on.
 """
 
 from pretrain.checkpoint.files import SaveError
-from pretrain.checkpoint.folders import keep_last, latest, steps
+from pretrain.checkpoint.folders import keep_last, latest, remove_leftovers, steps
 from pretrain.checkpoint.load import Checkpoint, open_checkpoint
 from pretrain.checkpoint.save import Piece, Snapshot, collect, save, write
 
@@ -19,6 +19,7 @@ __all__ = [
     "keep_last",
     "latest",
     "open_checkpoint",
+    "remove_leftovers",
     "save",
     "steps",
     "write",

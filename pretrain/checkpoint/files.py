@@ -1,15 +1,18 @@
 """Writing files that survive a crash, and naming what is wrong with one that did not."""
 
+import errno
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from fmoe.errors import UserError
 
-CHUNK = 16 << 20  # bytes written, then hashed while they are still in cache
+CHUNK = 16 << 20  # bytes written or hashed at a time
 
 
 class SaveError(UserError):
@@ -35,22 +38,46 @@ class FileRecord:
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     """Writes a new file and syncs it to disk. The digest is of the bytes handed in, not of what was read back.
 
+    SHA-256 takes longer than writing on many machines: a second thread hashes a large file (hashlib lets others run)
+    while this one writes and waits for the disk.
+
     Raises:
         OSError: carries the file's name also when the failing call was given none (write, fsync).
     """
     digest, size = hashlib.sha256(), 0
+    chunks = list(_chunks(buffers))
+    hasher = ThreadPoolExecutor(1, "fmoe-sha256") if sum(map(len, chunks)) > CHUNK else None
     try:
+        hashed: list[Future] = []
+        if hasher is not None:
+            hashed = [hasher.submit(digest.update, chunk) for chunk in chunks]
         with open(path, "xb") as file:
-            for chunk in _chunks(buffers):
+            for chunk in chunks:
                 file.write(chunk)
-                digest.update(chunk)
+                if hasher is None:
+                    digest.update(chunk)
                 size += len(chunk)
             file.flush()
             os.fsync(file.fileno())
+        for each in hashed:
+            each.result()
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+    finally:
+        if hasher is not None:
+            hasher.shutdown(cancel_futures=True)
     return FileRecord(size, digest.hexdigest())
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that an unprivileged process may still write on the folder's filesystem. A quota is not known here."""
+    return shutil.disk_usage(folder).free
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the system refused to write for want of space."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

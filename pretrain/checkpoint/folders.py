@@ -1,7 +1,7 @@
 """The folder of checkpoints: names of steps, which are complete, and removing old ones.
 
 A step is complete when it has its final name and a manifest. ``step-N.tmp`` is being written, or was when the process
-died; ``step-N.trash`` is being removed.
+died; ``step-N.trash`` is being removed; ``step-N.damaged`` was passed over when a run went on from an older one.
 """
 
 import re
@@ -13,7 +13,7 @@ from pretrain.checkpoint.files import sync_folder
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-TMP, TRASH = ".tmp", ".trash"
+TMP, TRASH, DAMAGED = ".tmp", ".trash", ".damaged"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -45,10 +45,39 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for step, path in found if step is not None and (path / MANIFEST).is_file())
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """Every folder with the name of a step, the newest first, also one that has lost its manifest.
+
+    Such a one is damaged, not unfinished: folders get their name when they are complete.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [(step_of(path.name), path) for path in folder.iterdir()]
+    return [path for step, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
+
+
 def latest(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step, or None."""
     found = steps(folder)
     return Path(folder) / step_name(found[-1]) if found else None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what processes that died were writing or removing. Call it on one rank, while none saves."""
+    for suffix in (TMP, TRASH):
+        for left in Path(folder).glob(f"step-*{suffix}"):
+            shutil.rmtree(left)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), so that its step can be saved."""
+    number = 1
+    while (target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))).exists():
+        number += 1
+    path.rename(target)
+    sync_folder(path.parent)
+    return target
 
 
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.checkpoint import codec
 from pretrain.checkpoint.files import content_problem, size_problem
-from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, TRASH, latest, rank_name, step_of
+from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, TRASH, rank_name, step_folders, step_of
 from pretrain.checkpoint.geometry import Box, Region, Shape
 from pretrain.checkpoint.manifest import StoredPiece, StoredTensor, check_coverage, read_manifest
 from pretrain.checkpoint.save import Piece
@@ -23,7 +23,7 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Opens a step folder, or the latest complete step of a checkpoints folder or of a run folder.
+    """Opens a step folder, or the newest of a checkpoints folder or of a run folder.
 
     Args:
         verify: compares the SHA-256 of each file with the manifest's before its first use.
@@ -35,12 +35,12 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
     path = Path(path)
     if path.suffix in (TMP, TRASH):
         raise UserError(f"{path} is no checkpoint: its writing or its removal was interrupted")
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or (step_of(path.name) is not None and path.is_dir()):
         return Checkpoint(path, verify=verify)
-    step = latest(path) or latest(path / "checkpoints")
-    if step is None:
-        raise UserError(f"{path} is no checkpoint: no {MANIFEST} in it, and no complete step-* folder below it")
-    return Checkpoint(step, verify=verify)
+    found = step_folders(path) or step_folders(path / "checkpoints")
+    if not found:
+        raise UserError(f"{path} is no checkpoint: no {MANIFEST} in it, and no step-* folder below it")
+    return Checkpoint(found[0], verify=verify)
 
 
 class Checkpoint:
@@ -154,17 +154,22 @@ class Checkpoint:
             )
         self.read(piece.name, piece.offset, piece.block, piece.start, piece.stop, out=piece.data)
 
-    def verify(self) -> None:
+    def verify(self, share: int = 0, of: int = 1) -> None:
         """Compares all files with the manifest, content included, and checks that every tensor is complete.
+
+        Args:
+            share, of: takes one file in ``of`` and counts the rest as verified: for ranks that verify together.
 
         Raises:
             UserError: names every bad file.
         """
-        problems = {n: content_problem(self.path / n, record) for n, record in self.manifest.files.items()}
+        records = self.manifest.files.items()
+        mine = [item for number, item in enumerate(sorted(records, key=lambda item: item[0])) if number % of == share]
+        problems = {name: content_problem(self.path / name, record) for name, record in mine}
         bad = [f"{name} {problem}" for name, problem in problems.items() if problem]
         if bad:
             raise UserError(f"{self.path}: {'; '.join(bad)}")
-        self._verified |= problems.keys()
+        self._verified |= self.manifest.files.keys()
         for name, tensor in self.manifest.tensors.items():
             self._check_coverage(name, tensor)
 

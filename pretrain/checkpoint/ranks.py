@@ -58,11 +58,18 @@ class Ranks:
         self._lowest(self.rank)  # a barrier
         raise failure if failure is not None else theirs
 
+    def total(self, value: int) -> int:
+        """The sum over the ranks. Collective."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
     def _lowest(self, value: int) -> int:
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def _reduced(self, value: int, operation: dist.ReduceOp) -> int:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device())
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(tensor, op=operation, group=self.group)
         return int(tensor.item())
 
     def _broadcast(self, failure: Exception | None, source: int) -> Exception:

@@ -1,9 +1,11 @@
 """Saving: collect to the host, write, commit. Every rank writes its own file; the checkpoint appears in one rename."""
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import codec
-from pretrain.checkpoint.files import sync_folder, write_file
+from pretrain.checkpoint.files import SaveError, free_bytes, is_full, sync_folder, write_file
 from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, rank_name, shard_name, step_name
 from pretrain.checkpoint.geometry import Region, Shape
+from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.manifest import (
     Manifest,
     StoredPiece,
@@ -31,6 +34,10 @@ from pretrain.checkpoint.manifest import (
 )
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.checkpoint.shard import CODES, RESERVED_KEY, name_of, write_shard
+
+# For the estimate of what a snapshot takes: of a piece's JSON beside its name, and of a filesystem's blocks.
+_BYTES_OF_A_PIECE = 200
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +94,28 @@ class Snapshot:
     state: bytes
     rank_state: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """About what it takes on disk: the tensors, the states, and what the index and the headers say of each piece."""
+        tensors = sum(piece.data.nbytes for piece in self.pieces)
+        names = sum(len(piece.name) for piece in self.pieces)
+        described = 3 * (names + _BYTES_OF_A_PIECE * len(self.pieces))
+        return tensors + described + len(self.state) + len(self.rank_state) + 4 * _BLOCK
+
 
 def collect(
-    pieces: Iterable[Piece], state: Mapping[str, Any], rank_state: Mapping[str, Any], *, copy: bool = False
+    pieces: Iterable[Piece],
+    state: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    *,
+    copy: bool = False,
+    buffers: HostBuffers | None = None,
 ) -> Snapshot:
     """Brings a rank's pieces to the host. Not collective.
 
     Args:
         copy: copies tensors that are on the host already. Needed when training goes on before `write` is done.
+        buffers: where to copy to; ``copy`` is then true. The snapshot before must have been written by now.
 
     Raises:
         UserError: a piece does not fit its tensor.
@@ -103,8 +124,16 @@ def collect(
     host = []
     for piece in pieces:
         piece.check()
-        host.append(replace(piece, data=piece.data.detach().to("cpu", copy=copy).contiguous()))
+        data = piece.data.detach()
+        if buffers is None:
+            data = data.to("cpu", copy=copy).contiguous()
+        else:
+            data = buffers.copy((piece.name, piece.offset, piece.block, piece.start, piece.stop), data)
+        host.append(replace(piece, data=data))
+    if buffers is not None:
+        buffers.finish()
     return Snapshot(tuple(host), codec.dumps(dict(state), "state"), codec.dumps(dict(rank_state), "rank_state"))
+
 
 
 def save(
@@ -151,22 +180,58 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
     def undo() -> None:
         shutil.rmtree(tmp, ignore_errors=True)
 
+    space = _Space(final.parent, ranks.total(snapshot.nbytes))
     with ranks.together(undo):
         if step < 0:
             raise UserError(f"step {step} cannot be saved: steps are counted from 0")
         if ranks.rank == 0:
-            _prepare(final, tmp)
+            _prepare(final, tmp, space)
     with ranks.together(undo):
         if not tmp.is_dir():
             raise UserError(f"{tmp} is not seen here: checkpoints have to lie on a filesystem that all ranks share")
-        _write_rank(tmp, ranks.rank, snapshot)
+        with space.telling():
+            _write_rank(tmp, ranks.rank, snapshot)
     with ranks.together(undo):
         if ranks.rank == 0:
-            _commit(final, tmp, step, ranks.size, snapshot.state)
+            with space.telling():
+                _commit(final, tmp, step, ranks.size, snapshot.state)
     return final
 
 
-def _prepare(final: Path, tmp: Path) -> None:
+class _Space:
+    """What a checkpoint takes and what there is: full disks are told with both.
+
+    Args:
+        folder: of the checkpoints; may not exist yet.
+        needed: bytes, of all ranks.
+    """
+
+    def __init__(self, folder: Path, needed: int):
+        self._folder, self._needed = folder, needed
+
+    def check(self) -> None:
+        """Raises SaveError if there is too little before a byte is written."""
+        free = free_bytes(self._folder)
+        if free < self._needed:
+            message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, {free} are free"
+            raise SaveError(message, errno.ENOSPC)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within, an error of a full disk becomes a SaveError with the figures; other writers may have filled it."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise SaveError(
+                f"{error.filename or self._folder}: {error.strerror}: the checkpoint needs {self._needed} bytes, "
+                f"{free_bytes(self._folder)} are free beside what of it is written",
+                error.errno,
+            ) from error
+
+
+def _prepare(final: Path, tmp: Path, space: _Space) -> None:
     if final.exists():
         raise UserError(f"{final} is there already: checkpoints are never overwritten")
     if not final.parent.is_dir():
@@ -174,6 +239,7 @@ def _prepare(final: Path, tmp: Path) -> None:
         sync_folder(final.parent.parent)
     if tmp.exists():  # left by a process that died
         shutil.rmtree(tmp)
+    space.check()
     tmp.mkdir()
 
 

@@ -183,6 +183,8 @@ class TrainConfig:
     """Steps between validations; one more is made at the end."""
     validation_sequences: int = 64
     """Sequences of a validation, the same every time."""
+    init_from: str | None = None
+    """A checkpoint, or a run, whose weights alone this run begins with: a warm start. --resume takes everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,10 @@ class CheckpointConfig:
     """Steps between checkpoints; one more is written at the end; 0 for none at all."""
     keep: int = 2
     """Newest checkpoints that are kept; 0 for all."""
+    keep_every: int | None = None
+    """Checkpoints of steps that it divides are kept as well; None for no more than `keep`."""
+    asynchronous: bool = True
+    """Write while training goes on; takes as much host memory again as the state of a process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +327,7 @@ _POSITIVE = {
     "parallel": ("expert", "data", "chunks", "max_rows", "node_size"),
     "optimizer": ("decay_steps",),
     "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
+    "checkpoint": ("keep_every",),
     "tracking": ("console_every",),
 }
 _NOT_NEGATIVE = {

@@ -1,0 +1,34 @@
+"""The states of every random number generator of a process, as values that a checkpoint holds without pickle."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+
+def states() -> dict[str, Any]:
+    """Of Python's, numpy's and torch's default generators (CPU, and the current CUDA device) and Megatron's tracker."""
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002 - libraries draw from the global one
+    numpy_state = {**legacy, "state": {**legacy["state"], "key": torch.from_numpy(legacy["state"]["key"].astype("i8"))}}
+    found = {
+        "python": random.getstate(),
+        "numpy": numpy_state,
+        "torch": torch.get_rng_state(),
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore(found: dict[str, Any]) -> None:
+    """Puts `states` back. Those of a device that is not there are left out: a run may go on without a GPU."""
+    random.setstate(found["python"])
+    key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002
+    torch.set_rng_state(found["torch"])
+    get_cuda_rng_tracker().set_states(found["megatron"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])

@@ -1,0 +1,182 @@
+"""Which run may go on from which checkpoint, and from which of several.
+
+Going on (``--resume``) takes everything: weights, optimizer, schedule, generators, place in the data. A warm start
+(``train.init_from``) takes the weights and begins a run of its own at step 0.
+"""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import Checkpoint, open_checkpoint
+from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
+from pretrain.checkpoint.ranks import Ranks
+from pretrain.config import Recipe
+from pretrain.inputs import Inputs
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+# What may be otherwise in the run that goes on, and what that does. Every other key would make it another model, other
+# data or another order; docs/checkpoints.md shows the same table.
+MAY_CHANGE = {
+    "run.*": "where the run writes",
+    "parallel.*": "the split; losses agree within rounding",
+    "optimizer.*": "from here on; the schedule goes on at the step it is at",
+    "checkpoint.*": "from here on",
+    "tracking.*": "from here on",
+    "model.eval_capacity_factor": "validation only",
+    "data.validation": "validation only",
+    "train.steps": "ends later or earlier; without optimizer.decay_steps the decay ends there too",
+    "train.micro_batch": "losses agree within rounding",
+    "train.validation_every": "validation only",
+    "train.validation_sequences": "validation only",
+    "train.init_from": "nothing: it is of the run's beginning",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Raises UserError for the first key that may not differ from the checkpoint's recipe and does."""
+    # A key that was not there yet had, in effect, today's default.
+    now, then, defaults = asdict(recipe), checkpoint.state["recipe"], asdict(Recipe())
+    for section, values in now.items():
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            if key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE:
+                continue
+            was = then.get(section, {}).get(name, defaults[section][name])
+            if was != value:
+                raise UserError(f"{key}={value} differs from {was}, with which {checkpoint.path} was made")
+    if checkpoint.step > recipe.train.steps:
+        raise UserError(
+            f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}"
+        )
+
+
+def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
+    """The place in the data after ``step`` steps, and what makes it mean the same samples."""
+    return {
+        "next_sample": step * recipe.train.global_batch,
+        "samples_per_epoch": inputs.train.samples_per_epoch,
+        "corpora": list(inputs.fingerprints),
+    }
+
+
+def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
+    """Raises UserError if going on would not take the sample after the last that the checkpoint has seen."""
+    was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
+    if was["next_sample"] != now["next_sample"]:
+        raise UserError(
+            f"{checkpoint.path} goes on with sample {was['next_sample']}, which is not its step {checkpoint.step} x "
+            f"train.global_batch={recipe.train.global_batch}"
+        )
+    sums = list(zip(was["corpora"], now["corpora"], strict=False))
+    if was["samples_per_epoch"] != now["samples_per_epoch"] or any(a and b and a != b for a, b in sums):
+        raise UserError(
+            f"data.train has other content than when {checkpoint.path} was written: "
+            f"{now['samples_per_epoch']} samples an epoch, then {was['samples_per_epoch']}"
+        )
+
+
+def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
+    """The checkpoint to go on from, as far as that shows without reading its shards; None to begin anew.
+
+    Args:
+        folder: of the run.
+        resume: None for a new run; "run" for the newest of the folder; "auto" for that or, if there is none, a new
+            run; else the folder of a checkpoint or of another run.
+        fallback: passes over those that are damaged.
+
+    Raises:
+        UserError: a new run in the folder of another; a folder that holds no checkpoint; a damaged one.
+    """
+    newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
+    if resume is None:
+        if (folder / METRICS).exists() or newest is not None:
+            raise UserError(
+                f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
+            )
+        return None
+    if resume == "auto" and newest is None:
+        return None
+    candidates = _candidates(folder, resume, fallback)
+    # Checkpoints are never overwritten and a record has no step twice: going back is another run.
+    if resume not in ("auto", "run") and newest is not None and candidates[0].resolve() != newest.resolve():
+        raise UserError(
+            f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
+            f"go on from {candidates[0]} in another folder"
+        )
+    problem = None
+    for path in candidates:
+        try:
+            return open_checkpoint(path)
+        except UserError as error:
+            problem = problem or error
+    raise _refused(problem, candidates, fallback)
+
+
+def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
+    """The checkpoint to go on from, every file of it compared with its SHA-256. Collective; ranks share the reading.
+
+    With ``fallback``, damaged ones are passed over with a warning; those in the run's own folder are renamed
+    ``step-N.damaged``, because their steps will be saved again.
+
+    Raises:
+        UserError: on every rank; names the damaged file.
+    """
+    candidates = _candidates(folder, resume, fallback)
+    damaged: list[Path] = []
+    problem = None
+    for path in candidates:
+        try:
+            checkpoint = verify_together(path)
+            break
+        except UserError as error:
+            damaged.append(path)
+            problem = problem or error
+            if fallback and Ranks().rank == 0:
+                logger.warning("%s; the checkpoint before it is taken", error)
+    else:
+        raise _refused(problem, candidates, fallback)
+    ranks = Ranks()
+    with ranks.together():
+        for path in damaged:
+            if ranks.rank == 0 and path.parent.resolve() == (folder / CHECKPOINTS).resolve():
+                set_aside(path)
+    return checkpoint
+
+
+def verify_together(path: Path) -> Checkpoint:
+    """Opens a checkpoint whose every file was compared with its SHA-256 by one rank or another. Collective.
+
+    Raises:
+        UserError: on every rank, if one found damage.
+    """
+    ranks = Ranks()
+    with ranks.together():
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify(ranks.rank, ranks.size)
+    return checkpoint
+
+
+def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
+    """Step folders to try, the first one first; one unless there is a way back."""
+    path = folder if resume in ("auto", "run") else Path(resume)
+    if step_of(path.name) is not None and path.is_dir():
+        found = [path] + [other for other in step_folders(path.parent) if step_of(other.name) < step_of(path.name)]
+    elif (path / MANIFEST).is_file():
+        found = [path]
+    else:
+        found = step_folders(path) or step_folders(path / CHECKPOINTS)
+    if not found:
+        open_checkpoint(path)  # says what is wrong with the path
+    return found if fallback else found[:1]
+
+
+def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
+    if not fallback:
+        return UserError(f"{problem}; --fallback takes the newest checkpoint that is intact")
+    return UserError(f"{problem}; none of the {len(candidates)} checkpoints there is intact")
