@@ -1,6 +1,7 @@
 """Run by test_checkpoint_kill: saves in child processes that are killed, and checks what they left. Not a test itself.
 
-``python kill_saves.py FOLDER calls|random``. Forks, so that ten deaths cost one import of torch.
+``python kill_saves.py FOLDER calls|NUMBER``: at each call in turn, or so often at random. Forks, so that deaths
+cost one import of torch.
 """
 
 import os
@@ -82,9 +83,9 @@ def at_every_call(folder):
     raise AssertionError("a save makes more than 100 calls")
 
 
-def at_random_moments(folder):
+def at_random_moments(folder, deaths):
     in_middle = 0
-    for number in range(10):
+    for number in range(deaths):
         newest = check(folder)
 
         def child(step=newest + 1):
@@ -109,7 +110,7 @@ def main():
     torch.set_num_threads(1)  # a fork must not inherit a thread pool
     folder = Path(sys.argv[1])
     save_step(folder, 0)
-    print({"calls": at_every_call, "random": at_random_moments}[sys.argv[2]](folder))
+    print(at_every_call(folder) if sys.argv[2] == "calls" else at_random_moments(folder, int(sys.argv[2])))
 
 
 if __name__ == "__main__":

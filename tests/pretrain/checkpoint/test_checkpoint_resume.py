@@ -1,0 +1,127 @@
+"""Which checkpoint a run goes on from: damage of any kind in any file is refused by name, or passed over on request."""
+
+import random
+import shutil
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import Piece, open_checkpoint, save
+from pretrain.checkpoint.folders import step_folders
+from pretrain.config import ParallelConfig, Recipe, TrainConfig
+from pretrain.resume import MAY_CHANGE, agree_on_intact, check_resumable, find_checkpoint
+
+FILES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.json"]
+
+
+def save_run(run, steps=(2, 4)):
+    generator = torch.Generator().manual_seed(0)
+    for step in steps:
+        tensor = torch.randn(64, 8, generator=generator)
+        state = {"step": step, "recipe": asdict(Recipe())}
+        rank_state = {"rng": torch.randint(256, (5000,), generator=generator).byte()}
+        save(run / "checkpoints", step, [Piece("w", (64, 8), (0, 0), (64, 8), tensor)], state, rank_state)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """A run with checkpoints of steps 2 and 4; to be copied."""
+    run = tmp_path_factory.mktemp("run")
+    save_run(run)
+    return run
+
+
+def do_damage(choose, newest):
+    """One random damage to a step folder; the files of which one has to be named."""
+    kind, name = choose.choice(["flip", "truncate", "missing", "swap", "other step"]), choose.choice(FILES)
+    path = newest / name
+    match kind:
+        case "flip":
+            data = bytearray(path.read_bytes())
+            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+            path.write_bytes(data)
+        case "truncate":
+            path.write_bytes(path.read_bytes()[: choose.randrange(path.stat().st_size)])
+        case "missing":
+            path.unlink()
+        case "swap":
+            other = newest / choose.choice([file for file in FILES if file != name])
+            content = path.read_bytes()
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(content)
+            return kind, {name, other.name}
+        case "other step":
+            shutil.copy(newest.parent / "step-00000002" / name, path)
+    return kind, {name}
+
+
+def test_a_hundred_damages(intact, tmp_path):
+    choose, kinds = random.Random(5), set()
+    before = {path.name: path.read_bytes() for path in (intact / "checkpoints" / "step-00000002").iterdir()}
+    for number in range(100):
+        run = shutil.copytree(intact, tmp_path / str(number))
+        kind, names = do_damage(choose, run / "checkpoints" / "step-00000004")
+        kinds.add(kind)
+        with pytest.raises(UserError) as caught:
+            agree_on_intact(run, "run")
+        message = str(caught.value)
+        assert any(name in message for name in names), f"{number}, {kind}: {names} not in: {message}"
+        assert "step-00000004" in message and "--fallback" in message and "\n" not in message
+        find_checkpoint(run, "run", fallback=True)
+        checkpoint = agree_on_intact(run, "run", fallback=True)
+        assert checkpoint.step == 2
+        assert {path.name: path.read_bytes() for path in checkpoint.path.iterdir()} == before
+        folders = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert folders == ["step-00000002", "step-00000004.damaged"]
+        shutil.rmtree(run)
+    assert len(kinds) == 5
+
+
+def test_nothing_intact_is_refused_also_with_fallback(intact, tmp_path):
+    run = shutil.copytree(intact, tmp_path / "run")
+    for path in step_folders(run / "checkpoints"):
+        (path / "state.json").write_bytes(b"")
+    for find in (find_checkpoint, agree_on_intact):
+        with pytest.raises(UserError, match=r"step-00000004/state\.json .*none of the 2 checkpoints"):
+            find(run, "run", fallback=True)
+
+
+def test_another_runs_damaged_checkpoint_stays_where_it_is(intact, tmp_path):
+    other = shutil.copytree(intact, tmp_path / "other")
+    newest = other / "checkpoints" / "step-00000004"
+    (newest / "shard-00000.safetensors").unlink()
+    for where in (other, other / "checkpoints", newest):
+        assert agree_on_intact(tmp_path / "mine", str(where), fallback=True).step == 2
+    assert newest.is_dir()
+
+
+def test_a_damaged_step_is_set_aside_as_often_as_need_be(intact, tmp_path):
+    run = shutil.copytree(intact, tmp_path / "run")
+    for _ in range(2):
+        (run / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+        assert agree_on_intact(run, "auto", fallback=True).step == 2
+        save_run(run, steps=[4])
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000004.damaged", "step-00000004.damaged.2"]
+
+
+def test_what_may_change_and_what_may_not(intact):
+    checkpoint = open_checkpoint(intact)
+    recipe = Recipe()
+    check_resumable(recipe, checkpoint)
+    check_resumable(replace(recipe, parallel=ParallelConfig(expert=8), train=TrainConfig(steps=999)), checkpoint)
+    for train, message in (({"seed": 5}, "train.seed=5 differs from 1234"), ({"steps": 3}, "train.steps=3 is less")):
+        with pytest.raises(UserError, match=message):
+            check_resumable(replace(recipe, train=TrainConfig(**train)), checkpoint)
+    known = {f"{section}.{name}" for section, values in asdict(recipe).items() for name in values}
+    for key in MAY_CHANGE:
+        assert key in known or any(name.startswith(key.removesuffix("*")) for name in known), key
+
+
+def test_the_table_in_the_docs_is_the_table_in_the_code(request):
+    text = (request.config.rootpath / "docs" / "checkpoints.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    listed = {key.strip().strip("`"): what.strip() for key, what in rows}
+    assert {key: listed.get(key) for key in MAY_CHANGE} == MAY_CHANGE

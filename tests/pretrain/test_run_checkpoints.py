@@ -1,0 +1,271 @@
+"""Commands: what is written in the background, damaged, started warm, kept, killed."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+from test_run_training import KillAtStep, steps, train
+
+from pretrain.checkpoint import open_checkpoint
+from pretrain.tracking import read_metrics
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def tensor_hash(folder, prefix=""):
+    """Of the newest checkpoint's tensors, whatever the split they were written at."""
+    checkpoint, digest = open_checkpoint(folder), hashlib.sha256()
+    for name in checkpoint.names():
+        if name.startswith(prefix):
+            digest.update(name.encode() + checkpoint.read(name).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class SlowDisk:
+    """Every write of a shard takes ``seconds`` more, and fails for step ``failing``, with a full disk."""
+
+    def __init__(self, seconds, failing=None):
+        self.seconds, self.failing = seconds, failing
+
+    def __call__(self):
+        import errno
+
+        from pretrain.checkpoint import save
+
+        write_shard = save.write_shard
+
+        def slow(path, tensors):
+            time.sleep(self.seconds)
+            if self.failing is not None and f"{self.failing:08d}" in path.parent.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write_shard(path, tensors)
+
+        save.write_shard = slow
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_written_in_the_background_is_what_a_stop_would_have_written(forks, recipe_file, tmp_path, size):
+    recipe = recipe_file(checkpoint={"every": 2, "keep": 0}, parallel={"expert": size}, train={"steps": 6})
+    folders = {}
+    for name in ("background", "foreground"):
+        folders[name] = tmp_path / name
+        option = "--checkpoint.asynchronous" if name == "background" else "--checkpoint.no-asynchronous"
+        before = SlowDisk(0.3) if name == "background" else None
+        train(forks, recipe, "--run.folder", folders[name], option, size=size, before=before)
+    assert names(folders["background"]) == names(folders["foreground"]) != []
+    for step in names(folders["background"]):
+        written = [
+            {path.name: path.read_bytes() for path in (folder / "checkpoints" / step).iterdir()}
+            for folder in folders.values()
+        ]
+        for name in written[0].keys() - {"state.json", "manifest.json"}:
+            assert written[0][name] == written[1][name], f"{step}/{name}"
+        states = [open_checkpoint(folder / "checkpoints" / step).state for folder in folders.values()]
+        for state in states:
+            state["recipe"].pop("run"), state["recipe"].pop("checkpoint")
+        assert states[0] == states[1]
+    assert steps(folders["background"]) == steps(folders["foreground"])
+
+
+@pytest.mark.parametrize("failing", [2, 6], ids=["under way", "at the end"])
+def test_an_error_in_the_background_ends_the_run_on_every_rank(forks, recipe_file, tmp_path, failing):
+    recipe = recipe_file(checkpoint={"every": 2}, parallel={"expert": 2}, train={"steps": 6})
+    folder = tmp_path / "run"
+    ends = forks.command("pretrain", recipe, "--run.folder", folder, size=2, before=SlowDisk(0.1, failing))
+    assert [end.code for end in ends] == [2, 2], ends
+    for end in ends:
+        assert f"step-{failing:08d}.tmp" in end.err and "No space left on device" in end.err
+        assert "needs" in end.err and "are free" in end.err
+        assert "finished" not in end.out
+    assert names(folder) == [f"step-{step:08d}" for step in (2, 4) if step < failing]
+    train(forks, recipe, "--run.folder", folder, "--resume", "auto", size=2)
+    assert list(steps(folder)) == list(range(7))
+
+
+@pytest.fixture(scope="module")
+def finished(forks, write_tiny_recipe, tmp_path_factory):
+    """(recipe, folder) of a run of 6 steps with checkpoints at 2, 4 and 6; to be copied."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_tiny_recipe(folder / "recipe.toml", checkpoint={"every": 2, "keep": 0}, train={"steps": 6})
+    train(forks, recipe, "--run.folder", folder / "run")
+    return recipe, folder / "run"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["shard-00000.safetensors", "rank-00000.json", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_path, name, size):
+    if size == 2 and name != "shard-00000.safetensors":
+        pytest.skip("once is enough for two processes")
+    recipe, run = finished
+    folder = shutil.copytree(run, tmp_path / "run")
+    flip(folder / "checkpoints" / "step-00000006" / name)
+    options = ["--run.folder", folder, "--train.steps", "7", "--parallel.expert", size]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for end in forks.command("pretrain", recipe, *options, "--resume", "auto", size=size):
+        assert end.code == 2
+        assert name in end.err and "step-00000006" in end.err and "--fallback" in end.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    ends = forks.command("pretrain", recipe, *options, "--resume", "auto", "--fallback", size=size)
+    assert [end.code for end in ends] == [0] * size, ends
+    assert any(name in end.err and "the checkpoint before it is taken" in end.err for end in ends), ends
+    assert "step-00000006.damaged" in names(folder) and "step-00000006" not in names(folder)
+    assert list(steps(folder)) == list(range(8))
+    if size == 1:
+        expected, found = steps(run), steps(folder)
+        assert [found[step]["loss"] for step in range(1, 5)] == [expected[step]["loss"] for step in range(1, 5)]
+
+
+def test_the_same_after_fallback_as_before(forks, finished, tmp_path):
+    recipe, run = finished
+    folder = shutil.copytree(run, tmp_path / "run")
+    flip(folder / "checkpoints" / "step-00000006" / "shard-00000.safetensors")
+    train(forks, recipe, "--run.folder", folder, "--resume", "--fallback")
+    assert steps(folder) == steps(run)
+    assert tensor_hash(folder) == tensor_hash(run)
+
+
+def test_fallback_alone_is_refused(forks, finished, tmp_path):
+    (end,) = forks.command("pretrain", finished[0], "--run.folder", tmp_path / "run", "--fallback")
+    assert end.code == 2 and "--fallback without --resume" in end.err
+
+
+def test_other_data_under_the_same_name_are_refused(forks, recipe_file, tiny_corpus, tmp_path):
+    from pretrain.data.prepare import prepare
+
+    corpus = tmp_path / "train"
+    text = tiny_corpus.train.with_suffix(".jsonl")
+    prepare([text], tiny_corpus.tokenizer, corpus, num_workers=1)
+    recipe = recipe_file(checkpoint={"every": 2}, data={"train": (str(corpus),)})
+    train(forks, recipe, "--run.folder", tmp_path / "run")
+    lines = text.read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))  # as many tokens
+    prepare([tmp_path / "other.jsonl"], tiny_corpus.tokenizer, corpus, num_workers=1)
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", "--resume", "--train.steps", "6")
+    assert end.code == 2 and "data.train has other content" in end.err, end
+
+
+def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
+    recipe, run = finished
+    folder, options = tmp_path / "warm", ["--train.init-from", run, "--train.steps", "3", "--optimizer.lr", "0.001"]
+    train(forks, recipe, "--run.folder", folder, *options)
+    rows, old = steps(folder), steps(run)
+    assert list(rows) == [0, 1, 2, 3], "it begins at step 0"
+    assert rows[0]["val/loss"] == old[6]["val/loss"], "the weights are not those of the last step"
+    assert rows[1]["lr"] == pytest.approx(0.0005), "the schedule begins anew"
+    state = open_checkpoint(folder).state
+    assert (state["step"], state["optimizer"]["step"], state["data"]["next_sample"]) == (3, 3, 12)
+    # Interrupted, it goes on with its own checkpoints, not with the others' weights.
+    train(forks, recipe, "--run.folder", folder, *options, "--train.steps", "5", "--resume", "auto")
+    assert list(steps(folder)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model.hidden-size", "64"], ["of shape", "the model"]),
+        (["--model.num-experts", "8"], ["of shape", "the model"]),
+        (["--model.num-layers", "3"], ["of shape", "the model"]),
+        (["--model.no-tie-embeddings"], ["has no tensor model/output_layer"]),
+        (["--model.gate", "sigmoid", "--model.top-k", "2"], ["has no tensor", "expert_bias_E"]),
+        (["--model.num-experts", "0"], ["for which the model has no place"]),
+    ],
+    ids=lambda value: " ".join(value)[:30],
+)
+def test_weights_that_do_not_fit_are_refused(forks, finished, tmp_path, options, says):
+    recipe, run = finished
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "warm", "--train.init-from", run, *options)
+    assert end.code == 2 and all(part in end.err for part in says), end
+    assert not (tmp_path / "warm").exists()
+
+
+def test_weights_from_nowhere_are_refused(forks, finished, tmp_path):
+    (end,) = forks.command("pretrain", finished[0], "--run.folder", tmp_path / "r", "--train.init-from", "nowhere")
+    assert end.code == 2 and "train.init_from: nowhere is no checkpoint" in end.err
+
+
+def test_some_are_kept_for_good(forks, recipe_file, tmp_path):
+    recipe = recipe_file(checkpoint={"every": 1, "keep": 2, "keep_every": 3}, train={"steps": 8})
+    train(forks, recipe, "--run.folder", tmp_path)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
+
+
+def test_leftovers_of_the_dead_are_removed(forks, finished, tmp_path):
+    recipe, run = finished
+    folder = shutil.copytree(run, tmp_path / "run")
+    for name in ("step-00000005.tmp", "step-00000001.trash"):
+        (folder / "checkpoints" / name).mkdir()
+    train(forks, recipe, "--run.folder", folder, "--resume", "--train.steps", "7")
+    assert names(folder) == [f"step-{step:08d}" for step in (2, 4, 6, 7)]
+
+
+class KillLater:
+    """Ends the process as `kill -9` does ``delay`` seconds after it began step ``step``."""
+
+    def __init__(self, step, delay):
+        self.step, self.delay = step, delay
+
+    def __call__(self):
+        from pretrain.trainer import Trainer
+
+        make_step = Trainer._step
+
+        def step(trainer, *args):
+            if trainer.step == self.step:
+                threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return make_step(trainer, *args)
+
+        Trainer._step = step
+
+
+@pytest.mark.parametrize(
+    "total", [24, pytest.param(200, marks=pytest.mark.conformance)], ids=lambda total: f"{total} steps"
+)
+def test_killed_three_times_ends_with_the_same_weights(forks, recipe_file, tmp_path, total):
+    """Two processes, jitter and dropout, checkpoints in the background; deaths at any moment."""
+    recipe = recipe_file(
+        model={"dropout": 0.1, "jitter": 0.1},
+        checkpoint={"every": 3, "keep": 2},
+        train={"steps": total, "validation_every": total},
+        parallel={"expert": 2},
+        tracking={"wandb": False, "tensorboard": False},
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(forks, recipe, "--run.folder", whole, size=2)
+    choose = random.Random(total)
+    for number in range(3):
+        step = choose.randrange(number * total // 3, (number + 1) * total // 3 - 2)
+        dies = KillLater(step, choose.uniform(0, 0.05))
+        ends = forks.command("pretrain", recipe, "--run.folder", killed, "--resume", "auto", size=2, before=dies)
+        assert -signal.SIGKILL in [end.code for end in ends], ends
+        rows = [row["step"] for row in read_metrics(killed / "metrics.jsonl")]  # readable at once
+        assert len(rows) == len(set(rows))
+    train(forks, recipe, "--run.folder", killed, "--resume", "auto", size=2)
+    assert steps(killed) == steps(whole)
+    assert tensor_hash(killed) == tensor_hash(whole)
+
+
+def test_the_wandb_run_goes_on_after_a_death(forks, recipe_file, tmp_path):
+    pytest.importorskip("wandb")
+    recipe = recipe_file(checkpoint={"every": 2, "asynchronous": False}, train={"steps": 4}, tracking={"wandb": True})
+    command, offline = ("pretrain", recipe, "--run.folder", tmp_path, "--resume", "auto"), {"WANDB_MODE": "offline"}
+    forks.command(*command, before=KillAtStep(3), environment=offline)
+    run_id = (tmp_path / "wandb_id.txt").read_text()
+    train(forks, *command[1:], environment=offline)
+    assert (tmp_path / "wandb_id.txt").read_text() == run_id
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2 and all(name.endswith(run_id.strip()) for name in folders)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4

@@ -1,0 +1,170 @@
+"""A checkpoint goes on at another split, optimizer included: the next loss is the same, and so is every sample taken.
+
+A chain is a list of splits that a run goes through; other splits join by adding chains.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from forks import values
+from test_run_split_engine import RECIPE, Samples, engine_of
+
+from pretrain.config import ParallelConfig
+
+STEPS = 2  # between two checkpoints
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a chain. TP and PP get a field each when the recipe has them."""
+
+    expert: int = 1
+    data: int = 1
+    distributed: bool = False
+    precision: str = "fp32"
+
+    @property
+    def size(self):
+        return self.expert * self.data
+
+    def recipe(self, base):
+        return replace(
+            base,
+            parallel=ParallelConfig(expert=self.expert, data=self.data),
+            optimizer=replace(base.optimizer, distributed=self.distributed),
+            train=replace(base.train, steps=20, precision=self.precision),
+        )
+
+
+ONE, ONE_D = Split(), Split(distributed=True)
+CHAINS = {
+    "EP 2-1-4": [Split(expert=2), ONE, Split(expert=4)],
+    "EP 2-1-4 distributed": [Split(expert=2, distributed=True), ONE_D, Split(expert=4, distributed=True)],
+    "DP 2-1-2": [Split(data=2), ONE, Split(data=2)],
+    "DP 2-1-2 distributed": [Split(data=2, distributed=True), ONE_D, Split(data=2, distributed=True)],
+    "on and off, EP and DP": [Split(data=2, distributed=True), Split(expert=2), Split(expert=2, data=2), ONE_D],
+    "bf16": [Split(data=2, distributed=True, precision="bf16"), Split(expert=2, precision="bf16")],
+}
+# Masters are fp32, but the sums of bf16 activations depend on the split.
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+GATES = {"switch": {}, "sigmoid": {"gate": "sigmoid", "capacity_factor": None}}
+
+
+class Counted(Samples):
+    """Which samples this rank took."""
+
+    def __init__(self):
+        self.taken = []
+
+    def __getitem__(self, n):
+        self.taken.append(n)
+        return super().__getitem__(n)
+
+
+def stage(folder, split, base, step):
+    """Goes on from ``step``, saves after `STEPS`, makes one step more. (losses of those steps, samples, bias sum)"""
+    import torch.distributed as dist
+
+    from pretrain import state
+    from pretrain.checkpoint import open_checkpoint, save
+
+    recipe, samples = split.recipe(base), Counted()
+    engine = engine_of(recipe)
+    if step:
+        state.load(engine, open_checkpoint(folder / f"step-{step:08d}"))
+    losses = [engine.train_step(step + i, samples).loss for i in range(STEPS)]
+    taken = list(samples.taken)
+    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
+    save(folder, step + STEPS, state.pieces(engine), run_state, state.rank_state())
+    losses.append(engine.train_step(step + STEPS, samples).loss)
+    dist.barrier()
+    return losses, taken
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
+    if gate != "switch" and "EP 2-1-4" not in chain:
+        pytest.skip("the gate's buffer is replicated alike at every split")
+    base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate]))
+    expected, taken = None, []
+    for number, split in enumerate(CHAINS[chain]):
+        results = values(forks.run(split.size, stage, tmp_path, split, base, number * STEPS))
+        losses = results[0][0]
+        if expected is not None:
+            assert losses[0] == pytest.approx(expected, rel=TOLERANCE[split.precision]), f"{split}"
+        expected = losses[-1]
+        taken += [n for _, samples in results for n in samples]
+    steps = len(CHAINS[chain]) * STEPS
+    assert sorted(taken) == list(range(steps * base.train.global_batch)), "a sample was taken twice or not at all"
+
+
+def saved_and_loaded(folder, base):
+    """Crc of everything that is loaded against what was saved, into an engine with other weights."""
+    from pretrain import state
+    from pretrain.checkpoint import open_checkpoint, save
+
+    engine = engine_of(Split().recipe(base))
+    for step in range(3):
+        engine.train_step(step, Samples())
+    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
+    save(folder, 3, state.pieces(engine), run_state, state.rank_state())
+    before = crcs(state.pieces(engine))
+    for step in range(3, 5):
+        engine.train_step(step, Samples())
+    assert crcs(state.pieces(engine)) != before
+    state.load(engine, open_checkpoint(folder))
+    return before, crcs(state.pieces(engine)), engine.scheduler.num_steps
+
+
+def crcs(pieces):
+    return {
+        piece.name: zlib.crc32(piece.data.detach().contiguous().view(-1).view(torch.uint8).numpy()) for piece in pieces
+    }
+
+
+def test_a_gates_bias_is_saved_and_loaded(forks, tmp_path):
+    base = replace(RECIPE, model=replace(RECIPE.model, **GATES["sigmoid"]))
+    ((before, after, num_steps),) = values(forks.run(1, saved_and_loaded, tmp_path, base))
+    biases = [name for name in before if "expert_bias_E" in name]
+    assert biases and all(name.startswith("model/") for name in biases)
+    assert after == before
+    assert num_steps == 3
+    from pretrain.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(checkpoint.read(name).abs().sum() > 0 for name in biases), "the bias never moved"
+
+
+def draws():
+    """States of every generator through JSON and back: what is drawn afterwards is what was drawn before."""
+    import random
+
+    import numpy as np
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from pretrain import generators
+    from pretrain.checkpoint import codec
+
+    engine_of(Split().recipe(RECIPE))
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            tracked = torch.rand(3).tolist()
+        generator = np.random  # the global one is what libraries draw from
+        return random.random(), random.gauss(0, 1), generator.rand(), generator.randn(), torch.rand(3).tolist(), tracked
+
+    random.gauss(0, 1)
+    np.random.randn()  # noqa: NPY002 - each leaves half a pair behind, which is state too
+    text = codec.dumps(generators.states(), "rng")
+    first, second = draw(), draw()
+    generators.restore(codec.loads(text))
+    return first == draw() and second == draw() and first != second, text.decode()
+
+
+def test_every_generator_comes_back(forks):
+    ((are_same, text),) = values(forks.run(1, draws))
+    assert are_same
+    assert all(f'"{name}"' in text for name in ("python", "numpy", "torch", "megatron"))
