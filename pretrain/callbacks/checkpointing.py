@@ -61,7 +61,9 @@ class Checkpointing(Callback):
             self._writer.wait()
 
     def on_end(self, trainer, error: BaseException | None) -> None:
-        if self._writer is not None:
+        if error is None:
+            self.finish()
+        elif self._writer is not None:
             self._writer.abandon()
 
     def _write(self, step: int, snapshot: Snapshot, group) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmoe.errors import UserError
-from pretrain.checkpoint.folders import step_name, steps
+from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.load import Checkpoint, open_checkpoint
 from pretrain.checkpoint.manifest import StoredTensor
 from pretrain.checkpoint.shard import name_of
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for function, metavar, text in [
-        (_ls, "RUN", "list the complete checkpoints of a run"),
+        (_ls, "RUN", "list the checkpoints of a run"),
         (_verify, "PATH", "compare every file with the manifest (a step folder; of a run, its latest)"),
         (_show, "PATH", "print state and tensors (a step folder; of a run, its latest)"),
     ]:
@@ -39,12 +39,11 @@ def main(argv: list[str]) -> int:
 
 def _ls(run: Path) -> int:
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    found = steps(folder)
+    found = step_folders(folder)[::-1]
     if not found:
-        raise UserError(f"{run} holds no checkpoint: no complete step-* folder in it or in its checkpoints folder")
+        raise UserError(f"{run} holds no checkpoint: no step-* folder in it or in its checkpoints folder")
     exit_code = 0
-    for step in found:
-        path = folder / step_name(step)
+    for path in found:
         try:
             checkpoint = Checkpoint(path)
         except UserError as error:

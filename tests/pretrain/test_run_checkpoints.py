@@ -1,11 +1,13 @@
 """Commands: what is written in the background, damaged, started warm, kept, killed."""
 
+import errno
 import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 
@@ -36,10 +38,7 @@ class SlowDisk:
         self.seconds, self.failing = seconds, failing
 
     def __call__(self):
-        import errno
-
-        from pretrain.checkpoint import save
-
+        save = sys.modules["pretrain.checkpoint.save"]  # the package has a function of that name
         write_shard = save.write_shard
 
         def slow(path, tensors):
@@ -160,8 +159,8 @@ def test_other_data_under_the_same_name_are_refused(forks, recipe_file, tiny_cor
 
 def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     recipe, run = finished
-    folder, options = tmp_path / "warm", ["--train.init-from", run, "--train.steps", "3", "--optimizer.lr", "0.001"]
-    train(forks, recipe, "--run.folder", folder, *options)
+    folder, options = tmp_path / "warm", ["--train.init-from", run, "--optimizer.lr", "0.001"]
+    train(forks, recipe, "--run.folder", folder, *options, "--train.steps", "3")
     rows, old = steps(folder), steps(run)
     assert list(rows) == [0, 1, 2, 3], "it begins at step 0"
     assert rows[0]["val/loss"] == old[6]["val/loss"], "the weights are not those of the last step"

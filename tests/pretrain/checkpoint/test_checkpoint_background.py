@@ -100,7 +100,7 @@ def test_an_error_surfaces_at_the_same_step_everywhere(two_ranks, seconds, faili
     (step_0, kind_0, text_0, total_0), (step_1, kind_1, text_1, total_1) = two_ranks.run(
         step_of_the_error, seconds, failing
     )
-    assert step_0 == step_1 >= 10, "before the slower thread had ended"
+    assert step_0 == step_1 >= 3, "before the slower thread had ended"
     assert kind_0 == kind_1 == "SaveError"
     assert "full" in text_0 and "full" in text_1
     assert total_0 == total_1 == 2.0

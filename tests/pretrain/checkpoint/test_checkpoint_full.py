@@ -4,15 +4,16 @@ import errno
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
 from rank_pool import Raised
 
 from pretrain.checkpoint import Piece, SaveError, open_checkpoint, save, steps
-from pretrain.checkpoint import save as save_module
 from pretrain.checkpoint.files import write_file
 
+save_module = sys.modules["pretrain.checkpoint.save"]  # the package has a function of that name
 MIB = 1 << 20
 FIGURES = re.compile(r"the checkpoint needs (\d+) bytes, (\d+) are free")
 
@@ -59,10 +60,10 @@ def full_after(count):
 
 @pytest.mark.parametrize("where", ["shard", "save"])
 def test_too_little_during(tmp_path, monkeypatch, where):
-    """In the shard, and in the manifest, which is the last to be written."""
+    """In the shard, and in the JSON that is written after it."""
     save_mib(tmp_path, 1, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(f"pretrain.checkpoint.{where}.write_file", full_after(300 if where == "save" else MIB))
+        patch.setattr(sys.modules[f"pretrain.checkpoint.{where}"], "write_file", full_after(300 if where == "save" else MIB))
         refused(tmp_path, 4, 4 * MIB)
     save_mib(tmp_path, 2, 4)
     assert steps(tmp_path) == [1, 2]
