@@ -7,7 +7,12 @@ from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError, known_names
 
 # Each module has `main(argv: list[str]) -> int | None`.
-BENCHMARKS = {"checkpoint": "bench.checkpoint", "exchange": "bench.exchange", "layer": "bench.layer", "step": "bench.step"}
+BENCHMARKS = {
+    "checkpoint": "bench.checkpoint",
+    "exchange": "bench.exchange",
+    "layer": "bench.layer",
+    "step": "bench.step",
+}
 
 USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help tells more)"
 

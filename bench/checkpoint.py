@@ -1,6 +1,6 @@
 """``python -m bench checkpoint``: how long training stands still for a checkpoint of the quickstart's kind of model.
 
-Contenders: the synchronous save; the asynchronous one, whose time is that until training may go on; and the writing of as
+Contenders: the synchronous save; the asynchronous one, whose time is that until training may go on; the writing of as
 many bytes as they are, with an fsync, as ``dd conv=fsync`` does. Ratios are to the synchronous save. What the thread
 takes from the training beside it is not in here.
 """

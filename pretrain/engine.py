@@ -11,13 +11,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from fmoe import end_step, random
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
+from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import GPTSamples
 from pretrain.model import build_model
@@ -41,7 +41,7 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=processes.device.type == "cpu",
     )
-    model_parallel_cuda_manual_seed(recipe.train.seed)
+    generators.seed(recipe.train.seed)
 
 
 class Engine:

@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+
+def seed(value: int) -> None:
+    """Seeds all of them, so that a run draws the same also where a library draws behind its back."""
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global one
+    torch.manual_seed(value)
+    model_parallel_cuda_manual_seed(value)
 
 
 def states() -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes on disk: the tensors, the states, and what the index and the headers say of each piece."""
+        """About what it takes on disk: tensors, states, and what the index and the headers say of each piece."""
         tensors = sum(piece.data.nbytes for piece in self.pieces)
         names = sum(len(piece.name) for piece in self.pieces)
         described = 3 * (names + _BYTES_OF_A_PIECE * len(self.pieces))
@@ -133,7 +133,6 @@ def collect(
     if buffers is not None:
         buffers.finish()
     return Snapshot(tuple(host), codec.dumps(dict(state), "state"), codec.dumps(dict(rank_state), "rank_state"))
-
 
 
 def save(

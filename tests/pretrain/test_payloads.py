@@ -62,9 +62,9 @@ def test_in_every_other_file_of_a_run(forks, finished, tmp_path):
         (end,) = forks.command("pretrain", recipe, "--run.folder", folder, "--resume", "--train.steps", "5")
         assert end.code in (0, 2), end
     with pytest.raises(UserError):
-        read_metrics(write(tmp_path / "metrics.jsonl", payload(tmp_path / "ran") + b"\n"))
-    (end,) = forks.command("pretrain", write(tmp_path / "recipe.toml", payload(tmp_path / "ran")))
-    assert end.code == 2 and "recipe.toml" in end.err
+        read_metrics(write(tmp_path / "record.jsonl", payload(tmp_path / "ran") + b"\n"))
+    (end,) = forks.command("pretrain", write(tmp_path / "other.toml", payload(tmp_path / "ran")))
+    assert end.code == 2 and "other.toml" in end.err
     assert not (tmp_path / "ran").exists()
 
 

@@ -104,11 +104,17 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["shard-00000.safetensors", "rank-00000.json", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("shard-00000.safetensors", 1),
+        ("shard-00000.safetensors", 2),
+        ("rank-00000.json", 1),
+        ("state.json", 1),
+        ("manifest.json", 1),
+    ],
+)
 def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_path, name, size):
-    if size == 2 and name != "shard-00000.safetensors":
-        pytest.skip("once is enough for two processes")
     recipe, run = finished
     folder = shutil.copytree(run, tmp_path / "run")
     flip(folder / "checkpoints" / "step-00000006" / name)
@@ -121,7 +127,8 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
     ends = forks.command("pretrain", recipe, *options, "--resume", "auto", "--fallback", size=size)
     assert [end.code for end in ends] == [0] * size, ends
     assert any(name in end.err and "the checkpoint before it is taken" in end.err for end in ends), ends
-    assert "step-00000006.damaged" in names(folder) and "step-00000006" not in names(folder)
+    assert "step-00000006.damaged" in names(folder)
+    open_checkpoint(folder / "checkpoints" / "step-00000006").verify()  # saved again
     assert list(steps(folder)) == list(range(8))
     if size == 1:
         expected, found = steps(run), steps(folder)
@@ -177,7 +184,7 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     [
         (["--model.hidden-size", "64"], ["of shape", "the model"]),
         (["--model.num-experts", "8"], ["of shape", "the model"]),
-        (["--model.num-layers", "3"], ["of shape", "the model"]),
+        (["--model.num-layers", "3"], ["has no tensor model/decoder.layers.2."]),
         (["--model.no-tie-embeddings"], ["has no tensor model/output_layer"]),
         (["--model.gate", "sigmoid", "--model.top-k", "2"], ["has no tensor", "expert_bias_E"]),
         (["--model.num-experts", "0"], ["for which the model has no place"]),

@@ -101,7 +101,9 @@ class KillAtStep:
 
 
 def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path):
-    recipe = recipe_file(checkpoint={"every": 2, "keep": 2, "asynchronous": False}, train={"steps": 10}, parallel={"expert": 2})
+    recipe = recipe_file(
+        checkpoint={"every": 2, "keep": 2, "asynchronous": False}, train={"steps": 10}, parallel={"expert": 2}
+    )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(forks, recipe, "--run.folder", whole, size=2)
     command = ("pretrain", recipe, "--run.folder", killed, "--resume", "auto")

@@ -29,9 +29,7 @@ def test_what_is_trained_meanwhile_is_not_written(tmp_path):
     writer, buffers, places = BackgroundWriter(), HostBuffers(), []
     for step in (1, 2):
         expected = save(tmp_path / "sync", step, pieces_of(tensors), {"step": step}, {"rng": torch.get_rng_state()})
-        snapshot = collect(
-            pieces_of(tensors), {"step": step}, {"rng": torch.get_rng_state()}, buffers=buffers
-        )
+        snapshot = collect(pieces_of(tensors), {"step": step}, {"rng": torch.get_rng_state()}, buffers=buffers)
         places.append([piece.data.data_ptr() for piece in snapshot.pieces])
         trained = threading.Event()
 

@@ -63,7 +63,9 @@ def test_too_little_during(tmp_path, monkeypatch, where):
     """In the shard, and in the JSON that is written after it."""
     save_mib(tmp_path, 1, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[f"pretrain.checkpoint.{where}"], "write_file", full_after(300 if where == "save" else MIB))
+        patch.setattr(
+            sys.modules[f"pretrain.checkpoint.{where}"], "write_file", full_after(300 if where == "save" else MIB)
+        )
         refused(tmp_path, 4, 4 * MIB)
     save_mib(tmp_path, 2, 4)
     assert steps(tmp_path) == [1, 2]
