@@ -70,6 +70,8 @@ class _Savers:
         self._durable: list[float] = []
         self._first: float | None = None
         self._nbytes = self._collect().nbytes
+        # As the trainer does, in the thread, after its first step.
+        self._buffers.reserve((piece.place, piece.data) for piece in state.pieces(self._engine))
 
     def measure(self, arguments) -> frame.Measurement:
         mib = self._nbytes / 2**20

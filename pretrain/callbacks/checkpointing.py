@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pretrain import state
 from pretrain.callbacks.base import Callback, Metrics
 from pretrain.checkpoint import Snapshot, keep_last, remove_leftovers, write
 from pretrain.checkpoint.background import BackgroundWriter
@@ -27,6 +28,7 @@ class Checkpointing(Callback):
         self._writer: BackgroundWriter | None = None
         self._buffers: HostBuffers | None = None
         self._saved: int | None = None
+        self._reserved = False
 
     def on_start(self, trainer, metrics: Metrics) -> None:
         if trainer.processes.is_main:
@@ -39,6 +41,11 @@ class Checkpointing(Callback):
             self._writer.poll()
         if trainer.step % self.config.every == 0 or trainer.is_done:
             self.save(trainer)
+        elif self._buffers is not None and not self._reserved:
+            # After the first step, which makes the optimizer's state; in the thread, because fresh pages take time.
+            wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
+            self._writer.start(lambda group: self._buffers.reserve(wanted))
+        self._reserved = True
         if trainer.is_done:
             self.finish()
 

@@ -1,5 +1,7 @@
 """Host memory for snapshots, used again from save to save: mapping fresh pages takes longer than copying into them."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ class HostBuffers:
         self._used: set[tuple] = set()
         self._devices: set[torch.device] = set()
 
+    def reserve(self, tensors: Iterable[tuple[tuple, Tensor]]) -> None:
+        """Takes the memory for (key, data) in advance and touches its pages. May run in a thread beside training."""
+        for key, data in tensors:
+            self._buffers[key] = _memory(data).zero_()
+
     def copy(self, key: tuple, data: Tensor) -> Tensor:
         """A contiguous copy of ``data`` on the host, complete after `finish`.
 
@@ -23,9 +30,7 @@ class HostBuffers:
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            # Only into pinned memory does a device copy while the host goes on to the next tensor.
-            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-            self._buffers[key] = buffer
+            buffer = self._buffers[key] = _memory(data)
         buffer.copy_(data, non_blocking=True)
         if data.is_cuda:
             self._devices.add(data.device)
@@ -40,3 +45,8 @@ class HostBuffers:
         for key in self._buffers.keys() - self._used:
             del self._buffers[key]
         self._used.clear()
+
+
+def _memory(data: Tensor) -> Tensor:
+    # Only into pinned memory does a device copy while the host goes on to the next tensor.
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)

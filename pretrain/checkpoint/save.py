@@ -65,6 +65,11 @@ class Piece:
     def region(self) -> Region:
         return Region.of(self.offset, self.block, self.start, self.stop)
 
+    @property
+    def place(self) -> tuple:
+        """What tells this piece from all others of a checkpoint."""
+        return self.name, self.offset, self.block, self.start, self.stop
+
     def check(self) -> None:
         """Checks that region and data fit the tensor.
 
@@ -125,10 +130,7 @@ def collect(
     for piece in pieces:
         piece.check()
         data = piece.data.detach()
-        if buffers is None:
-            data = data.to("cpu", copy=copy).contiguous()
-        else:
-            data = buffers.copy((piece.name, piece.offset, piece.block, piece.start, piece.stop), data)
+        data = data.to("cpu", copy=copy).contiguous() if buffers is None else buffers.copy(piece.place, data)
         host.append(replace(piece, data=data))
     if buffers is not None:
         buffers.finish()

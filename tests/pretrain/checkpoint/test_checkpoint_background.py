@@ -133,3 +133,12 @@ def test_two_ranks_write_while_they_communicate(two_ranks, tmp_path):
         checkpoint = open_checkpoint(tmp_path / f"step-{step:08d}")
         checkpoint.verify()
         assert torch.equal(checkpoint.read("w"), torch.arange(64.0).view(8, 8) * step)
+
+
+def test_reserved_memory_is_what_is_used():
+    buffers, tensors = HostBuffers(), {name: torch.randn(SHAPE) for name in "ab"}
+    buffers.reserve((piece.place, piece.data) for piece in pieces_of(tensors))
+    places = {buffer.data_ptr() for buffer in buffers._buffers.values()}
+    snapshot = collect(pieces_of(tensors), {}, {}, buffers=buffers)
+    assert {piece.data.data_ptr() for piece in snapshot.pieces} == places
+    assert all(torch.equal(piece.data, tensors[piece.name]) for piece in snapshot.pieces)
