@@ -53,7 +53,10 @@ def start() -> Processes:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # torchrun's store outlives the workers that it restarts: the addresses of the dead are not for these.
+        store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     else:  # alone: no port, no environment variables
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
