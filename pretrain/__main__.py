@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError
-from pretrain import process
+from pretrain import process, supervise
 from pretrain.config import load_recipe
+from pretrain.exit_codes import EXIT_DIVERGED, Diverged
 
 
 def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[str]]:
@@ -47,22 +48,28 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
 
 
 def main(argv: Sequence[str]) -> int:
-    """One process of a run. Raises UserError for what the user can mend."""
+    """One process of a run; the codes are in `pretrain.exit_codes`. Raises UserError for what the user can mend."""
+    supervise.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
         recipe = load_recipe(arguments.recipe, overrides)
         recipe.check_world_size(process.world_size())
         from pretrain.session import train  # here, because it imports megatron-core
 
-        train(recipe, arguments.resume, fallback=arguments.fallback)
+        code = train(recipe, arguments.resume, fallback=arguments.fallback)
+    except Diverged as error:
+        if dist.get_rank() == 0:
+            print(f"pretrain: error: {error}", file=sys.stderr)
+        code = EXIT_DIVERGED
     except (UserError, ModuleNotFoundError):
+        supervise.report(EXIT_USAGE)
         # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
         if process.local_rank() != 0 and not dist.is_initialized():
             return EXIT_USAGE
         raise
     finally:
         process.stop()
-    return 0
+    return supervise.report(code)
 
 
 if __name__ == "__main__":

@@ -9,36 +9,43 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from fmoe import end_step, random
+from fmoe.gates import skip_step
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
 from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import GPTSamples
 from pretrain.model import build_model
-from pretrain.process import TIMEOUT, Processes
+from pretrain.process import Processes, timeout
+
+Judge = Callable[[float, float], str | None]
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Of one optimizer step, the same on every rank: mean loss of the global batch in nats a token, the gradient's
-    norm before clipping, the learning rate that was used."""
+    norm before clipping, the learning rate that was used, why the step was skipped (None: it was made), whether any
+    rank asks to stop."""
 
     loss: float
     grad_norm: float
     lr: float
+    skipped: str | None = None
+    asks_to_stop: bool = False
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
     """Makes Megatron's process groups and seeds its random number generators; once a process."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=recipe.parallel.expert,
-        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=int(timeout(recipe.guard.hang_minutes).total_seconds() // 60),
         create_gloo_process_groups=processes.device.type == "cpu",
     )
     generators.seed(recipe.train.seed)
@@ -51,6 +58,11 @@ class Engine:
         recipe: checked.
         processes: joined already, and `init_parallel` called.
         build: makes the GPT; the benchmarks put another one here.
+
+    Attributes:
+        asks_to_stop: set on any rank, e.g. by a signal, and found in the next `StepResult` of all ranks.
+        on_progress: called at the begin of each micro batch, in training and validation.
+        last_loss: of this rank, in the last training step.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, build: Callable[[Recipe], GPTModel] = build_model):
@@ -85,6 +97,9 @@ class Engine:
         )
         self._run_schedule = get_forward_backward_func()
         self.data_group = parallel_state.get_data_parallel_group()
+        self.asks_to_stop = False
+        self.on_progress: Callable[[], None] = lambda: None
+        self.last_loss: Tensor | None = None
 
     def _optimizer_config(self) -> OptimizerConfig:
         recipe = self.recipe
@@ -102,27 +117,57 @@ class Engine:
             use_distributed_optimizer=recipe.optimizer.distributed,
         )
 
-    def train_step(self, step: int, samples: GPTSamples) -> StepResult:
-        """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``."""
-        train = self.recipe.train
+    def train_step(self, step: int, samples: GPTSamples, judge: Judge | None = None) -> StepResult:
+        """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``.
+
+        Args:
+            judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
+                Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
+                step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's.
+        """
+        loss = self.backward(step, samples)
+        self.scheduler.step(increment=step + 1 - self.scheduler.num_steps)
+        lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
+        own_norm = float("inf") if self.optimizer.prepare_grads() else self.optimizer.get_grad_norm()
+        # One reduction for all that ranks have to agree on. Sums keep what is not finite on any of them.
+        flags = loss.new_tensor([own_norm, self.asks_to_stop])
+        sums = torch.cat([loss.view(1), flags])
+        dist.all_reduce(sums, group=self.data_group)
+        mean_loss, grad_norm, asks_to_stop = (value / self.data_group.size() for value in sums.tolist())
+        reason = judge(mean_loss, grad_norm) if judge is not None else None
+        if reason is None:
+            self._update(own_norm)
+            end_step(self.gpt, self.data_group)
+        else:
+            skip_step(self.gpt)
+        return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0)
+
+    def backward(self, step: int, samples: GPTSamples) -> Tensor:
+        """Gradients of a training step, reduced over ranks, in place of those that were there; this rank's loss."""
+        size = self.recipe.train.global_batch
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        first = step * train.global_batch
-        loss = self._mean_loss(self._micro_batches(samples, first, train.global_batch, step), train.global_batch)
-        self.scheduler.step(increment=step + 1 - self.scheduler.num_steps)
-        lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
-        _, grad_norm, _ = self.optimizer.step()
-        end_step(self.gpt, self.data_group)
-        return StepResult(loss, float(grad_norm or 0.0), lr)
+        self.last_loss = self._own_loss(self._micro_batches(samples, step * size, size, step), size)
+        return self.last_loss
+
+    @torch.no_grad()
+    def _update(self, grad_norm: float) -> None:
+        """The second half of Megatron's ``ChainedOptimizer.step``, which has no room for a decision in between."""
+        for part in self.optimizer.chained_optimizers:
+            if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+        self.optimizer.step_with_ready_grads()
 
     def evaluate(self, samples: GPTSamples, count: int) -> float:
         """Mean loss of the first ``count`` samples, nats a token."""
         self.model.eval()
-        return self._mean_loss(self._micro_batches(samples, 0, count, None), count, forward_only=True)
+        loss = self._own_loss(self._micro_batches(samples, 0, count, None), count, forward_only=True)
+        dist.all_reduce(loss, group=self.data_group)
+        return float(loss) / self.data_group.size()
 
-    def _mean_loss(self, micro_batches: Iterator[dict], sequences: int, *, forward_only: bool = False) -> float:
-        """Runs the schedule over the micro batches of ``sequences`` in all; their mean loss over all ranks."""
+    def _own_loss(self, micro_batches: Iterator[dict], sequences: int, *, forward_only: bool = False) -> Tensor:
+        """Runs the schedule over the micro batches of ``sequences`` in all; the mean loss of this rank's."""
         train = self.recipe.train
         results = self._run_schedule(
             forward_step_func=_forward_step,
@@ -133,15 +178,14 @@ class Engine:
             micro_batch_size=train.micro_batch,
             forward_only=forward_only,
         )
-        loss = torch.stack([result["loss"] for result in results]).mean()
-        dist.all_reduce(loss, group=self.data_group)
-        return float(loss) / self.data_group.size()
+        return torch.stack([result["loss"] for result in results]).mean()
 
     def _micro_batches(self, samples: GPTSamples, first: int, count: int, step: int | None) -> Iterator[dict]:
         """This rank's share of samples ``first ... first + count - 1``; sets the position of noise if ``step`` is."""
         size, ranks = self.recipe.train.micro_batch, self.data_group.size()
         length = self.recipe.model.sequence_length
         for begin in range(self.data_group.rank() * size, count, ranks * size):
+            self.on_progress()
             tokens = torch.stack([torch.from_numpy(samples[first + begin + i]) for i in range(size)])
             tokens = tokens.to(self.processes.device)
             if step is not None:

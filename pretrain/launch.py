@@ -5,14 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain import process
+from pretrain import process, supervise
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
 from pretrain.config import Recipe, load_recipe
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the recipe and its inputs, then becomes torchrun, or trains in this process if one is enough."""
+    """Checks the recipe and its inputs, then runs torchrun, or trains in this process if one is enough."""
     arguments, overrides = parse(argv, "fmoe train")
     recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
     if process.world_size() > 1 or recipe.parallel.world_size == 1:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(size), "-m", "pretrain", *argv]
     sys.stdout.flush()
-    os.execve(sys.executable, command, environment)
+    return supervise.run(command, environment)
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fmoe.errors import UserError
 
-TIMEOUT = timedelta(minutes=10)
+_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,16 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def start() -> Processes:
+def timeout(hang_minutes: float = 0.0) -> timedelta:
+    """How long a process waits for another: longer than the watchdog does, which has more to say."""
+    return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
+
+
+def start(limit: timedelta = _TIMEOUT) -> Processes:
     """Joins the other processes: nccl where torch sees GPUs, else gloo.
+
+    Args:
+        limit: how long one waits for another.
 
     Raises:
         UserError: more processes on this machine than it has GPUs.
@@ -53,12 +61,12 @@ def start() -> Processes:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
         # torchrun's store outlives the workers that it restarts: the addresses of the dead are not for these.
         store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:  # alone: no port, no environment variables
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 

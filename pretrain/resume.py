@@ -25,6 +25,7 @@ MAY_CHANGE = {
     "parallel.*": "the split; losses agree within rounding",
     "optimizer.*": "from here on; the schedule goes on at the step it is at",
     "checkpoint.*": "from here on",
+    "guard.*": "from here on; the window of the spikes is kept",
     "tracking.*": "from here on",
     "model.eval_capacity_factor": "validation only",
     "data.validation": "validation only",

@@ -13,10 +13,20 @@ import torch.distributed as dist
 from fmoe.errors import UserError
 from megatron_patch import cpu
 from pretrain import process
-from pretrain.callbacks import Checkpointing, Tracking, Validation
+from pretrain.callbacks import (
+    Callback,
+    Checkpointing,
+    CollapseWarning,
+    StepGuard,
+    Stopping,
+    Tracking,
+    Validation,
+    Watchdog,
+)
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
 from pretrain.engine import init_parallel
+from pretrain.exit_codes import EXIT_REQUEUE
 from pretrain.inputs import Inputs, open_inputs
 from pretrain.process import Processes
 from pretrain.resume import (
@@ -30,6 +40,8 @@ from pretrain.resume import (
 )
 from pretrain.tracking import build_trackers, read_metrics
 from pretrain.trainer import Trainer
+
+STACKS = "stacks"
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
@@ -49,11 +61,17 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
     return True
 
 
-def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> None:
+def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     """Runs a recipe in this process, one of ``recipe.parallel.world_size``.
 
     Args:
         resume, fallback: see `find_checkpoint`.
+
+    Returns:
+        0, or `EXIT_REQUEUE` when a signal stopped it.
+
+    Raises:
+        Diverged: a guard stopped it.
     """
     cpu.install()
     folder = Path(recipe.run.folder)
@@ -64,16 +82,16 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> None
     if not fallback and is_finished(recipe, inputs, checkpoint):
         if process.local_rank() == 0:
             summarize(recipe)
-        return
-    processes = process.start()
+        return 0
+    processes = process.start(process.timeout(recipe.guard.hang_minutes))
     dist.barrier()  # every rank has looked at the folder before one of them writes
     if checkpoint is not None:
         checkpoint = agree_on_intact(folder, resume, fallback=fallback)
         if is_finished(recipe, inputs, checkpoint):
             if processes.is_main:
                 summarize(recipe)
-            return
-    callbacks = []
+            return 0
+    callbacks = _guards(recipe)
     if inputs.validation is not None:
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
     callbacks.append(
@@ -90,8 +108,11 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> None
             )
         )
     )
+    if recipe.guard.hang_minutes:
+        callbacks.append(Watchdog(folder / STACKS, 60 * recipe.guard.hang_minutes))
     if recipe.checkpoint.every:
         callbacks.append(Checkpointing(folder / CHECKPOINTS, recipe.checkpoint))
+        callbacks.append(Stopping())
     init_parallel(recipe, processes)
     trainer = Trainer(recipe, processes, inputs, callbacks)
     if checkpoint is not None:
@@ -104,8 +125,21 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> None
         write_recipe(recipe, folder / "config.toml")
     _describe(trainer, folder, processes)
     trainer.run()
+    if not trainer.is_done:
+        if processes.is_main:
+            _say([f"stopped at step {trainer.step} by a signal: {latest(folder / CHECKPOINTS)}; --resume goes on"])
+        return EXIT_REQUEUE
     if processes.is_main:
         summarize(recipe)
+    return 0
+
+
+def _guards(recipe: Recipe) -> list[Callback]:
+    """Those that add to the metrics of a step, to come before what logs them."""
+    guards: list[Callback] = [StepGuard(recipe.guard)]
+    if recipe.guard.collapse_window and recipe.model.layers_with_experts:
+        guards.append(CollapseWarning(recipe.guard, recipe.model.layers_with_experts))
+    return guards
 
 
 def open_weights(recipe: Recipe) -> Checkpoint | None:

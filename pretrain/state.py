@@ -118,7 +118,9 @@ def pieces(engine) -> Iterator[Piece]:
         place = _place(places, shard.parameter, "a parameter of the optimizer")
         if not (shard.is_sharded or place.is_main):
             continue
-        values = {name: shard.optimizer.state[shard.main][name] for name in _MOMENTS}
+        # Nothing there yet: no step was made, all of them were skipped.
+        moments = shard.optimizer.state.get(shard.main) or {}
+        values = {name: moments.get(name, torch.zeros_like(shard.main)) for name in _MOMENTS}
         if shard.has_master:
             values["master"] = shard.main.detach()
         for name, value in values.items():

@@ -26,7 +26,8 @@ class Trainer:
     """Steps, and the callbacks around them.
 
     Attributes:
-        step: optimizer steps done.
+        step: steps done, skipped ones included.
+        is_stopping: a rank was asked to stop: this step is the last of this process.
         recipe, processes, engine, inputs: what callbacks need.
     """
 
@@ -34,14 +35,20 @@ class Trainer:
         self.recipe, self.processes, self.inputs, self.callbacks = recipe, processes, inputs, callbacks
         self.engine = Engine(recipe, processes)
         self.step = 0
+        self.is_stopping = False
 
     @property
     def is_done(self) -> bool:
         """Whether the last step was made."""
         return self.step >= self.recipe.train.steps
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the step just made is the last of this process."""
+        return self.is_done or self.is_stopping
+
     def run(self) -> None:
-        """Trains to the last step."""
+        """Trains to the last step, or until it `is_stopping`."""
         peak = peak_flops(self.processes.device, self.recipe.train.precision)
         error = None
         started = []
@@ -50,7 +57,9 @@ class Trainer:
             for callback in self.callbacks:
                 started.append(callback)
                 callback.on_start(self, metrics)
-            while not self.is_done:
+            while not self.is_last:
+                for callback in self.callbacks:
+                    callback.before_step(self)
                 metrics = self._step(peak)
                 for callback in self.callbacks:
                     callback.on_step(self, metrics)
@@ -63,10 +72,11 @@ class Trainer:
 
     def _step(self, peak: float) -> Metrics:
         begin = time.perf_counter()
-        result = self.engine.train_step(self.step, self.inputs.train)
+        result = self.engine.train_step(self.step, self.inputs.train, self._judge)
         routing = self.engine.routing()
         seconds = time.perf_counter() - begin
         self.step += 1
+        self.is_stopping = result.asks_to_stop
         tokens = self.recipe.train.global_batch * self.recipe.model.sequence_length
         metrics: Metrics = {
             "loss": result.loss,
@@ -96,6 +106,12 @@ class Trainer:
             metrics.update({f"moe/{name}": value for name, value in means.items()})
         return metrics
 
+    def _judge(self, loss: float, grad_norm: float) -> str | None:
+        for callback in self.callbacks:
+            if (reason := callback.judge(self, loss, grad_norm)) is not None:
+                return reason
+        return None
+
     def run_state(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors and generators; the same on every rank."""
         return {
@@ -104,6 +120,7 @@ class Trainer:
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),
             "data": resume.data_state(self.recipe, self.inputs, self.step),
+            "callbacks": {type(c).__name__: saved for c in self.callbacks if (saved := c.state_dict())},
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
@@ -131,6 +148,9 @@ class Trainer:
         resume.check_data(self.recipe, self.inputs, checkpoint)
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
+        for callback in self.callbacks:
+            if saved := checkpoint.state.get("callbacks", {}).get(type(callback).__name__):
+                callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
         """Takes the weights alone: step 0, a new optimizer, the first sample.

@@ -39,7 +39,7 @@ from fmoe.gates.noisy import NoisyRouter
 from fmoe.gates.random import RandomRouter
 from fmoe.gates.sigmoid import SigmoidRouter
 from fmoe.gates.sinkhorn import SinkhornRouter
-from fmoe.gates.steps import attach_end_step, end_step
+from fmoe.gates.steps import attach_end_step, end_step, skip_step
 from fmoe.gates.swipe import SwipeRouter
 from fmoe.gates.switch import SwitchRouter
 from fmoe.gates.topology import TopologyRouter
@@ -133,6 +133,7 @@ __all__ = [
     "naive_gate",
     "noisy_gate",
     "register_gate",
+    "skip_step",
     "swipe_gate",
     "switch_gate",
     "utils",

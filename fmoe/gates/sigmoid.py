@@ -121,3 +121,7 @@ class SigmoidRouter(TopKRouter):
             load_E = load_E.clone()
             dist.all_reduce(load_E, group=group)
         self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()
+
+    def skip_step(self) -> None:
+        """Counts anew, the bias as it was: the optimizer step that the loads are of is not made."""
+        self._load_E = None

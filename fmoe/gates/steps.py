@@ -22,6 +22,13 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             module.end_step(group)
 
 
+def skip_step(model: nn.Module) -> None:
+    """In place of `end_step` for an optimizer step that is not made: what its micro batches counted is dropped."""
+    for module in model.modules():
+        if hasattr(module, "skip_step") and hasattr(module, "record"):
+            module.skip_step()
+
+
 def attach_end_step(optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None) -> RemovableHandle:
     """Has every ``optimizer.step()`` end with ``end_step(model, group)``.
 

@@ -2,7 +2,20 @@
 
 from pretrain.callbacks.base import Callback
 from pretrain.callbacks.checkpointing import Checkpointing
+from pretrain.callbacks.collapse import CollapseWarning
+from pretrain.callbacks.guards import StepGuard
+from pretrain.callbacks.stopping import Stopping
 from pretrain.callbacks.tracking import Tracking
 from pretrain.callbacks.validation import Validation
+from pretrain.callbacks.watchdog import Watchdog
 
-__all__ = ["Callback", "Checkpointing", "Tracking", "Validation"]
+__all__ = [
+    "Callback",
+    "Checkpointing",
+    "CollapseWarning",
+    "StepGuard",
+    "Stopping",
+    "Tracking",
+    "Validation",
+    "Watchdog",
+]

@@ -1,6 +1,6 @@
 """What a callback is."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pretrain.trainer import Trainer
@@ -14,8 +14,29 @@ class Callback:
     def on_start(self, trainer: "Trainer", metrics: Metrics) -> None:
         """Before the first step; ``trainer.step`` is where it begins. May add to the metrics of that place."""
 
+    def before_step(self, trainer: "Trainer") -> None:
+        """Before every step, of which ``trainer.step`` were made."""
+
+    def judge(self, trainer: "Trainer", loss: float, grad_norm: float) -> str | None:
+        """Within a step, before anything of the model changed; ``trainer.step`` does not count it yet.
+
+        Args:
+            loss, grad_norm: the same bits on every rank; not finite if they are not on any rank.
+
+        Returns:
+            Why the step is skipped; None to make it. The same on every rank.
+        """
+
     def on_step(self, trainer: "Trainer", metrics: Metrics) -> None:
         """After a step, which ``trainer.step`` counts already. May add to the step's metrics for those behind it."""
 
     def on_end(self, trainer: "Trainer", error: BaseException | None) -> None:
         """At the end, also after an error; every callback that was started is ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of this callback, as `pretrain.checkpoint.codec` encodes it; the same on all ranks.
+        Empty for nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave; not called for a checkpoint that has nothing of this callback."""

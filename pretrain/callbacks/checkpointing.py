@@ -12,7 +12,7 @@ from pretrain.config import CheckpointConfig
 
 
 class Checkpointing(Callback):
-    """Writes a checkpoint every so many steps and after the last, and removes those that are too old.
+    """Writes a checkpoint every so many steps and after the last of this process, and removes those that are too old.
 
     Asynchronous: the step waits for a copy of the state on the host; a thread writes it while training goes on. One
     checkpoint at a time: the next save waits for the one before. What the thread could not do is raised, on every
@@ -39,14 +39,14 @@ class Checkpointing(Callback):
     def on_step(self, trainer, metrics: Metrics) -> None:
         if self._writer is not None:
             self._writer.poll()
-        if trainer.step % self.config.every == 0 or trainer.is_done:
+        if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
         elif self._buffers is not None and not self._reserved:
             # After the first step, which makes the optimizer's state; in the thread, because fresh pages take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
             self._writer.start(lambda group: self._buffers.reserve(wanted))
         self._reserved = True
-        if trainer.is_done:
+        if trainer.is_last:
             self.finish()
 
     def save(self, trainer) -> None:

@@ -4,7 +4,9 @@ from pretrain.callbacks.base import Callback, Metrics
 
 
 class Validation(Callback):
-    """Adds ``val/loss`` before the first step, every so many steps, and after the last."""
+    """Adds ``val/loss`` before the first step, every so many steps, and after the last.
+
+    Not in a run that is stopping, which may have seconds left."""
 
     def __init__(self, every: int, sequences: int):
         self.every, self.sequences = every, sequences
@@ -14,7 +16,7 @@ class Validation(Callback):
             self._evaluate(trainer, metrics)
 
     def on_step(self, trainer, metrics: Metrics) -> None:
-        if trainer.step % self.every == 0 or trainer.is_done:
+        if trainer.is_done or (trainer.step % self.every == 0 and not trainer.is_stopping):
             self._evaluate(trainer, metrics)
 
     def _evaluate(self, trainer, metrics: Metrics) -> None:

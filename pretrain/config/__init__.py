@@ -4,6 +4,7 @@ from pretrain.config.load import load_recipe, write_recipe
 from pretrain.config.recipe import (
     CheckpointConfig,
     DataConfig,
+    GuardConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -16,6 +17,7 @@ from pretrain.config.recipe import (
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "GuardConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -202,6 +202,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What watches over a run (docs/operations.md)."""
+
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or an infinity in loss or gradient of any process does: end the run, or skip the step."""
+    max_skips: int = 10
+    """Steps skipped in a row, for whatever reason; one more ends the run."""
+    spike_sigma: float = 10.0
+    """Skip a step whose loss or gradient norm lies so many standard deviations above the median; 0 for never."""
+    spike_window: int = 128
+    """Steps that the median is taken over; 0 for no such skips."""
+    spike_history: int = 64
+    """Steps of the window before the first skip."""
+    collapse_window: int = 100
+    """Steps over which experts' load is summed to tell a collapsed router; 0 for no warning."""
+    collapse_cv: float = 1.5
+    """Highest coefficient of variation of a layer's load; all tokens in one of E experts is sqrt(E - 1)."""
+    collapse_dead: float = 0.25
+    """Highest share of a layer's experts that got no token in the window."""
+    hang_minutes: float = 8.0
+    """Minutes without progress after which all processes write their stacks and end; 0 for never."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
     """Where figures go, beside metrics.jsonl."""
 
@@ -234,6 +258,7 @@ class Recipe:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def check(self) -> None:
@@ -290,6 +315,13 @@ class Recipe:
             raise UserError(f"optimizer.lr={optimizer.lr} is not positive")
         if optimizer.min_lr > optimizer.lr:
             raise UserError(f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}")
+        guard = self.guard
+        if guard.spike_window and guard.spike_history > guard.spike_window:
+            raise UserError(
+                f"guard.spike_history={guard.spike_history} is more than guard.spike_window={guard.spike_window}"
+            )
+        if not guard.collapse_dead <= 1:
+            raise UserError(f"guard.collapse_dead={guard.collapse_dead} is not in [0, 1]")
         decay_steps = self.decay_steps
         if optimizer.warmup_steps >= decay_steps:
             key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
@@ -329,6 +361,7 @@ _POSITIVE = {
     "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
     "checkpoint": ("keep_every",),
     "tracking": ("console_every",),
+    "guard": ("max_skips", "spike_history"),
 }
 _NOT_NEGATIVE = {
     "model": ("num_experts", "balance_loss", "z_loss", "init_std"),
@@ -336,6 +369,7 @@ _NOT_NEGATIVE = {
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),
+    "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
 }
 
 

@@ -1,0 +1,37 @@
+"""Signals that stop a run between two steps."""
+
+import signal
+
+from pretrain import supervise
+from pretrain.callbacks.base import Callback, Metrics
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stopping(Callback):
+    """SIGTERM, SIGUSR1 or a first SIGINT on any rank: all ranks stop after the same step, with a checkpoint.
+
+    The handler sets a flag that travels with the loss (`Engine.train_step`), so a signal that comes between that and
+    the step's end stops the run one step later. A second SIGINT interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, object] = {}
+        self._is_asked = False
+
+    def on_start(self, trainer, metrics: Metrics) -> None:
+        def ask(number: int, _frame) -> None:
+            self._is_asked = trainer.engine.asks_to_stop = True
+            if number == signal.SIGINT:
+                signal.signal(number, self._before[number])
+
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            signal.signal(number, ask)
+        supervise.ready()
+
+    def on_end(self, trainer, error: BaseException | None) -> None:
+        # A scheduler may repeat its signal, and each launcher forwards it: none may end a process that is ending.
+        if not self._is_asked:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""What a run does that does nothing any more."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pretrain import supervise
+from pretrain.callbacks.base import Callback, Metrics
+from pretrain.exit_codes import EXIT_HANG
+
+_GRACE = 60.0  # most seconds that a rank waits for the stacks of the others
+
+
+class Watchdog(Callback):
+    """Without progress for so long, writes the stacks of all threads to ``folder/rank-N.txt`` and ends the process.
+
+    Progress is a step, a micro batch (of a validation too), or a callback that comes before this one. Saving is not
+    watched: callbacks behind this one may take as long as they need.
+
+    Ranks hang together, so each has its own timer, a thread; it needs the interpreter's lock, and so sees nothing of a
+    native call that keeps it.
+
+    Args:
+        folder: gets a file for each rank; one that is there is appended to.
+        seconds: without progress.
+    """
+
+    def __init__(self, folder: Path, seconds: float):
+        self.folder, self.seconds = folder, seconds
+        self._moved = threading.Condition()
+        self._seen: float | None = None  # time.monotonic() of the last progress; None: not watching
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, trainer, metrics: Metrics) -> None:
+        self._trainer = trainer
+        trainer.engine.on_progress = self._progress
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def before_step(self, trainer) -> None:
+        self._progress()
+
+    def on_step(self, trainer, metrics: Metrics) -> None:
+        self._set(None)
+
+    def on_end(self, trainer, error: BaseException | None) -> None:
+        with self._moved:
+            self._is_over = True
+            self._moved.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _progress(self) -> None:
+        self._set(time.monotonic())
+
+    def _set(self, seen: float | None) -> None:
+        with self._moved:
+            is_idle, self._seen = self._seen is None, seen
+            if is_idle and seen is not None:  # else the thread wakes in time by itself
+                self._moved.notify()
+
+    def _watch(self) -> None:
+        with self._moved:
+            while not self._is_over:
+                left = None if self._seen is None else self._seen + self.seconds - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._moved.wait(left)
+            else:
+                return
+        self._dump()
+
+    def _dump(self) -> None:
+        rank = self._trainer.processes.rank
+        path = self.folder / f"rank-{rank}.txt"
+        line = f"rank {rank}: no progress for {self.seconds / 60:g} minutes in step {self._trainer.step + 1}"
+        began = time.time()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            where = f"the stacks of all its threads are in {path}"
+        except OSError as error:
+            where = f"its stacks could not be written: {error}"
+        sys.stderr.write(f"pretrain: error: {line} (guard.hang_minutes); {where}\n")
+        sys.stderr.flush()
+        supervise.report(EXIT_HANG)
+        # The first rank that ends takes the others with it: they get the time to write theirs.
+        deadline = time.monotonic() + min(self.seconds, _GRACE)
+        while time.monotonic() < deadline and not self._all_wrote(began - self.seconds):
+            time.sleep(0.1)
+        os._exit(EXIT_HANG)
+
+    def _all_wrote(self, since: float) -> bool:
+        with contextlib.suppress(OSError):
+            files = [self.folder / f"rank-{n}.txt" for n in range(self._trainer.processes.world_size)]
+            return all(file.stat().st_mtime > since for file in files)
+        return False
