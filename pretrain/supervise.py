@@ -20,6 +20,9 @@ from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
 
 _FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder in which parent and workers meet
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Seconds that torchrun leaves its workers when it gets a signal itself, as from a scheduler that signals everybody; its
+# default of 30 is less than a step may take.
+_PATIENCE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # Loaded here: between fork and exec there is little one may do.
@@ -52,7 +55,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
             # A session of its own: Ctrl-C in a terminal would go to torchrun directly, which ends everybody.
             child = subprocess.Popen(
                 command,
-                env={**environment, _FOLDER: folder},
+                env=dict([_PATIENCE]) | {**environment, _FOLDER: folder},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

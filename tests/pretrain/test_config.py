@@ -11,6 +11,7 @@ from fmoe.errors import UserError
 from pretrain.config import (
     CheckpointConfig,
     DataConfig,
+    GuardConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -152,6 +153,17 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             validation_sequences=12,
         ),
         checkpoint=CheckpointConfig(every=4, keep=0),
+        guard=GuardConfig(
+            nonfinite="skip",
+            max_skips=3,
+            spike_sigma=6.5,
+            spike_window=32,
+            spike_history=16,
+            collapse_window=0,
+            collapse_cv=1.25,
+            collapse_dead=0.5,
+            hang_minutes=0.5,
+        ),
         tracking=TrackingConfig(wandb=False, tensorboard=True, console_every=2, project="none"),
     )
     default = asdict(Recipe())
