@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 from pretrain.data.samples import GPTSamples
 
+_NAME_BYTES = 400  # of a tensor's name, the same on all ranks
+
 
 def find_culprit(engine, step: int, samples: GPTSamples) -> str:
     """Names rank and first bad tensor of a step whose loss or gradient is not finite. Collective.
@@ -13,16 +15,16 @@ def find_culprit(engine, step: int, samples: GPTSamples) -> str:
     is bad again are named, with the first bad gradient in the order of the backward pass, which begins at the last
     layer. A step that is finite this time had no reason in weights and data.
     """
-    found = _gather(None if engine.last_loss.isfinite().item() else "loss")
+    found = _gather(engine, None if engine.last_loss.isfinite().item() else "loss")
     if found:
         return found
-    reduced = _gather(_first_bad(engine.gpt))
+    reduced = _gather(engine, _first_bad(engine.gpt))
     finalize, engine.config.finalize_model_grads_func = engine.config.finalize_model_grads_func, None
     try:
         loss = engine.backward(step, samples)
     finally:
         engine.config.finalize_model_grads_func = finalize
-    found = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
+    found = _gather(engine, _first_bad(engine.gpt) if loss.isfinite().item() else "loss")
     if found:
         return found
     return f"{reduced or 'the norm of the gradient'} (finite when computed again: look at the machine)"
@@ -36,9 +38,12 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
     return None
 
 
-def _gather(mine: str | None) -> str:
+def _gather(engine, mine: str | None) -> str:
     """``NAME on rank R, ...`` of all ranks that have a name."""
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, mine)
-    bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name is not None]
+    text = bytearray((mine or "").encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))
+    own = torch.frombuffer(text, dtype=torch.uint8).to(engine.processes.device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(engine, everyone, own)
+    names = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+    bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
     return ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")

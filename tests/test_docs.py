@@ -26,6 +26,7 @@ def test_snippets(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_commands(page):
     text = page.read_text()
+    assert not re.search(r"^(<{7} |={7}$|>{7} )", text, re.M), f"{page.name} has a conflict that was not resolved"
     for target in re.findall(r"\]\(([^)#\s]+)\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

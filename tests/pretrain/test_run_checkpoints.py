@@ -14,7 +14,9 @@ import time
 import pytest
 from test_run_training import KillAtStep, steps, train
 
+from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
+from pretrain.resume import agree_on_intact
 from pretrain.tracking import read_metrics
 
 
@@ -135,6 +137,50 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
         assert [found[step]["loss"] for step in range(1, 5)] == [expected[step]["loss"] for step in range(1, 5)]
 
 
+def damage(choose, path, others):
+    """One random damage of a step folder: what was done, and the names of which one has to be told."""
+    kind = choose.choice(["bit", "cut", "missing", "swapped"])
+    file = choose.choice(sorted(path.iterdir()))
+    data = bytearray(file.read_bytes())
+    match kind:
+        case "bit":
+            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+            file.write_bytes(data)
+        case "cut":
+            file.write_bytes(data[: choose.randrange(len(data))])
+        case "missing":
+            file.unlink()
+        case "swapped":
+            # With the file of that name in another step, or with another file of this one.
+            other = choose.choice([folder / file.name for folder in others] + [f for f in path.iterdir() if f != file])
+            if other.read_bytes() == bytes(data):
+                return damage(choose, path, others)
+            file.write_bytes(other.read_bytes())
+            other.write_bytes(data) if other.parent == path else None
+            return kind, {file.name, other.name if other.parent == path else file.name}
+    return kind, {file.name}
+
+
+def test_a_hundred_random_damages(finished, tmp_path):
+    """Each is refused with the file's name, and with --fallback the checkpoint before it is taken."""
+    _, run = finished
+    choose, kinds = random.Random(5), set()
+    for number in range(100):
+        folder = tmp_path / str(number)
+        shutil.copytree(run / "checkpoints", folder / "checkpoints")
+        newest, *others = sorted((folder / "checkpoints").iterdir(), reverse=True)
+        kind, told = damage(choose, newest, others)
+        kinds.add(kind)
+        with pytest.raises(UserError) as caught:
+            agree_on_intact(folder, "run")
+        assert "\n" not in str(caught.value)
+        assert newest.name in str(caught.value) and any(name in str(caught.value) for name in told), (kind, told)
+        assert agree_on_intact(folder, "run", fallback=True).step == 4
+        assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
+        shutil.rmtree(folder)
+    assert kinds == {"bit", "cut", "missing", "swapped"}
+
+
 def test_the_same_after_fallback_as_before(forks, finished, tmp_path):
     recipe, run = finished
     folder = shutil.copytree(run, tmp_path / "run")
@@ -238,13 +284,18 @@ class KillLater:
 
 
 @pytest.mark.parametrize(
-    "total", [24, pytest.param(200, marks=pytest.mark.conformance)], ids=lambda total: f"{total} steps"
+    ("total", "deaths"),
+    [
+        (24, 3),
+        pytest.param(200, 3, marks=pytest.mark.conformance),
+        pytest.param(200, 50, marks=pytest.mark.conformance),
+    ],
 )
-def test_killed_three_times_ends_with_the_same_weights(forks, recipe_file, tmp_path, total):
+def test_killed_again_and_again_ends_with_the_same_weights(forks, recipe_file, tmp_path, total, deaths):
     """Two processes, jitter and dropout, checkpoints in the background; deaths at any moment."""
     recipe = recipe_file(
         model={"dropout": 0.1, "jitter": 0.1},
-        checkpoint={"every": 3, "keep": 2},
+        checkpoint={"every": 3 if deaths == 3 else 1, "keep": 2},
         train={"steps": total, "validation_every": total},
         parallel={"expert": 2},
         tracking={"wandb": False, "tensorboard": False},
@@ -252,8 +303,9 @@ def test_killed_three_times_ends_with_the_same_weights(forks, recipe_file, tmp_p
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(forks, recipe, "--run.folder", whole, size=2)
     choose = random.Random(total)
-    for number in range(3):
-        step = choose.randrange(number * total // 3, (number + 1) * total // 3 - 2)
+    for number in range(deaths):
+        begin, end = number * total // deaths, (number + 1) * total // deaths
+        step = choose.randrange(begin, max(begin + 1, end - 2))
         dies = KillLater(step, choose.uniform(0, 0.05))
         ends = forks.command("pretrain", recipe, "--run.folder", killed, "--resume", "auto", size=2, before=dies)
         assert -signal.SIGKILL in [end.code for end in ends], ends
