@@ -151,8 +151,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             precision="bf16",
             validation_every=3,
             validation_sequences=12,
+            init_from="runs/x",
         ),
-        checkpoint=CheckpointConfig(every=4, keep=0),
+        checkpoint=CheckpointConfig(every=4, keep=0, keep_every=8, asynchronous=False),
         guard=GuardConfig(
             nonfinite="skip",
             max_skips=3,
