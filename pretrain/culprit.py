@@ -43,7 +43,7 @@ def _gather(engine, mine: str | None) -> str:
     text = bytearray((mine or "").encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))
     own = torch.frombuffer(text, dtype=torch.uint8).to(engine.processes.device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(engine, everyone, own)
+    dist.all_gather(everyone, own)
     names = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
     bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
     return ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
