@@ -13,6 +13,8 @@ from fmoe.errors import UserError
 class ModelConfig:
     """The transformer and its experts."""
 
+    kind: Literal["gpt"] = "gpt"
+    """What it is."""
     num_layers: int = 4
     """Transformer layers."""
     hidden_size: int = 192

@@ -1,0 +1,49 @@
+"""Decoder-only language models: Megatron-core's GPT."""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_patch.attention import SDPAttention
+from pretrain.config import Recipe
+from pretrain.models.batch import Batch
+from pretrain.models.config import transformer_config
+
+
+def build(
+    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """See `pretrain.models`."""
+    return build_gpt(
+        recipe,
+        transformer_config(recipe),
+        get_gpt_layer_local_spec(),
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+    )
+
+
+def build_gpt(recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, **stage) -> GPTModel:
+    """Embedding, layers of the spec with torch's fused attention, output layer."""
+    layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    return GPTModel(
+        config,
+        layer_spec,
+        vocab_size=recipe.model.vocab_size,
+        max_sequence_length=recipe.model.sequence_length,
+        share_embeddings_and_output_weights=recipe.model.tie_embeddings,
+        position_embedding_type=recipe.model.position,
+        **stage,
+    )
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """See `pretrain.models`."""
+    tokens = batch["tokens"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    # No mask: causal attention makes its own.
+    return model(tokens, positions, None, labels=batch["labels"])
