@@ -98,7 +98,8 @@ def _megatron_moe(recipe: Recipe):
     """The GPT of the recipe with megatron-core's MoELayer."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from pretrain.model import build_gpt, transformer_config
+    from pretrain.models.config import transformer_config
+    from pretrain.models.gpt import build_gpt
 
     model = recipe.model
     config = transformer_config(

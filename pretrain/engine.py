@@ -1,19 +1,18 @@
 """One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmoe import end_step, random
 from fmoe.gates import skip_step
@@ -21,8 +20,10 @@ from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
 from pretrain import generators
 from pretrain.config import Recipe
-from pretrain.data.samples import GPTSamples
+from pretrain.data.samples import Samples
 from pretrain.model import build_model
+from pretrain.models import kind_of
+from pretrain.models.batch import Batch, collate, loss_function, weigh
 from pretrain.process import Processes, timeout
 
 Judge = Callable[[float, float], str | None]
@@ -57,7 +58,7 @@ class Engine:
     Args:
         recipe: checked.
         processes: joined already, and `init_parallel` called.
-        build: makes the GPT; the benchmarks put another one here.
+        build: makes the model; the benchmarks put another one here.
 
     Attributes:
         asks_to_stop: set on any rank, e.g. by a signal, and found in the next `StepResult` of all ranks.
@@ -65,8 +66,9 @@ class Engine:
         last_loss: of this rank, in the last training step.
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes, build: Callable[[Recipe], GPTModel] = build_model):
+    def __init__(self, recipe: Recipe, processes: Processes, build: Callable[[Recipe], nn.Module] = build_model):
         self.recipe, self.processes = recipe, processes
+        self.kind = kind_of(recipe)
         random.set_position(recipe.train.seed, step=0)
         self.gpt = build(recipe)
         self.config = self.gpt.config
@@ -117,7 +119,7 @@ class Engine:
             use_distributed_optimizer=recipe.optimizer.distributed,
         )
 
-    def train_step(self, step: int, samples: GPTSamples, judge: Judge | None = None) -> StepResult:
+    def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
         """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``.
 
         Args:
@@ -142,7 +144,7 @@ class Engine:
             skip_step(self.gpt)
         return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0)
 
-    def backward(self, step: int, samples: GPTSamples) -> Tensor:
+    def backward(self, step: int, samples: Samples) -> Tensor:
         """Gradients of a training step, reduced over ranks, in place of those that were there; this rank's loss."""
         size = self.recipe.train.global_batch
         self.model.train()
@@ -159,18 +161,18 @@ class Engine:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         self.optimizer.step_with_ready_grads()
 
-    def evaluate(self, samples: GPTSamples, count: int) -> float:
+    def evaluate(self, samples: Samples, count: int) -> float:
         """Mean loss of the first ``count`` samples, nats a token."""
         self.model.eval()
         loss = self._own_loss(self._micro_batches(samples, 0, count, None), count, forward_only=True)
         dist.all_reduce(loss, group=self.data_group)
         return float(loss) / self.data_group.size()
 
-    def _own_loss(self, micro_batches: Iterator[dict], sequences: int, *, forward_only: bool = False) -> Tensor:
+    def _own_loss(self, micro_batches: Iterator[Batch], sequences: int, *, forward_only: bool = False) -> Tensor:
         """Runs the schedule over the micro batches of ``sequences`` in all; the mean loss of this rank's."""
         train = self.recipe.train
         results = self._run_schedule(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=micro_batches,
             model=self.model,
             num_microbatches=sequences // (train.micro_batch * self.data_group.size()),
@@ -180,17 +182,24 @@ class Engine:
         )
         return torch.stack([result["loss"] for result in results]).mean()
 
-    def _micro_batches(self, samples: GPTSamples, first: int, count: int, step: int | None) -> Iterator[dict]:
+    def _micro_batches(self, samples: Samples, first: int, count: int, step: int | None) -> Iterator[Batch]:
         """This rank's share of samples ``first ... first + count - 1``; sets the position of noise if ``step`` is."""
         size, ranks = self.recipe.train.micro_batch, self.data_group.size()
-        length = self.recipe.model.sequence_length
-        for begin in range(self.data_group.rank() * size, count, ranks * size):
+        begins = range(self.data_group.rank() * size, count, ranks * size)
+        batches = [collate([samples[first + begin + i] for i in range(size)]) for begin in begins]
+        weigh(batches, self.data_group, self.processes.device)
+        return self._in_position(begins, batches, step)
+
+    def _in_position(self, begins: Iterable[int], batches: Iterable[Batch], step: int | None) -> Iterator[Batch]:
+        for begin, batch in zip(begins, batches, strict=True):
             self.on_progress()
-            tokens = torch.stack([torch.from_numpy(samples[first + begin + i]) for i in range(size)])
-            tokens = tokens.to(self.processes.device)
             if step is not None:
-                random.set_position(self.recipe.train.seed, step, begin * length)
-            yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+                random.set_position(self.recipe.train.seed, step, begin * self.recipe.model.sequence_length)
+            yield {name: tensor.to(self.processes.device) for name, tensor in batch.items()}
+
+    def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
+        batch = next(batches)
+        return self.kind.forward(model, batch), loss_function(batch)
 
     def routing(self) -> dict[int, LayerReport]:
         """Routing of the steps since the last call, of all ranks, by layer number (from 1)."""
@@ -203,18 +212,3 @@ class Engine:
             reports[layer.layer_number] = layer.metrics.report(total)
             layer.metrics.reset()
         return reports
-
-
-def _forward_step(batches: Iterator[dict], model) -> tuple[Tensor, Callable]:
-    batch = next(batches)
-    tokens = batch["tokens"]
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    # No mask: causal attention makes its own.
-    loss_per_token = model(tokens, positions, None, labels=batch["labels"])
-
-    def loss_func(output: Tensor) -> tuple[Tensor, dict]:
-        loss = output.float().mean()
-        # The schedule divides the loss in place (schedules.py:269): log a copy.
-        return loss, {"loss": loss.detach().clone()}
-
-    return loss_per_token, loss_func

@@ -77,7 +77,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self.step += 1
         self.is_stopping = result.asks_to_stop
-        tokens = self.recipe.train.global_batch * self.recipe.model.sequence_length
+        tokens = self.recipe.train.global_batch * self.recipe.tokens_per_sequence
         metrics: Metrics = {
             "loss": result.loss,
             "lr": result.lr,
@@ -85,7 +85,7 @@ class Trainer:
             "tokens": self.step * tokens,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
-            "mfu": self.recipe.model.flops_per_token() * tokens / seconds / peak,
+            "mfu": self.recipe.flops_per_token() * tokens / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
         means = {name: 0.0 for name in ("drop_rate", "entropy", "balance_loss", "z_loss", "load_cv", "dead_experts")}

@@ -8,6 +8,7 @@ left out, another one each epoch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,18 @@ from pretrain.data.indexed import IndexedCorpus
 
 _CHUNK = 1 << 22  # tokens counted at a time
 _DOCUMENTS, _BLOCKS = 0, 1  # purposes of a permutation
+
+
+class Samples(Protocol):
+    """An endless sequence: sample n depends on n alone. Tokens [L + 1], or arrays by name (`pretrain.models.batch`).
+
+    Attributes:
+        samples_per_epoch: samples before the order repeats or is drawn anew.
+    """
+
+    samples_per_epoch: int
+
+    def __getitem__(self, n: int) -> np.ndarray | dict[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""Samples to micro batches, and losses of tokens to the loss of a global batch.
+
+The loss of a step is the sum over all tokens that are predicted in the global batch, over their number. Where samples
+differ in that number, a mean of means would depend on how the batch is cut into micro batches and ranks: there the
+weight of a token is fixed by the global batch (`weigh`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+
+
+def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Batch:
+    """A micro batch of samples: arrays of tokens [s + 1] become ``tokens`` and ``labels`` [b, s], and dictionaries are
+    stacked name by name. ``loss_mask`` [b, s], if there, is 1 where a token is predicted."""
+    if isinstance(samples[0], dict):
+        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    tokens = torch.from_numpy(np.stack(samples))
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Replaces ``loss_mask`` by ``loss_weight``: such that the mean over all micro batches of all ranks of the weighted
+    sums is the mean over all predicted tokens. Collective over ``group``, the data parallel one, if there are masks."""
+    if not batches or "loss_mask" not in batches[0]:
+        return
+    total = torch.tensor(sum(int(batch["loss_mask"].sum()) for batch in batches), device=device)
+    dist.all_reduce(total, group=group)
+    weight = len(batches) * group.size() / max(int(total), 1)
+    for batch in batches:
+        batch["loss_weight"] = batch.pop("loss_mask").float() * weight
+
+
+def loss_function(batch: Batch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """What the schedule calls with the output of ``forward``."""
+    return partial(_loss, batch.get("loss_weight"))
+
+
+def _loss(weight: Tensor | None, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean() if weight is None else (output.float() * weight).sum()
+    # The schedule divides the loss in place (schedules.py:269): log a copy.
+    return loss, {"loss": loss.detach().clone()}

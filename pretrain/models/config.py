@@ -1,0 +1,47 @@
+"""Megatron-core's description of a recipe's model."""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pretrain.config import ModelConfig, Recipe
+
+_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
+    """Megatron-core's description of the same model, dense; ``options`` are further fields of it."""
+    model = recipe.model
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.train.precision]
+    with warnings.catch_warnings():
+        # Its own default for a field of CUDA graphs is deprecated in 0.16.1.
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        return _transformer_config(model, dtype, options)
+
+
+def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=options.pop("num_layers", model.num_layers),
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        ffn_hidden_size=model.ffn_hidden_size,
+        activation_func=_ACTIVATIONS[model.activation],
+        gated_linear_unit=model.gated,
+        add_bias_linear=False,
+        attention_dropout=model.dropout,
+        hidden_dropout=model.dropout,
+        init_method_std=model.init_std,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **options,
+    )

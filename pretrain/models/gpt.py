@@ -1,0 +1,61 @@
+"""Decoder-only language models: Megatron-core's GPT."""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_patch.attention import SDPAttention
+from pretrain.config import Recipe
+from pretrain.models.batch import Batch
+from pretrain.models.config import transformer_config
+
+
+def build(
+    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """See `pretrain.models`."""
+    return build_gpt(
+        recipe,
+        transformer_config(recipe),
+        get_gpt_layer_local_spec(),
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+    )
+
+
+def build_gpt(recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, **stage) -> GPTModel:
+    """Embedding, layers of the spec with torch's fused attention, output layer."""
+    layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    return GPTModel(
+        config,
+        layer_spec,
+        vocab_size=recipe.model.vocab_size,
+        max_sequence_length=recipe.model.sequence_length,
+        share_embeddings_and_output_weights=recipe.model.tie_embeddings,
+        position_embedding_type=recipe.model.position,
+        **stage,
+    )
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """See `pretrain.models`. With ``documents`` in the batch, a token sees those of its own document alone."""
+    tokens = batch["tokens"]
+    if "documents" not in batch:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        # No mask: causal attention makes its own.
+        return model(tokens, positions, None, labels=batch["labels"])
+    return model(tokens, batch["positions"], document_mask(batch["documents"]), labels=batch["labels"])
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Documents of tokens [b, s] -> Megatron's mask, bool [b, 1, s, s]: True where a token (third) does not see another
+    (fourth), which is of another document or comes later.
+
+    Rotary positions are left as they are: scores depend on their differences, which within a document are the same."""
+    length = documents.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
+    return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)
