@@ -1,12 +1,16 @@
 """After a step that is not finite: on which rank, and in what."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
-from pretrain.data.samples import GPTSamples
+from pretrain.data.samples import Samples
+
+_NAME_BYTES = 256
 
 
-def find_culprit(engine, step: int, samples: GPTSamples) -> str:
+def find_culprit(engine, step: int, samples: Samples) -> str:
     """Names rank and first bad tensor of a step whose loss or gradient is not finite. Collective.
 
     Reduced gradients are bad on all ranks, so the step is computed once more without reduction: the ranks on which it
@@ -17,11 +21,16 @@ def find_culprit(engine, step: int, samples: GPTSamples) -> str:
     if found:
         return found
     reduced = _gather(_first_bad(engine.gpt))
-    finalize, engine.config.finalize_model_grads_func = engine.config.finalize_model_grads_func, None
+    config = engine.config
+    finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
+    config.finalize_model_grads_func = config.no_sync_func = None
     try:
-        loss = engine.backward(step, samples)
+        with contextlib.ExitStack() as unreduced:
+            for chunk in engine.model:
+                unreduced.enter_context(chunk.no_sync())
+            loss = engine.backward(step, samples)
     finally:
-        engine.config.finalize_model_grads_func = finalize
+        config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
     found = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
     if found:
         return found
@@ -38,7 +47,12 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
 
 def _gather(mine: str | None) -> str:
     """``NAME on rank R, ...`` of all ranks that have a name."""
-    names: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, mine)
-    bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name is not None]
+    size = dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    letters = list((mine or "").encode()[:_NAME_BYTES])
+    row = torch.tensor(letters + [0] * (_NAME_BYTES - len(letters)), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(row) for _ in range(size)]
+    dist.all_gather(rows, row)
+    names = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    bad = [f"{name} on rank {rank}" for rank, name in enumerate(names) if name]
     return ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
