@@ -26,7 +26,7 @@ from fmoe.gates.adapt import route
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, attach_loss
 from fmoe.metrics import LayerMetrics
 from fmoe.parallel.guard import refuse_replicating_wrapper
-from fmoe.parallel.slicing import gather_slices, place_of_slice, take_slice
+from fmoe.parallel.slicing import gather_slices, take_part
 from fmoe.routing import Routing, tokens_of
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,10 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             (docs/parallelism.md tells which pays when); nothing of it changes what is computed.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group whose ranks hold the same tokens: each computes its part of them.
+        sequence_group: sequence parallel group whose ranks hold parts of the same sequences, equal ones along the first
+            dimension of the input. With either the gate decides over the tokens of the whole group, so that routing
+            groups are not cut; gradients of gate and shared expert are parts, to be summed over the group.
+        expert_tensor_group: ranks that the hidden units of every expert are spread over, for ffn, swiglu and geglu.
         aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `collect_losses`.
         loss_weights: factor of each auxiliary loss by name; what is left out keeps its default
             (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
@@ -115,6 +119,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         check: bool = False,
         name: str = "FMoE",
         seed: int | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+        expert_tensor_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
         self.is_fastmoe = num_experts is None
@@ -147,7 +153,14 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             raise UserError(f"granularity={granularity} does not divide d_hidden={d_hidden}")
         self.d_model, self.d_hidden = d_model, d_hidden // granularity
         self.num_experts = num_experts * granularity
-        self.moe_group, self.slice_group = moe_group, slice_group
+        if slice_group is not None and sequence_group is not None:
+            raise UserError(
+                "slice_group is for ranks with the same tokens, sequence_group for those with parts: not both"
+            )
+        if expert_tensor_group is not None and {"max_rows", "shadow"} & (exchange_options or {}).keys():
+            raise UserError("exchange_options: max_rows and shadow are not for experts over an expert_tensor_group")
+        self.moe_group, self.slice_group, self.sequence_group = moe_group, slice_group, sequence_group
+        self.expert_tensor_group = expert_tensor_group
         self.aux_loss, self.loss_scale = aux_loss, loss_scale
         self.group_size, self.sequence_first = group_size, sequence_first
         self.check, self.name = check, name
@@ -203,6 +216,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 self.d_hidden,
                 self.seed,
                 expert_options,
+                self.expert_tensor_group,
             )
 
     def reset_parameters(self) -> None:
@@ -234,7 +248,8 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
 
     def __deepcopy__(self, memo):
         # Process groups cannot be copied, and copies of parameters have lost their mark.
-        memo |= {id(group): group for group in (self.moe_group, self.slice_group) if group is not None}
+        groups = (self.moe_group, self.slice_group, self.sequence_group, self.expert_tensor_group)
+        memo |= {id(group): group for group in groups if group is not None}
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
@@ -263,28 +278,27 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 refuse_replicating_wrapper(self)
             leaves, nest = pytree.tree_flatten(x)
             leading = leaves[0].shape[:-1]
-            filled, before, share = None, 0, 1.0
+            filled = None
             if self.mask is not None and self.mask_dict is not None:
                 filled = self.mask.to(leaves[0].device).view(leading)
                 mask = filled == 0 if mask is None else mask
-            if self.slice_group is not None:
-                leaves, mask, token_ids, filled = take_slice((leaves, mask, token_ids, filled), self.slice_group)
-                before, share = place_of_slice(leading, self.slice_group)
-            sliced = leaves[0].shape[:-1]
-            x_TD, groups = tokens_of(
-                leaves[0],
+            part = take_part(self, leaves, mask, token_ids, filled)
+            filled, sliced = part.filled, part.leaves[0].shape[:-1]
+            seen_TD, groups = tokens_of(
+                part.seen,
                 self.d_model,
                 group_size=self.group_size,
                 sequence_first=self.sequence_first,
-                mask=mask,
-                token_ids=token_ids,
+                mask=part.mask,
+                token_ids=part.token_ids,
                 layer_seed=self.seed,
-                before=0 if self.sequence_first else before,
+                before=0 if self.sequence_first else part.before,
             )
-            leaves = [x_TD, *(_rows_of(leaf, sliced) for leaf in leaves[1:])]
+            leaves = [_rows_of(leaf, sliced) for leaf in part.leaves]
+            x_TD = leaves[0]
             self._check_dtype(x_TD)
             fastmoe.name_group(self, x_TD)
-            routing = route(self, pytree.tree_unflatten(leaves, nest), x_TD, groups)
+            routing = part.own_routing(route(self, pytree.tree_unflatten(leaves, nest), seen_TD, groups))
         except Exception as error:
             if getattr(self.gate, "exchanges", False):  # the others wait inside the gate, not at the counts
                 self.exchange.fail(error)
@@ -293,11 +307,11 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             raise
         has_keys = self.training and getattr(self.experts, "wants_row_keys", False)
         if has_keys:
-            leaves.append(groups.token_keys("expert dropout", x_TD.device).unsqueeze(1))
+            leaves.append(part.own(groups.token_keys("expert dropout", x_TD.device)).unsqueeze(1))
         runner = Runner(self, nest, has_keys)
         transfer = self.exchange.open(routing, self._depth(leaves))
         try:
-            weight_TK = self._attach_losses(routing, share)
+            weight_TK = self._attach_losses(routing, part.share)
             outputs = transfer.run(leaves, weight_TK, runner)
             self.exchange.follow(outputs)
             if self.shared is not None:
@@ -373,7 +387,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         """The combine weights, in whose backward pass the losses join and the statistics are counted.
 
         Args:
-            share: of this rank in the tokens that the losses are a mean over; 1 without ``slice_group``.
+            share: of this rank in the losses, which all ranks of the group of slices have; 1 without one.
         """
         if not (self.training and torch.is_grad_enabled()):
             return routing.weight_TK

@@ -43,19 +43,23 @@ class LayerReport:
 
 
 class LayerMetrics:
-    """Sums of `RoutingStats` in one vector, which `sums` hands out for reduction over ranks."""
+    """Sums of `RoutingStats` in one vector, which `sums` hands out for reduction over ranks.
+
+    Attributes:
+        seen: names of the losses that were ever added.
+    """
 
     def __init__(self, num_experts: int, loss_names: tuple[str, ...]):
         self.num_experts = num_experts
         self.loss_names = loss_names
         self._sums: Tensor | None = None
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
         """Adds one micro batch. Called from the backward pass, so that recomputation counts nothing twice."""
         if stats is None:
             return
-        self._seen.update(losses)
+        self.seen.update(losses)
         scalars = [stats.dropped, stats.entropy, stats.tokens]
         scalars += [
             losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
@@ -82,7 +86,7 @@ class LayerMetrics:
             losses={
                 name: total / tokens if tokens else 0.0
                 for name, total in zip(self.loss_names, rest[len(_SCALARS) :], strict=True)
-                if name in self._seen
+                if name in self.seen
             },
             tokens=int(tokens),
         )

@@ -74,11 +74,25 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
     position = Position(seed, step, first_token)
     state = key("position", seed, step, first_token, stream)
     torch.manual_seed(state)
-    _positions[state] = position
+    _remember(state, position)
+    return position
+
+
+def branch(*parts: int | str) -> int:
+    """A seed for torch's default CPU generator, made of the present one and ``parts``, under which the position holds
+    too: for who seeds that generator while a model runs (Megatron's regions of tensor parallel ranks' own noise)."""
+    seed = key("branch", torch.initial_seed(), *parts)
+    where = position()
+    if where is not None:
+        _remember(seed, where)
+    return seed
+
+
+def _remember(state: int, where: Position) -> None:
+    _positions[state] = where
     _positions.move_to_end(state)
     while len(_positions) > _MAX_POSITIONS:
         _positions.popitem(last=False)
-    return position
 
 
 def position() -> Position | None:

@@ -1,48 +1,24 @@
 """Megatron-core 0.16 on machines without a GPU.
 
 Megatron-core says "cuda" where it means "the device". `install` redirects those places to the CPU; `PATCHES` is the
-list of all that it changes, each with its reason. Where torch sees a GPU it does nothing. A name that megatron-core has
-moved fails at once and by name, not as wrong numbers later.
+list of all that it changes, each with its reason. Where torch sees a GPU none of it is put in. A name that
+megatron-core has moved fails at once and by name, not as wrong numbers later.
 """
 
 import contextlib
 import functools
-import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fmoe.errors import UserError
+from fmoe import random
+from megatron_patch import adapter
+from megatron_patch.patches import Patch, apply
 from megatron_patch.version import check_version
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One name that is replaced.
-
-    Attributes:
-        module, name: where it lives; ``module:Class`` for a method.
-        make: called with the present value, returns the new one.
-        reason: what fails without it, with a place in megatron-core 0.16.1.
-        required: whether the name has to be there (a name may be missing by mistake in 0.16.1).
-    """
-
-    module: str
-    name: str
-    make: Callable[[Any], Any]
-    reason: str
-    required: bool = True
-
-    def holder(self) -> Any:
-        """The module or class that has the name."""
-        module, _, owner = self.module.partition(":")
-        imported = importlib.import_module(module)
-        return getattr(imported, owner) if owner else imported
 
 
 def _on_cpu(device: Any) -> Any:
@@ -136,7 +112,12 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
-    """The tracker over torch's CPU generator instead of the CUDA one."""
+    """The tracker over torch's CPU generator instead of the CUDA one.
+
+    That generator also tells layers where the training is (`fmoe.random`), which must hold within `fork` too, around
+    all layers of a sequence parallel model. So a fork branches off from the generator outside of it, and goes on where
+    the one before ended only as long as that is the same: what is drawn depends on the position and the tracker's seed.
+    """
 
     class CpuRNGStatesTracker(tracker_class):
         def add(self, name, seed):
@@ -146,6 +127,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
             if name in self.states_:
                 raise ValueError(f"RNG state {name} is already there")
             self.seeds_.add(seed)
+            self.__dict__.setdefault("_seed_of", {})[name] = seed
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
         @contextlib.contextmanager
@@ -153,7 +135,12 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
             if name not in self.states_:
                 raise KeyError(f"RNG state {name} was never added")
             outside = torch.get_rng_state()
+            branch = None
+            if random.position() is not None:
+                branch = random.branch(name, self.__dict__.get("_seed_of", {}).get(name, 0))
             torch.set_rng_state(self.states_[name])
+            if branch is not None and torch.initial_seed() != branch:
+                torch.default_generator.manual_seed(branch)
             try:
                 yield
             finally:
@@ -231,7 +218,8 @@ _installed = False
 
 
 def install() -> bool:
-    """Lets megatron-core run on the CPU with gloo, for the rest of the process. Safe to call again.
+    """Lets megatron-core run on the CPU with gloo, for the rest of the process, and puts in what the adapter changes
+    on any device (`megatron_patch.adapter`). Safe to call again.
 
     Returns:
         Whether the CPU runtime is in place; False where torch sees a GPU.
@@ -241,22 +229,11 @@ def install() -> bool:
     """
     global _installed
     version = check_version()
+    adapter.install()
     if torch.cuda.is_available():
         return False
     if _installed:
         return True
-    found = []
-    for patch in PATCHES:
-        try:
-            holder = patch.holder()
-        except (ModuleNotFoundError, AttributeError):
-            holder = None
-        if holder is None or (patch.required and not hasattr(holder, patch.name)):
-            raise UserError(
-                f"megatron-core {version} has no {patch.module}.{patch.name}, which megatron_patch replaces"
-            )
-        found.append((holder, patch))
-    for holder, patch in found:
-        setattr(holder, patch.name, patch.make(getattr(holder, patch.name, None)))
+    apply(PATCHES, version)
     _installed = True
     return True

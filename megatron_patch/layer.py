@@ -1,10 +1,12 @@
 """FMoE where a Megatron-core transformer layer has its MLP."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from fmoe import FMoE, UserError
 from fmoe.random import key
 from fmoe.routing import Routing
+from megatron_patch import adapter
+from megatron_patch.sharded import sharded_experts
 
 # Our names of losses in Megatron's aux-loss tracker, which its training loops log.
 _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
@@ -22,9 +26,13 @@ _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
 class MegatronFMoE(FMoE):
     """`FMoE` with the constructor and the call of the module in the MLP's place (megatron-core 0.16).
 
-    Width, activation, bias, initialisers and dtype come from ``config``; the expert parallel group from
-    ``pg_collection`` or parallel_state. It sets ``config.num_moe_experts``, because the schedule hands the scale of
-    auxiliary losses only to models that have it.
+    Width, activation, bias, initialisers and dtype come from ``config``; the tensor, expert and expert tensor parallel
+    groups from ``pg_collection`` or parallel_state. It sets ``config.num_moe_experts``, because the schedule hands the
+    scale of auxiliary losses only to models that have it.
+
+    Each tensor parallel rank routes a slice of the sequences: its own under sequence parallelism, else one that it
+    takes; the gate decides over all of them. With an expert tensor parallel size above 1 the experts' hidden units are
+    spread over that group. ``config.recompute_modules`` with "mlp" or "moe" recomputes the layer in the backward pass.
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: what Megatron-core passes.
@@ -36,7 +44,7 @@ class MegatronFMoE(FMoE):
         options: all other arguments of `fmoe.FMoE`.
 
     Raises:
-        UserError: tensor parallelism, which this layer does not run under yet; a ready gate, which layers would share.
+        UserError: context parallelism, which cuts routing groups; a ready gate, which layers would share.
     """
 
     def __init__(
@@ -57,16 +65,24 @@ class MegatronFMoE(FMoE):
         expert_options: Mapping[str, Any] | None = None,
         **options,
     ):
-        if config.tensor_model_parallel_size > 1:
+        adapter.install()
+        if config.context_parallel_size > 1:
             raise UserError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size}: FMoE layers run at 1 in this version"
+                f"context_parallel_size={config.context_parallel_size} cuts routing groups in a way that FMoE "
+                "layers do not follow: use 1"
             )
         if isinstance(options.get("gate"), nn.Module):
             raise UserError("gate is one module for all layers: give its name or class, and gate_options")
         self._run_seed, self._layer_offset, self._model_layers = seed, layer_offset, model_layers
         if layer_number is not None:
             layer_number += layer_offset
-        groups = pg_collection if hasattr(pg_collection, "ep") else None
+        groups = _Groups.of(pg_collection)
+        size = groups.tensor.size() if groups.tensor else 1
+        if config.tensor_model_parallel_size != size:
+            raise UserError(
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the tensor "
+                f"parallel group, which has {size} ranks"
+            )
         if isinstance(options.get("gate", "naive"), str):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
         if isinstance(options.get("expert", "ffn"), str):
@@ -86,7 +102,10 @@ class MegatronFMoE(FMoE):
             d_hidden=d_hidden,
             gate_options=gate_options,
             expert_options=expert_options,
-            moe_group=groups.ep if groups else parallel_state.get_expert_model_parallel_group(),
+            moe_group=groups.expert,
+            slice_group=None if config.sequence_parallel else groups.tensor,
+            sequence_group=groups.tensor if config.sequence_parallel else None,
+            expert_tensor_group=groups.expert_tensor,
             loss_scale=_megatron_loss_scale,
             sequence_first=True,
             seed=key("layer", seed, layer_number or 0),
@@ -95,6 +114,9 @@ class MegatronFMoE(FMoE):
         )
         self.config = config
         self.layer_number = layer_number
+        modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        # "mlp" is Megatron's own business, which recomputes whatever is in the MLP's place.
+        self._recomputes = "moe" in (modules or ()) and "mlp" not in modules
         config.num_moe_experts = self.num_experts
         self._place()
 
@@ -118,7 +140,27 @@ class MegatronFMoE(FMoE):
     ) -> tuple[Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias). ``padding_mask`` is [b, s], True for padding, which is not routed."""
         mask = None if padding_mask is None else ~padding_mask.bool().transpose(0, 1)
+        if self._recomputes and self.training:
+            return tensor_parallel.checkpoint(super().forward, False, hidden_states, mask), None
         return super().forward(hidden_states, mask), None
+
+    def _mark_experts(self) -> None:
+        super()._mark_experts()
+        experts = {id(parameter) for parameter in self.experts.parameters()}
+        in_slices = self.slice_group is not None or self.sequence_group is not None
+        for parameter in self.parameters():
+            if id(parameter) in experts:
+                # Ranks of a tensor parallel group hold other experts, or see other tokens: none is the duplicate that
+                # Megatron leaves out of the norm of the gradient.
+                parameter.tensor_model_parallel = True
+            elif in_slices:
+                parameter.sequence_parallel = self.sequence_group is not None
+                setattr(parameter, adapter.PARTIAL, self.sequence_group is None)
+        bias = getattr(self.experts, "bias_out", None)
+        if bias is not None and self.expert_tensor_group is not None:
+            bias.shared = (
+                self.expert_tensor_group.rank() > 0
+            )  # the same on all: Megatron's mark for "counted elsewhere"
 
     def total_loss(self, routing: Routing) -> Tensor | None:
         total = super().total_loss(routing)
@@ -142,29 +184,45 @@ class MegatronFMoE(FMoE):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Experts sharded over the expert parallel group along their global id, the gate replicated."""
+        """Experts sharded along their global id, and their hidden units over expert tensor parallel ranks; gate and
+        shared expert replicated."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        gate = {f"gate.{name}": value for name, value in self.gate.state_dict(keep_vars=True).items()}
+        rest = {
+            name: value
+            for name, value in self.state_dict(keep_vars=True).items()
+            if not name.startswith("experts.") and isinstance(value, Tensor)
+        }
         sharded = make_sharded_tensors_for_checkpoint(
-            gate,
+            rest,
             prefix,
             {},
             sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-        axis = len(sharded_offsets)
-        for name, value in self.experts.state_dict(keep_vars=True).items():
-            full_name = f"{prefix}experts.{name}"
-            sharded[full_name] = ShardedTensor.from_rank_offsets(
-                full_name,
-                value,
-                *sharded_offsets,
-                (axis, self.first_expert // self.num_local_experts, self.world_size),
-                replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
-                prepend_axis_num=axis,
-            )
-        return sharded
+        return sharded | sharded_experts(self, f"{prefix}experts.", sharded_offsets)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Process groups of a layer; None where there is one rank."""
+
+    expert: dist.ProcessGroup | None
+    tensor: dist.ProcessGroup | None
+    expert_tensor: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, collection) -> "_Groups":
+        def pick(name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:
+            group = getattr(collection, name, None)
+            group = default() if group is None else group
+            return None if group.size() == 1 else group
+
+        return cls(
+            pick("ep", parallel_state.get_expert_model_parallel_group),
+            pick("tp", parallel_state.get_tensor_model_parallel_group),
+            pick("expt_tp", parallel_state.get_expert_tensor_parallel_group),
+        )
 
 
 def _megatron_loss_scale() -> float | Tensor:

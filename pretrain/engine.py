@@ -10,7 +10,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
@@ -24,7 +23,9 @@ from pretrain.data.samples import Samples
 from pretrain.model import build_model
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, loss_function, weigh
+from pretrain.pipeline import get_schedule, stages
 from pretrain.process import Processes, timeout
+from pretrain.routing import RoutingReports
 
 Judge = Callable[[float, float], str | None]
 
@@ -44,8 +45,14 @@ class StepResult:
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
     """Makes Megatron's process groups and seeds its random number generators; once a process."""
+    parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=recipe.parallel.expert,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.model_chunks > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=int(timeout(recipe.guard.hang_minutes).total_seconds() // 60),
         create_gloo_process_groups=processes.device.type == "cpu",
     )
@@ -58,32 +65,35 @@ class Engine:
     Args:
         recipe: checked.
         processes: joined already, and `init_parallel` called.
-        build: makes the model; the benchmarks put another one here.
+        build: makes the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks put another here.
 
     Attributes:
+        chunks: this rank's parts of the model, one but for virtual pipeline stages, as they were built.
+        gpt: the only chunk, or a list of them.
+        model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal, and found in the next `StepResult` of all ranks.
         on_progress: called at the begin of each micro batch, in training and validation.
-        last_loss: of this rank, in the last training step.
+        last_loss: mean loss of this rank's sequences in the last training step; zero before the last pipeline stage.
     """
 
-    def __init__(self, recipe: Recipe, processes: Processes, build: Callable[[Recipe], nn.Module] = build_model):
+    def __init__(self, recipe: Recipe, processes: Processes, build: Callable[..., nn.Module] = build_model):
         self.recipe, self.processes = recipe, processes
         self.kind = kind_of(recipe)
         random.set_position(recipe.train.seed, step=0)
-        self.gpt = build(recipe)
-        self.config = self.gpt.config
+        self.chunks = [build(recipe, **stage) for stage in stages(recipe.parallel)]
+        self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+        self.config = self.chunks[0].config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
-        wrapped = Float16Module(self.config, self.gpt) if recipe.train.precision == "bf16" else self.gpt
-        self.model = DistributedDataParallel(
-            self.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=recipe.optimizer.distributed
-            ),
-            wrapped,
-        )
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.model])
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.model = [self._wrap(index, chunk) for index, chunk in enumerate(self.chunks)]
+        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.model)
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+            if recipe.model.num_experts:  # by which the schedule knows whom to tell the scale of losses, on every stage
+                chunk.config.num_moe_experts = recipe.model.num_experts
+        if recipe.parallel.overlap_gradients:
+            no_sync = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -97,11 +107,24 @@ class Engine:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        self._run_schedule = get_forward_backward_func()
+        self._run_schedule = get_schedule(recipe.parallel)
         self.data_group = parallel_state.get_data_parallel_group()
+        self._reports = RoutingReports(self.moe_layers, recipe.model.num_layers, self.data_group, processes.device)
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None
+
+    def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
+        recipe, config = self.recipe, chunk.config
+        wrapped = Float16Module(config, chunk) if recipe.train.precision == "bf16" else chunk
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=recipe.optimizer.distributed,
+            overlap_grad_reduce=recipe.parallel.overlap_gradients,
+            overlap_param_gather=recipe.parallel.overlap_parameters,
+        )
+        # Later chunks' reductions are hidden by the pipeline anyway, as in Megatron-LM.
+        return DistributedDataParallel(config, options, wrapped, disable_bucketing=index > 0)
 
     def _optimizer_config(self) -> OptimizerConfig:
         recipe = self.recipe
@@ -117,6 +140,7 @@ class Engine:
             bf16=recipe.train.precision == "bf16",
             params_dtype=self.config.params_dtype,
             use_distributed_optimizer=recipe.optimizer.distributed,
+            overlap_param_gather=recipe.parallel.overlap_parameters,
         )
 
     def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
@@ -132,13 +156,13 @@ class Engine:
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
         own_norm = float("inf") if self.optimizer.prepare_grads() else self.optimizer.get_grad_norm()
         # One reduction for all that ranks have to agree on. Sums keep what is not finite on any of them.
-        flags = loss.new_tensor([own_norm, self.asks_to_stop])
-        sums = torch.cat([loss.view(1), flags])
-        dist.all_reduce(sums, group=self.data_group)
-        mean_loss, grad_norm, asks_to_stop = (value / self.data_group.size() for value in sums.tolist())
+        sums = torch.cat([loss.view(1), loss.new_tensor([own_norm, self.asks_to_stop])])
+        dist.all_reduce(sums)
+        loss_sum, norm_sum, asks_to_stop = sums.tolist()
+        mean_loss, grad_norm = loss_sum / self._num_losses, norm_sum / self.processes.world_size
         reason = judge(mean_loss, grad_norm) if judge is not None else None
         if reason is None:
-            self._update(own_norm)
+            self._update(grad_norm)
             end_step(self.gpt, self.data_group)
         else:
             skip_step(self.gpt)
@@ -147,10 +171,11 @@ class Engine:
     def backward(self, step: int, samples: Samples) -> Tensor:
         """Gradients of a training step, reduced over ranks, in place of those that were there; this rank's loss."""
         size = self.recipe.train.global_batch
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.last_loss = self._own_loss(self._micro_batches(samples, step * size, size, step), size)
+        self.last_loss = self._own_loss(samples, step * size, size, step)
         return self.last_loss
 
     @torch.no_grad()
@@ -163,38 +188,60 @@ class Engine:
 
     def evaluate(self, samples: Samples, count: int) -> float:
         """Mean loss of the first ``count`` samples, nats a token."""
-        self.model.eval()
-        loss = self._own_loss(self._micro_batches(samples, 0, count, None), count, forward_only=True)
-        dist.all_reduce(loss, group=self.data_group)
-        return float(loss) / self.data_group.size()
+        for chunk in self.model:
+            chunk.eval()
+        loss = self._own_loss(samples, 0, count)
+        dist.all_reduce(loss)
+        return float(loss) / self._num_losses
 
-    def _own_loss(self, micro_batches: Iterator[Batch], sequences: int, *, forward_only: bool = False) -> Tensor:
-        """Runs the schedule over the micro batches of ``sequences`` in all; the mean loss of this rank's."""
+    @property
+    def _num_losses(self) -> int:
+        """Ranks of which each has the mean loss of its sequences: those of the last pipeline stage."""
+        return self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
+
+    def _own_loss(self, samples: Samples, first: int, count: int, step: int | None = None) -> Tensor:
+        """Runs the schedule over samples ``first ... first + count - 1``, backward too if there is a ``step``; the mean
+        loss of this rank's, and zero before the last pipeline stage."""
         train = self.recipe.train
+        iterators = self._micro_batches(samples, first, count, step)
         results = self._run_schedule(
             forward_step_func=self._forward_step,
-            data_iterator=micro_batches,
+            data_iterator=iterators,
             model=self.model,
-            num_microbatches=sequences // (train.micro_batch * self.data_group.size()),
+            num_microbatches=count // (train.micro_batch * self.data_group.size()),
             seq_length=self.recipe.model.sequence_length,
             micro_batch_size=train.micro_batch,
-            forward_only=forward_only,
+            forward_only=step is None,
         )
+        if not results:
+            return torch.zeros((), device=self.processes.device)
         return torch.stack([result["loss"] for result in results]).mean()
 
-    def _micro_batches(self, samples: Samples, first: int, count: int, step: int | None) -> Iterator[Batch]:
-        """This rank's share of samples ``first ... first + count - 1``; sets the position of noise if ``step`` is."""
+    def sync_parameters(self) -> None:
+        """Waits for updated parameters that are still being gathered: before anything but a forward pass reads them."""
+        if self.recipe.parallel.overlap_parameters:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+
+    def _micro_batches(self, samples: Samples, first: int, count: int, step: int | None) -> list[Iterator[Batch]]:
+        """This rank's share of samples ``first ... first + count - 1``, once for each chunk of the model, whose turns
+        the schedule mixes; each sets the position of noise if ``step`` is."""
         size, ranks = self.recipe.train.micro_batch, self.data_group.size()
         begins = range(self.data_group.rank() * size, count, ranks * size)
         batches = [collate([samples[first + begin + i] for i in range(size)]) for begin in begins]
         weigh(batches, self.data_group, self.processes.device)
-        return self._in_position(begins, batches, step)
+        return [self._in_position(begins, batches, step, index) for index in range(len(self.chunks))]
 
-    def _in_position(self, begins: Iterable[int], batches: Iterable[Batch], step: int | None) -> Iterator[Batch]:
+    def _in_position(
+        self, begins: Iterable[int], batches: Iterable[Batch], step: int | None, chunk: int
+    ) -> Iterator[Batch]:
+        # What stages drop must differ: they hold other layers of the same tokens.
+        stream = chunk * self.recipe.parallel.pipeline + parallel_state.get_pipeline_model_parallel_rank()
         for begin, batch in zip(begins, batches, strict=True):
             self.on_progress()
             if step is not None:
-                random.set_position(self.recipe.train.seed, step, begin * self.recipe.model.sequence_length)
+                first_token = begin * self.recipe.model.sequence_length
+                random.set_position(self.recipe.train.seed, step, first_token, stream=stream)
             yield {name: tensor.to(self.processes.device) for name, tensor in batch.items()}
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
@@ -202,13 +249,5 @@ class Engine:
         return self.kind.forward(model, batch), loss_function(batch)
 
     def routing(self) -> dict[int, LayerReport]:
-        """Routing of the steps since the last call, of all ranks, by layer number (from 1)."""
-        if not self.moe_layers:
-            return {}
-        sums = torch.stack([layer.metrics.sums(self.processes.device) for layer in self.moe_layers])
-        dist.all_reduce(sums, group=self.data_group)
-        reports = {}
-        for layer, total in zip(self.moe_layers, sums, strict=True):
-            reports[layer.layer_number] = layer.metrics.report(total)
-            layer.metrics.reset()
-        return reports
+        """Routing of the steps since the last call, of all ranks and stages, by layer number (from 1)."""
+        return self._reports.collect()

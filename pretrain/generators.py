@@ -5,15 +5,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 
 def seed(value: int) -> None:
-    """Seeds all of them, so that a run draws the same also where a library draws behind its back."""
+    """Seeds all of them, so that a run draws the same also where a library draws behind its back.
+
+    Megatron's tracker, of what tensor parallel ranks drop of their own, differs between pipeline stages too.
+    """
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global one
     torch.manual_seed(value)
-    model_parallel_cuda_manual_seed(value)
+    model_parallel_cuda_manual_seed(value + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def states() -> dict[str, Any]:
@@ -37,6 +41,7 @@ def restore(found: dict[str, Any]) -> None:
     key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002
     torch.set_rng_state(found["torch"])
-    get_cuda_rng_tracker().set_states(found["megatron"])
+    if "megatron" in found:
+        get_cuda_rng_tracker().set_states(found["megatron"])
     if "cuda" in found and torch.cuda.is_available():
         torch.cuda.set_rng_state(found["cuda"])

@@ -5,14 +5,16 @@ Optimizer state is addressed by the parameter it belongs to and the flat range o
 loads at any split, sharded over data parallel ranks or not.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
@@ -27,13 +29,26 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a local parameter lies in its global tensor; ``is_main`` on the one replica that writes it."""
+    """Where a piece of a local parameter lies in its global tensor. Most are one piece; the two halves of a gated
+    linear map are not neighbours in the whole of it.
+
+    Attributes:
+        begin: of the piece in the flattened parameter.
+        is_main: on the one rank that writes it.
+        is_main_shard: on the ranks whose data parallel group writes it together, each its shard.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     block: tuple[int, ...]
+    begin: int
     is_main: bool
+    is_main_shard: bool
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.block)
 
 
 @dataclass(frozen=True)
@@ -53,24 +68,36 @@ class _Shard:
         return self.parameter.dtype != torch.float32
 
 
-def _places(gpt) -> dict[int, _Place]:
-    """Places by id of the parameter or buffer."""
+def _places(chunks) -> dict[int, list[_Place]]:
+    """Places by id of the parameter or buffer, of all chunks of the model that this rank holds."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     places = {}
-    for sharded in nested_values(gpt.sharded_state_dict(metadata={"dp_cp_group": group})):
-        if not isinstance(sharded, ShardedTensor) or sharded.data is None:
-            continue
-        prepended = sharded.prepend_axis_num
-        block = (1,) * prepended + tuple(sharded.local_shape)
-        is_main = (
-            all(part == 0 for part in sharded.replica_id)
-            if isinstance(sharded.replica_id, tuple)
-            else (sharded.replica_id == 0)
-        )
-        places[id(sharded.data)] = _Place(
-            sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), block, is_main
-        )
+    for chunk in chunks:
+        for sharded in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": group})):
+            if isinstance(sharded, ShardedTensorFactory):
+                pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
+            elif isinstance(sharded, ShardedTensor) and sharded.data is not None:
+                pieces = [sharded]
+            else:
+                continue
+            places[id(sharded.data)] = [_place_of(piece, sharded.data) for piece in pieces]
     return places
+
+
+def _place_of(piece: ShardedTensor, parameter: Tensor) -> _Place:
+    block = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+    replica = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
+    begin = piece.data.storage_offset() - parameter.storage_offset()
+    return _Place(
+        piece.key,
+        tuple(piece.global_shape),
+        tuple(piece.global_offset),
+        block,
+        begin,
+        is_main=not any(replica),
+        # The last number of Megatron's replica ids is the data parallel rank.
+        is_main_shard=not any(replica[:-1]),
+    )
 
 
 def _tensors(gpt) -> Iterator[tuple[str, Tensor]]:
@@ -108,34 +135,41 @@ def _shards(optimizer) -> Iterator[_Shard]:
 
 def pieces(engine) -> Iterator[Piece]:
     """What this rank writes of parameters, buffers, masters and moments."""
-    places = _places(engine.gpt)
-    for name, tensor in _tensors(engine.gpt):
-        place = _place(places, tensor, name)
-        if place.is_main:
-            data = tensor.detach().view(place.block)
-            yield Piece(f"{_MODEL}{place.name}", place.shape, place.offset, place.block, data)
+    engine.sync_parameters()
+    places = _places(engine.chunks)
+    for name, tensor in _all_tensors(engine):
+        for place in _place(places, tensor, name):
+            if place.is_main:
+                data = tensor.detach().reshape(-1)[place.begin : place.end].view(place.block)
+                yield Piece(f"{_MODEL}{place.name}", place.shape, place.offset, place.block, data)
     for shard in _shards(engine.optimizer):
-        place = _place(places, shard.parameter, "a parameter of the optimizer")
-        if not (shard.is_sharded or place.is_main):
-            continue
         # Nothing there yet: no step was made, all of them were skipped.
         moments = shard.optimizer.state.get(shard.main) or {}
         values = {name: moments.get(name, torch.zeros_like(shard.main)) for name in _MOMENTS}
         if shard.has_master:
             values["master"] = shard.main.detach()
-        for name, value in values.items():
-            yield Piece(
-                f"optimizer/{name}/{place.name}",
-                place.shape,
-                place.offset,
-                place.block,
-                value.reshape(-1),
-                shard.start,
-                shard.stop,
-            )
+        for place in _place(places, shard.parameter, "a parameter of the optimizer"):
+            start, stop = max(shard.start, place.begin), min(shard.stop, place.end)
+            if start >= stop or not (place.is_main_shard if shard.is_sharded else place.is_main):
+                continue
+            for name, value in values.items():
+                yield Piece(
+                    f"optimizer/{name}/{place.name}",
+                    place.shape,
+                    place.offset,
+                    place.block,
+                    value.reshape(-1)[start - shard.start : stop - shard.start],
+                    start - place.begin,
+                    stop - place.begin,
+                )
 
 
-def _place(places: dict[int, _Place], parameter: Tensor, name: str) -> _Place:
+def _all_tensors(engine) -> Iterator[tuple[str, Tensor]]:
+    for chunk in engine.chunks:
+        yield from _tensors(chunk)
+
+
+def _place(places: dict[int, list[_Place]], parameter: Tensor, name: str) -> list[_Place]:
     if id(parameter) not in places:
         raise RuntimeError(f"{name} of shape {tuple(parameter.shape)} is not in the model's sharded_state_dict")
     return places[id(parameter)]
@@ -173,15 +207,15 @@ def load(engine, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: the checkpoint lacks a tensor or has it in another shape.
     """
-    places = _places(engine.gpt)
+    places = _places(engine.chunks)
     step = checkpoint.state["optimizer"]["step"]
     _load_model(engine, checkpoint, places)
     with torch.no_grad():
         for shard in _shards(engine.optimizer):
-            place = _place(places, shard.parameter, "a parameter of the optimizer")
+            at = _place(places, shard.parameter, "a parameter of the optimizer")
 
-            def cut(name: str, place=place, shard=shard) -> Tensor:
-                value = _read(checkpoint, f"optimizer/{name}/{place.name}", place, shard.start, shard.stop)
+            def cut(name: str, at=at, shard=shard) -> Tensor:
+                value = _read(checkpoint, f"optimizer/{name}/", at, shard.start, shard.stop)
                 return value.to(shard.main.device).view(shard.main.shape)
 
             if shard.has_master:
@@ -195,7 +229,7 @@ def load(engine, checkpoint: Checkpoint) -> None:
             shard.optimizer.state[shard.main] = state
     # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
     engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
-    _load_rank_state(checkpoint)
+    _load_rank_state(engine, checkpoint)
 
 
 def load_weights(engine, checkpoint: Checkpoint) -> None:
@@ -204,10 +238,13 @@ def load_weights(engine, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: a tensor is there in another shape, is missing, or has no place in the model.
     """
-    places = _places(engine.gpt)
-    ours = {f"{_MODEL}{place.name}" for place in places.values()}
-    for name in checkpoint.names():
-        if name.startswith(_MODEL) and name not in ours:
+    places = _places(engine.chunks)
+    ours = {f"{_MODEL}{place.name}" for at in places.values() for place in at}
+    theirs = [name for name in checkpoint.names() if name.startswith(_MODEL)]
+    known = torch.tensor([name in ours for name in theirs], dtype=torch.int32, device=engine.processes.device)
+    dist.all_reduce(known, dist.ReduceOp.MAX)  # on any stage of the pipeline
+    for name, is_known in zip(theirs, known.tolist(), strict=True):
+        if not is_known:
             raise UserError(f"{checkpoint.path} has {name}, for which the model has no place")
     _load_model(engine, checkpoint, places)
     with torch.no_grad():
@@ -216,20 +253,38 @@ def load_weights(engine, checkpoint: Checkpoint) -> None:
                 shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
 
 
-def _load_model(engine, checkpoint: Checkpoint, places: dict[int, _Place]) -> None:
+def _load_model(engine, checkpoint: Checkpoint, places: dict[int, list[_Place]]) -> None:
     with torch.no_grad():
-        for name, tensor in _tensors(engine.gpt):
-            place = _place(places, tensor, name)
-            tensor.copy_(_read(checkpoint, f"{_MODEL}{place.name}", place).view(tensor.shape))
+        for name, tensor in _all_tensors(engine):
+            tensor.copy_(_read(checkpoint, _MODEL, _place(places, tensor, name), 0, tensor.numel()).view(tensor.shape))
 
 
-def _read(checkpoint: Checkpoint, name: str, place: _Place, start: int = 0, stop: int | None = None) -> Tensor:
-    if checkpoint.shape(name) != place.shape:
-        raise UserError(f"{checkpoint.path} has {name} of shape {checkpoint.shape(name)}, the model {place.shape}")
-    return checkpoint.read(name, place.offset, place.block, start, stop)
+def _read(checkpoint: Checkpoint, prefix: str, places: list[_Place], start: int, stop: int) -> Tensor:
+    """The range of a flattened parameter that lies at ``places``, in their order."""
+    parts = []
+    for place in places:
+        name = f"{prefix}{place.name}"
+        if checkpoint.shape(name) != place.shape:
+            raise UserError(f"{checkpoint.path} has {name} of shape {checkpoint.shape(name)}, the model {place.shape}")
+        first, last = max(start, place.begin), min(stop, place.end)
+        if first < last:
+            values = checkpoint.read(name, place.offset, place.block, first - place.begin, last - place.begin)
+            parts.append(values.reshape(-1))
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _load_rank_state(checkpoint: Checkpoint) -> None:
-    rank = torch.distributed.get_rank()
-    # A rank that was not there takes the generators of rank 0: the same on every data parallel rank in Megatron.
-    generators.restore(checkpoint.rank_state(rank if rank < checkpoint.num_ranks else 0)["rng"])
+def _load_rank_state(engine, checkpoint: Checkpoint) -> None:
+    """The generators of the rank that held the same part of the model and, if there was one, of the data."""
+    saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
+    parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
+    if any(there != now for there, now in parts.values()):
+        # Megatron's own generators differ between parts of the model: those of other parts are nothing to go on with.
+        states = checkpoint.rank_state(0)["rng"]
+        generators.restore({name: state for name, state in states.items() if name != "megatron"})
+        return
+    inner, stages = here.tensor * here.context, here.pipeline
+    data, tensor = divmod(dist.get_rank() % (dist.get_world_size() // stages), inner)
+    per_stage = checkpoint.num_ranks // stages
+    data = data if data * inner < per_stage else 0
+    rank = parallel_state.get_pipeline_model_parallel_rank() * per_stage + data * inner + tensor
+    generators.restore(checkpoint.rank_state(rank)["rng"])

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fmoe import random
@@ -17,6 +18,7 @@ from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
+from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
 EXPERTS: dict[str, Callable[..., nn.Module]] = {
@@ -39,14 +41,25 @@ def build_experts(
     d_hidden: int,
     seed: int,
     options: Mapping[str, Any],
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
     """This worker's experts, those of the global ids ``local``, each drawn under its id.
 
+    Args:
+        tensor_group: ranks that the hidden units of each are spread over.
+
     Raises:
         UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options
-            for experts that take none.
+            for experts that take none, a ``tensor_group`` for others than feed-forward experts.
     """
     count = local.stop - local.start
+    if tensor_group is not None:
+        factory = EXPERTS.get(expert, expert) if isinstance(expert, str) else expert
+        fixed = factory.keywords if isinstance(factory, functools.partial) else {}
+        if getattr(factory, "func", factory) is not FFNExperts:
+            raise UserError(f"expert={expert!r} cannot be spread over expert_tensor_group: ffn, swiglu and geglu can")
+        options = {**fixed, **options, "group": tensor_group}
+        return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if isinstance(expert, str):
         if expert not in EXPERTS:
             raise UserError(f"expert={expert!r} is not known; {known_names(expert, sorted(EXPERTS))}")
@@ -74,6 +87,7 @@ __all__ = [
     "FMoELinear",
     "ModuleExperts",
     "Runner",
+    "ShardedFFNExperts",
     "SharedExpert",
     "build_experts",
     "register_expert",

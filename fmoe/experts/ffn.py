@@ -42,6 +42,8 @@ class FFNExperts(nn.Module):
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
 
+    hidden_parts = 1  # ranks that the hidden units are spread over (`ShardedFFNExperts`)
+
     def __init__(
         self,
         num_experts: int,
@@ -87,9 +89,9 @@ class FFNExperts(nn.Module):
             if parameter.is_meta:
                 continue
             method = {"weight_in": self.init_method, "weight_out": self.output_init_method}.get(name)
-            fan_in = self.d_model if name.endswith("_in") else self.d_hidden
+            fan_in = self.d_model if name.endswith("_in") else self.d_hidden * self.hidden_parts
             for local, target in enumerate(parameter.unbind(0)):
-                value = torch.empty(target.shape, device="cpu")
+                value = torch.empty(self.whole_shape(name, target.shape), device="cpu")
                 with random.keyed("expert", self.seed, self.first_expert + local, name):
                     if method is not None:
                         method(value)
@@ -97,7 +99,15 @@ class FFNExperts(nn.Module):
                         value.zero_()
                     else:
                         value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
-                target.copy_(value)
+                target.copy_(self.own_part(name, value))
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Of one expert's parameter, from what this rank holds of it."""
+        return shape
+
+    def own_part(self, name: str, value: Tensor) -> Tensor:
+        """What this rank holds of one expert's parameter."""
+        return value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,9 +169,13 @@ class FFNExperts(nn.Module):
             if keys_R is None:
                 hidden_RH = F.dropout(hidden_RH, self.dropout)
             else:
-                kept_RH = random.uniform(keys_R, hidden_RH.shape[1]) >= self.dropout
+                kept_RH = self.own_hidden(random.uniform(keys_R, self.d_hidden * self.hidden_parts)) >= self.dropout
                 hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
+
+    def own_hidden(self, x_RH: Tensor) -> Tensor:
+        """Of something that hidden units have, what this rank's have."""
+        return x_RH
 
     def _activate(self, hidden: Tensor) -> Tensor:
         """What lies between the two linear maps: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""

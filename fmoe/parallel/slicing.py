@@ -1,11 +1,23 @@
-"""Ranks that hold the same tokens (tensor parallelism) each take a part of them, and gather the results."""
+"""Ranks that work on parts of the same sequences (tensor and sequence parallelism).
 
-from typing import Any
+Each takes or has its part of the tokens. A gate has to see the sets of tokens it decides over whole, so its input is
+gathered, every rank of the group comes to the same decisions, and goes on with its part of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from fmoe.routing import Routing
+
+if TYPE_CHECKING:
+    from fmoe.layer import FMoE
 
 
 def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -40,19 +52,104 @@ class _Gather(torch.autograd.Function):
 
 def _all_gather(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """Parts of any of the lengths of `slice_bounds` -> all ``length`` rows."""
-    size = group.size()
-    bounds = [slice_bounds(length, rank, size) for rank in range(size)]
-    longest = bounds[0][1] - bounds[0][0]
-    padded = x.new_zeros(longest, *x.shape[1:])
-    padded[: x.shape[0]] = x
-    parts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: end - begin] for part, (begin, end) in zip(parts, bounds, strict=True)])
+    return Parts.cut(length, group).gather(x)
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
     """This rank's part, along the first dimension, of every tensor of a nest that all ranks of the group hold alike."""
     return pytree.tree_map(lambda x: _Take.apply(x, group) if isinstance(x, Tensor) else x, nest)
+
+
+class _Whole(torch.autograd.Function):
+    """The parts of all ranks, each of which uses all of it: gradients are summed and go back to where they belong."""
+
+    @staticmethod
+    def forward(ctx, x, full, parts):
+        ctx.parts = parts
+        return parts.gather(x) if full is None else full.detach().view_as(full)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.parts.reduce_scatter(grad), None, None
+
+
+class _SumOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parts):
+        ctx.parts = parts
+        return parts.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.parts.gather(grad), None
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Tokens along the first dimension, spread over the ranks of ``group`` in order: ``lengths`` of each."""
+
+    group: dist.ProcessGroup
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, length: int, group: dist.ProcessGroup) -> "Parts":
+        """Of what all ranks hold: the parts of `take_slice`."""
+        bounds = [slice_bounds(length, rank, group.size()) for rank in range(group.size())]
+        return cls(group, tuple(end - begin for begin, end in bounds))
+
+    @classmethod
+    def held(cls, length: int, group: dist.ProcessGroup) -> "Parts":
+        """Of ranks that hold as much each, as sequence parallelism has it."""
+        return cls(group, (length,) * group.size())
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        """Of all parts together."""
+        return sum(self.lengths)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All parts, from this rank's; no gradients."""
+        longest = max(self.lengths)
+        if x.shape[0] < longest:
+            x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum over ranks, of which this rank gets its part; no gradients."""
+        longest = max(self.lengths)
+        if min(self.lengths) < longest:
+            parts = x.split(self.lengths)
+            x = x.new_zeros(self.size, longest, *x.shape[1:])
+            for place, part in zip(x, parts, strict=True):
+                place[: part.shape[0]] = part
+            x = x.flatten(0, 1)
+        out = x.new_empty(longest, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+        return out[: self.lengths[self.group.rank()]]
+
+    def whole(self, x: Tensor, full: Tensor | None = None) -> Tensor:
+        """All parts, from this rank's ``x``; the gradients of all ranks are summed.
+
+        Args:
+            full: the value, where this rank has it anyway: nothing is sent forward.
+        """
+        return _Whole.apply(x, full, self)
+
+    def sum_own(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks; the inverse of `whole` in what is sent."""
+        return _SumOwn.apply(x, self)
+
+    def own(self, x: Tensor, rows: int = 1) -> Tensor:
+        """This rank's part of all, where each entry of the first dimension is ``rows`` of ``x``."""
+        begin = list(accumulate(self.lengths, initial=0))[self.group.rank()]
+        return x.narrow(0, begin * rows, self.lengths[self.group.rank()] * rows)
 
 
 def place_of_slice(leading: torch.Size, group: dist.ProcessGroup) -> tuple[int, float]:
@@ -64,3 +161,63 @@ def place_of_slice(leading: torch.Size, group: dist.ProcessGroup) -> tuple[int, 
 def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, ``length`` rows: the inverse of `take_slice`."""
     return _Gather.apply(x, length, group)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What of a layer's input this rank computes, and what its gate sees.
+
+    Attributes:
+        leaves: this rank's tokens.
+        seen: the tokens that the gate decides over.
+        mask, token_ids: of ``seen``.
+        filled: of ``leaves`` (FastMoE's ``mask``).
+        before: tokens of the micro batch that lie before ``seen``, on other ranks.
+        share: of this rank in the auxiliary losses of ``seen``.
+        parts: how ``seen`` is spread; None where it is this rank's own.
+    """
+
+    leaves: Sequence[Tensor]
+    seen: Tensor
+    mask: Tensor | None
+    token_ids: Tensor | None
+    filled: Tensor | None = None
+    before: int = 0
+    share: float = 1.0
+    parts: Parts | None = None
+
+    def own(self, x_TX: Tensor) -> Tensor:
+        """Of something that ``seen``'s tokens have, what this rank's have."""
+        return x_TX if self.parts is None else self.parts.own(x_TX, self.seen.shape[1:-1].numel())
+
+    def own_routing(self, routing: Routing) -> Routing:
+        """What was decided about this rank's tokens. Losses and statistics stay those of all that the gate saw."""
+        if self.parts is None:
+            return routing
+        expert_TK = self.own(routing.expert_TK)
+        most = None if routing.most is None else min(routing.most, expert_TK.numel())
+        return replace(routing, expert_TK=expert_TK, weight_TK=self.own(routing.weight_TK), most=most)
+
+
+def take_part(
+    layer: "FMoE", leaves: list[Tensor], mask: Tensor | None, token_ids: Tensor | None, filled: Tensor | None
+) -> Part:
+    """This rank's part of a layer's input, as its ``slice_group`` or ``sequence_group`` says.
+
+    FastMoE's gates see the part alone, as they do in FastMoE.
+    """
+    if layer.slice_group is not None:
+        full, leading = leaves[0], leaves[0].shape[:-1]
+        leaves, filled = take_slice((leaves, filled), layer.slice_group)
+        if layer.is_fastmoe:
+            mask, token_ids = take_slice((mask, token_ids), layer.slice_group)
+            return Part(leaves, leaves[0], mask, token_ids, filled, *place_of_slice(leading, layer.slice_group))
+        parts = Parts.cut(leading[0], layer.slice_group)
+        seen = parts.whole(leaves[0], full)
+    elif layer.sequence_group is not None:
+        parts = Parts.held(leaves[0].shape[0], layer.sequence_group)
+        seen = parts.whole(leaves[0])
+        mask, token_ids = (None if x is None else parts.gather(x) for x in (mask, token_ids))
+    else:
+        return Part(leaves, leaves[0], mask, token_ids, filled)
+    return Part(leaves, seen, mask, token_ids, filled, share=1 / parts.size, parts=parts)

@@ -9,6 +9,7 @@ from typing import Literal
 from fmoe.errors import UserError
 from pretrain.config import counts
 from pretrain.config.kinds import check_kind
+from pretrain.config.parallel import ParallelConfig, divides
 from pretrain.data.spans import Spans
 
 
@@ -120,38 +121,6 @@ class DataConfig:
     """Share of the tokens that a t5 or a bert has to find."""
     mean_span: float = 3.0
     """Mean length of a t5's spans, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the job is split; the product is the number of processes."""
-
-    expert: int = 1
-    """Expert parallel size: the experts of a layer are spread over so many processes."""
-    data: int = 1
-    """Copies of each expert. The dense part is replicated expert * data times, each copy with its own sequences."""
-    exchange: Literal["all_to_all", "padded", "all_gather", "hierarchical"] = "all_to_all"
-    """How rows travel to their experts (docs/parallelism.md); changes no result."""
-    chunks: int = 1
-    """Parts of the exchange that overlap with the experts' work."""
-    max_rows: int | None = None
-    """Most rows that a process takes at once; None for no bound."""
-    shadow: int = 0
-    """Most hot experts of a layer that are sent to all processes instead of their rows to them."""
-    node_size: int | None = None
-    """Processes of a node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
-    wire: Literal["fp32", "bf16"] | None = None
-    """Precision in which rows travel; None for the model's."""
-
-    @property
-    def world_size(self) -> int:
-        """Processes."""
-        return self.expert * self.data
-
-    @property
-    def dense_data(self) -> int:
-        """Data parallel size of the dense part."""
-        return self.expert * self.data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +276,7 @@ class Recipe:
 
     def check(self) -> None:
         """Raises UserError for the first value that cannot be, alone or with another."""
-        model, parallel, optimizer, train = self.model, self.parallel, self.optimizer, self.train
+        model, parallel, optimizer = self.model, self.parallel, self.optimizer
         for section, names in _POSITIVE.items():
             for name in names:
                 value = getattr(getattr(self, section), name)
@@ -318,7 +287,7 @@ class Recipe:
                 value = getattr(getattr(self, section), name)
                 if not value >= 0:  # NaN too
                     raise UserError(f"{section}.{name}={value} is not 0 or more")
-        _divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
+        divides("model.num_heads", model.num_heads, "model.hidden_size", model.hidden_size)
         if model.hidden_size // model.num_heads % 2 and model.position == "rope":
             raise UserError(
                 f"model.hidden_size={model.hidden_size} / model.num_heads={model.num_heads} is odd, "
@@ -328,7 +297,6 @@ class Recipe:
         if not 0 <= model.dropout < 1:
             raise UserError(f"model.dropout={model.dropout} is not in [0, 1)")
         if model.num_experts:
-            _divides("parallel.expert", parallel.expert, "model.num_experts", model.num_experts)
             if model.top_k > model.num_experts:
                 raise UserError(f"model.top_k={model.top_k} is more than model.num_experts={model.num_experts}")
             for number in model.moe_layers:
@@ -339,22 +307,17 @@ class Recipe:
                     )
             if not model.layers_with_experts:
                 raise UserError(f"model.moe_every={model.moe_every} is more than the {len(model.layer_numbers)} layers")
-        elif parallel.expert > 1:
-            raise UserError(f"parallel.expert={parallel.expert} without experts (model.num_experts=0)")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(model, name)
             if value is not None and not value > 0:
                 raise UserError(f"model.{name}={value} is not positive; None drops nothing")
         if not 0 <= model.jitter < 1:
             raise UserError(f"model.jitter={model.jitter} is not in [0, 1)")
-        share = train.micro_batch * parallel.dense_data
-        _divides("train.micro_batch x parallel.expert x parallel.data", share, "train.global_batch", train.global_batch)
-        if self.data.validation:
-            _divides(
-                "train.micro_batch x parallel.expert x parallel.data",
-                share,
-                "train.validation_sequences",
-                train.validation_sequences,
+        parallel.check(model)
+        self._check_batches()
+        if parallel.overlap_parameters and not (optimizer.distributed and parallel.overlap_gradients):
+            raise UserError(
+                "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
         for name in ("beta1", "beta2"):
             if not getattr(optimizer, name) < 1:
@@ -377,6 +340,20 @@ class Recipe:
         if not self.data.train:
             raise UserError("data.train is empty: name at least one .bin/.idx prefix")
 
+    def _check_batches(self) -> None:
+        parallel, train = self.parallel, self.train
+        share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
+        keys = ("global_batch", "validation_sequences") if self.data.validation else ("global_batch",)
+        for key in keys:
+            sequences = getattr(train, key)
+            divides(name, share, f"train.{key}", sequences)
+            if parallel.model_chunks > 1 and sequences // share % parallel.pipeline:
+                raise UserError(
+                    f"train.{key}={sequences} is {sequences // share} micro batches a process, which "
+                    f"parallel.pipeline={parallel.pipeline} has to divide with parallel.virtual_pipeline="
+                    f"{parallel.virtual_pipeline}"
+                )
+
     @property
     def decay_steps(self) -> int:
         """Step at which the learning rate has decayed."""
@@ -386,10 +363,10 @@ class Recipe:
         """Raises UserError if so many processes are not what the splits multiply to."""
         parallel = self.parallel
         if world_size != parallel.world_size:
-            sizes = f"parallel.expert={parallel.expert} x parallel.data={parallel.data}"
             raise UserError(
-                f"world size {world_size} is not the product {sizes} = {parallel.world_size}: start as many processes "
-                f"(fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
+                f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
+                f"as many processes (fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change "
+                "the splits"
             )
 
 
@@ -406,7 +383,18 @@ _POSITIVE = {
         "top_k",
         "group_size",
     ),
-    "parallel": ("expert", "data", "chunks", "max_rows", "node_size"),
+    "parallel": (
+        "tensor",
+        "context",
+        "pipeline",
+        "virtual_pipeline",
+        "expert",
+        "expert_tensor",
+        "data",
+        "chunks",
+        "max_rows",
+        "node_size",
+    ),
     "optimizer": ("decay_steps",),
     "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
     "checkpoint": ("keep_every",),
@@ -421,8 +409,3 @@ _NOT_NEGATIVE = {
     "parallel": ("shadow",),
     "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
 }
-
-
-def _divides(name: str, value: int, of_name: str, of: int) -> None:
-    if of % value:
-        raise UserError(f"{name}={value} does not divide {of_name}={of}")

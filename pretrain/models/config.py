@@ -18,7 +18,29 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
     with warnings.catch_warnings():
         # Its own default for a field of CUDA graphs is deprecated in 0.16.1.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
-        return _transformer_config(model, dtype, options)
+        return _transformer_config(model, dtype, {**_split(recipe), **options})
+
+
+def _split(recipe: Recipe) -> dict:
+    """The fields of ``[parallel]``. Experts are the business of `megatron_patch`, which looks at the process groups."""
+    parallel = recipe.parallel
+    recompute = {
+        "none": {},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    }
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.is_sequence_parallel,
+        "context_parallel_size": parallel.context,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.model_chunks > 1 else None,
+        # Batched, what two stages send each other forward and backward is taken for one another: with two stages the
+        # next one is the one before as well.
+        "batch_p2p_comm": parallel.model_chunks == 1,
+        "overlap_p2p_comm": parallel.model_chunks > 1,
+        **recompute[parallel.recompute],
+    }
 
 
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
@@ -33,7 +55,8 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         attention_dropout=model.dropout,
         hidden_dropout=model.dropout,
         init_method_std=model.init_std,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        # Whole matrices, of which ranks take their parts: the same weights at every split and on every device.
+        use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

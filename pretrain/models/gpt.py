@@ -7,7 +7,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from fmoe import random
 from megatron_patch.attention import SDPAttention
+from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import transformer_config
@@ -30,15 +32,19 @@ def build(
 def build_gpt(recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, **stage) -> GPTModel:
     """Embedding, layers of the spec with torch's fused attention, output layer."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
-    return GPTModel(
-        config,
-        layer_spec,
-        vocab_size=recipe.model.vocab_size,
-        max_sequence_length=recipe.model.sequence_length,
-        share_embeddings_and_output_weights=recipe.model.tie_embeddings,
-        position_embedding_type=recipe.model.position,
-        **stage,
-    )
+    seed = recipe.train.seed
+    with random.keyed("embedding", seed):
+        model = GPTModel(
+            config,
+            keyed_layer_spec(layer_spec, seed),
+            vocab_size=recipe.model.vocab_size,
+            max_sequence_length=recipe.model.sequence_length,
+            share_embeddings_and_output_weights=recipe.model.tie_embeddings,
+            position_embedding_type=recipe.model.position,
+            **stage,
+        )
+    key_output_layer(model, seed)
+    return model
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:

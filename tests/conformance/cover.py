@@ -8,6 +8,7 @@ import collections
 import functools
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 FACTORS = {
@@ -37,6 +38,7 @@ FACTORS = {
     "dtype": ["float32", "float64"],
 }
 Case = dict[str, object]
+Factors = dict[str, list]
 
 
 def is_possible(case: Case) -> bool:
@@ -64,19 +66,16 @@ def is_possible(case: Case) -> bool:
     )
 
 
-def generate() -> list[Case]:
+def generate(factors: Factors = FACTORS, possible: Callable[[Case], bool] = is_possible) -> list[Case]:
     """Greedy: each case takes the levels that cover most pairs not covered yet, and of those the least used.
 
     The same at every call.
+
+    Args:
+        possible: whether a case, or a part of one, asks for nothing that there is not.
     """
-    names = list(FACTORS)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in FACTORS[a]
-        for y in FACTORS[b]
-        if is_possible({a: x, b: y})
-    }
+    names = list(factors)
+    missing = possible_pairs(factors, possible)
     cases, uses = [], collections.Counter()
     while missing:
         first = min(missing, key=lambda pair: (names.index(pair[0][0]), names.index(pair[1][0]), str(pair)))
@@ -85,7 +84,7 @@ def generate() -> list[Case]:
             if name in case:
                 continue
 
-            levels = [level for level in FACTORS[name] if _can_end({**case, name: level}, names)]
+            levels = [level for level in factors[name] if _can_end({**case, name: level}, factors, possible)]
             case[name] = max(levels, key=functools.partial(_gain, missing, names, case, uses, name))
         missing -= pairs_of(case)
         uses.update(case.items())
@@ -93,10 +92,21 @@ def generate() -> list[Case]:
     return cases
 
 
-def _can_end(case: Case, names: list[str]) -> bool:
+def possible_pairs(factors: Factors, possible: Callable[[Case], bool]) -> set:
+    """All that a cover has to cover."""
+    return {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(factors, 2)
+        for x in factors[a]
+        for y in factors[b]
+        if possible({a: x, b: y})
+    }
+
+
+def _can_end(case: Case, factors: Factors, possible: Callable[[Case], bool]) -> bool:
     """Whether the factors left have levels that make the case possible. Conflicts are between pairs alone."""
-    return is_possible(case) and all(
-        any(is_possible({**case, name: level}) for level in FACTORS[name]) for name in names if name not in case
+    return possible(case) and all(
+        any(possible({**case, name: level}) for level in levels) for name, levels in factors.items() if name not in case
     )
 
 

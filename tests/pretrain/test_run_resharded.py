@@ -4,7 +4,7 @@ A chain is a list of splits that a run goes through; other splits join by adding
 """
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -18,21 +18,35 @@ STEPS = 2  # between two checkpoints
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a chain. TP and PP get a field each when the recipe has them."""
+    """One split of a chain."""
 
     expert: int = 1
     data: int = 1
     distributed: bool = False
     precision: str = "fp32"
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    expert_tensor: int = 1
+    overlap: bool = False
 
     @property
-    def size(self):
-        return self.expert * self.data
+    def parallel(self):
+        return ParallelConfig(
+            expert=self.expert,
+            data=self.data,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual_pipeline=self.virtual,
+            expert_tensor=self.expert_tensor,
+            overlap_gradients=self.overlap,
+            overlap_parameters=self.overlap,
+        )
 
     def recipe(self, base):
         return replace(
             base,
-            parallel=ParallelConfig(expert=self.expert, data=self.data),
+            parallel=self.parallel,
             optimizer=replace(base.optimizer, distributed=self.distributed),
             train=replace(base.train, steps=20, precision=self.precision),
         )
@@ -46,6 +60,33 @@ CHAINS = {
     "DP 2-1-2 distributed": [Split(data=2, distributed=True), ONE_D, Split(data=2, distributed=True)],
     "on and off, EP and DP": [Split(data=2, distributed=True), Split(expert=2), Split(expert=2, data=2), ONE_D],
     "bf16": [Split(data=2, distributed=True, precision="bf16"), Split(expert=2, precision="bf16")],
+    "TP 2-1-2": [Split(tensor=2), ONE, Split(tensor=2)],
+    "PP 2-1-2": [Split(pipeline=2), ONE, Split(pipeline=2)],
+    "TP2 x PP2 to EP2 x DP2": [Split(tensor=2, pipeline=2), Split(expert=2, data=2)],
+    "TP2 x PP2 to EP2 x DP2 distributed": [
+        Split(tensor=2, pipeline=2, distributed=True),
+        Split(expert=2, data=2, distributed=True),
+    ],
+    "DP 2-1-2 distributed, overlapped": [
+        Split(data=2, distributed=True, overlap=True),
+        ONE_D,
+        Split(data=2, distributed=True, overlap=True),
+    ],
+    "TP2 x DP2 distributed to PP2": [Split(tensor=2, data=2, distributed=True), Split(pipeline=2)],
+    "experts cut by TP, virtual stages": [
+        Split(tensor=2, expert_tensor=2),
+        Split(pipeline=2, virtual=2),
+        Split(tensor=2, expert_tensor=2, distributed=True),
+    ],
+}
+# More layers where there are virtual stages; a dense layer, gated blocks and an untied output layer to be cut.
+MODELS = {
+    "experts cut by TP, virtual stages": {
+        "num_layers": 4,
+        "moe_layers": (1, 4),
+        "gated": True,
+        "tie_embeddings": False,
+    }
 }
 # Masters are fp32, but the sums of bf16 activations depend on the split.
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
@@ -76,7 +117,11 @@ def stage(folder, split, base, step):
         state.load(engine, open_checkpoint(folder / f"step-{step:08d}"))
     losses = [engine.train_step(step + i, samples).loss for i in range(STEPS)]
     taken = list(samples.taken)
-    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
+    run_state = {
+        "optimizer": state.optimizer_state(engine),
+        "schedule": state.schedule_state(engine),
+        "recipe": asdict(recipe),
+    }
     save(folder, step + STEPS, state.pieces(engine), run_state, state.rank_state())
     losses.append(engine.train_step(step + STEPS, samples).loss)
     dist.barrier()
@@ -89,15 +134,19 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
-    base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate]))
+    base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))
     expected, taken = None, []
     for number, split in enumerate(CHAINS[chain]):
-        results = values(forks.run(split.size, stage, tmp_path, split, base, number * STEPS))
+        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * STEPS))
         losses = results[0][0]
         if expected is not None:
             assert losses[0] == pytest.approx(expected, rel=TOLERANCE[split.precision]), f"{split}"
         expected = losses[-1]
-        taken += [n for _, samples in results for n in samples]
+        # Ranks that hold parts of the model take the same ones; a virtual stage has no reader of its own.
+        copies = split.parallel.world_size // split.parallel.dense_data
+        samples = sorted(n for _, taken_here in results for n in taken_here)
+        assert samples[::copies] == samples[copies - 1 :: copies]
+        taken += samples[::copies]
     steps = len(CHAINS[chain]) * STEPS
     assert sorted(taken) == list(range(steps * base.train.global_batch)), "a sample was taken twice or not at all"
 

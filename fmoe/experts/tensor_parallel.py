@@ -1,0 +1,88 @@
+"""Feed-forward experts whose hidden units are spread over ranks (expert tensor parallelism).
+
+The first linear map is cut by its rows, both halves of a gated one, the second by its columns (Megatron-LM, arXiv
+1909.08053 section 3). The ranks of the group gather the rows that any of them got, each computes its hidden units' part
+of the outputs, and every rank gets the sum for its own rows.
+
+Shape letters: R rows, L experts of this worker, W ranks of the group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.experts.ffn import FFNExperts
+from fmoe.parallel.slicing import Parts
+
+
+class ShardedFFNExperts(FFNExperts):
+    """`FFNExperts` of which each rank of ``group`` holds ``d_hidden / W`` hidden units of every expert.
+
+    ``bias_out`` is held by all of them alike.
+
+    Args:
+        group: process group; its ranks call these experts together.
+        num_experts, d_model, d_hidden, options: as for `FFNExperts`, ``d_hidden`` of the whole expert.
+
+    Raises:
+        UserError: the group's size does not divide ``d_hidden``.
+    """
+
+    def __init__(self, num_experts: int, d_model: int, d_hidden: int, *, group: dist.ProcessGroup, **options):
+        self.hidden_parts, self.hidden_part = group.size(), group.rank()
+        if d_hidden % self.hidden_parts:
+            raise UserError(
+                f"d_hidden={d_hidden} is not divisible by the {self.hidden_parts} ranks of expert_tensor_group"
+            )
+        self.group = group  # before the constructor draws the weights, through `own_part`
+        super().__init__(num_experts, d_model, d_hidden // self.hidden_parts, **options)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        axis = _hidden_axis(name)
+        return (
+            shape
+            if axis is None
+            else torch.Size(n * self.hidden_parts if i == axis else n for i, n in enumerate(shape))
+        )
+
+    def own_part(self, name: str, value: Tensor) -> Tensor:
+        axis = _hidden_axis(name)
+        if axis is None:
+            return value
+        halves = value.chunk(2, axis) if self.gated and name.endswith("_in") else (value,)
+        return torch.cat([half.chunk(self.hidden_parts, axis)[self.hidden_part] for half in halves], axis)
+
+    def own_hidden(self, x_RH: Tensor) -> Tensor:
+        return x_RH.chunk(self.hidden_parts, -1)[self.hidden_part]
+
+    def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
+        """Collective over the group; otherwise as `FFNExperts`."""
+        counts_L = torch.as_tensor(counts_L, dtype=torch.int64).to(rows_RD.device)
+        counts_WL = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
+        dist.all_gather(counts_WL, counts_L, group=self.group)
+        counts_WL = torch.stack(counts_WL)
+        parts = Parts(self.group, tuple(counts_WL.sum(1).tolist()))
+        # Sorted by expert on each rank; by expert over all ranks is what the experts want.
+        expert_R = torch.arange(self.num_experts, device=rows_RD.device).repeat(self.hidden_parts)
+        order_R = expert_R.repeat_interleave(counts_WL.flatten()).argsort(stable=True)
+        rows_RD = parts.whole(rows_RD)[order_R]
+        if keys_R is not None:
+            keys_R = parts.gather(keys_R)[order_R]
+        bias_out = self.bias_out
+        if bias_out is not None:  # the sum over ranks has it once; its gradient is whole on each
+            bias_out = bias_out / self.hidden_parts + (bias_out - bias_out.detach()) * (1 - 1 / self.hidden_parts)
+        parameters = (self.weight_in, self.bias_in, self.weight_out, bias_out)
+        out_RD = self._run(parameters, rows_RD, counts_WL.sum(0).cpu(), keys_R)
+        return parts.sum_own(out_RD[order_R.argsort()])
+
+    @property
+    def kind(self) -> str:
+        return f"{super().kind} in {self.hidden_parts} parts"
+
+
+def _hidden_axis(name: str) -> int | None:
+    """The axis of an expert's parameter that hidden units are along; None for ``bias_out``."""
+    return {"weight_in": 0, "bias_in": 0, "weight_out": 1, "bias_out": None}[name]

@@ -1,0 +1,53 @@
+"""Initial weights of a dense model that do not depend on the pipeline stage that draws them.
+
+Megatron-core draws a stage's layers from the generator one after the other: a stage would draw other weights than the
+same layers have in one process. Here each layer is drawn under its number, as experts are under theirs (`fmoe.random`).
+Tensor parallel ranks take their parts of whole matrices where ``config.use_cpu_initialization`` is on.
+"""
+
+import copy
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from fmoe import random
+
+
+def keyed_layer_spec(spec: ModuleSpec, seed: int, part: str = "decoder") -> ModuleSpec:
+    """A copy of a transformer layer's spec whose layers are drawn under (seed, part, number of the layer).
+
+    Args:
+        part: of the model, where several number their layers from 1.
+    """
+
+    class KeyedLayer(spec.module):
+        def __init__(self, config, *args, layer_number: int = 1, vp_stage: int | None = None, **options):
+            number = layer_number + get_transformer_layer_offset(config, vp_stage)
+            with random.keyed("layer's dense weights", seed, part, number):
+                super().__init__(config, *args, layer_number=layer_number, vp_stage=vp_stage, **options)
+
+    KeyedLayer.__name__ = KeyedLayer.__qualname__ = spec.module.__name__
+    keyed = copy.copy(spec)
+    keyed.module = KeyedLayer
+    return keyed
+
+
+@torch.no_grad()
+def key_output_layer(model: nn.Module, seed: int) -> None:
+    """Draws the untied output layer of a language model under its own key, where the chunk has one."""
+    if not model.post_process or model.share_embeddings_and_output_weights:
+        return
+    weight = model.output_layer.weight
+    if weight.is_meta:
+        return
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu")
+    with random.keyed("output layer", seed):
+        model.config.init_method(whole)
+    weight.copy_(whole.chunk(size)[rank])

@@ -1,0 +1,71 @@
+"""Where a rank's experts lie in the tensors of all of them: for checkpoints."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_patch.layer import MegatronFMoE
+
+
+def sharded_experts(
+    layer: "MegatronFMoE", prefix: str, offsets: tuple
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Each parameter of the experts under its global offset.
+
+    Args:
+        offsets: (axis, offset, size) of axes that are put before the parameter's own: the layer.
+    """
+    axis = len(offsets)
+    experts = (axis, layer.first_expert // layer.num_local_experts, layer.world_size)
+    copy = parallel_state.get_expert_data_parallel_rank()
+    sharded = {}
+    for name, value in layer.experts.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        key = f"{prefix}{name}"
+        hidden = {"weight_in": 1, "bias_in": 1, "weight_out": 2}.get(name)
+        group = layer.expert_tensor_group
+        if group is None or hidden is None:
+            part = 0 if group is None else group.rank()
+            sharded[key] = ShardedTensor.from_rank_offsets(
+                key, value, *offsets, experts, replica_id=(0, part, copy), prepend_axis_num=axis
+            )
+        elif layer.experts.gated and name.endswith("_in"):
+            sharded[key] = _gated(key, value, offsets, layer, (0, 0, copy))
+        else:
+            cut = (axis + hidden, group.rank(), group.size())
+            sharded[key] = ShardedTensor.from_rank_offsets(
+                key, value, *offsets, experts, cut, replica_id=(0, 0, copy), prepend_axis_num=axis
+            )
+    return sharded
+
+
+def _gated(key: str, value: Tensor, offsets: tuple, layer: "MegatronFMoE", replica: tuple) -> ShardedTensorFactory:
+    """Gate and value of a gated linear map: two pieces of each expert, each contiguous here."""
+    axis, group = len(offsets), layer.expert_tensor_group
+
+    def build(key, value, replica_id, flattened_range):
+        return [
+            ShardedTensor.from_rank_offsets(
+                key,
+                part.unsqueeze(0),
+                *offsets,
+                (axis, layer.first_expert + local, layer.num_experts),
+                (axis + 1, half * group.size() + group.rank(), 2 * group.size()),
+                replica_id=replica_id,
+                prepend_axis_num=axis,
+            )
+            for local, expert in enumerate(value.unbind(0))
+            for half, part in enumerate(expert.chunk(2, 0))
+        ]
+
+    def merge(parts):
+        return torch.stack(
+            [torch.cat([p.squeeze(0) for p in pair]) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        )
+
+    return ShardedTensorFactory(key, value, build, merge, replica)

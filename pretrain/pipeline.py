@@ -1,0 +1,113 @@
+"""Pipeline stages of a model, and the order in which they work on micro batches."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config, get_model_type
+from torch import nn
+
+from pretrain.config import ParallelConfig
+
+Schedule = Callable[..., list[dict[str, Any]]]
+
+
+def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
+    """Keywords of `pretrain.model.build_model` for each chunk of the model that this rank holds."""
+    if parallel.pipeline == 1:
+        return [{}]
+    numbers = [None] if parallel.model_chunks == 1 else range(parallel.model_chunks)
+    return [
+        {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=number is None, vp_stage=number),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=number is None, vp_stage=number),
+            "vp_stage": number,
+        }
+        for number in numbers
+    ]
+
+
+def get_schedule(parallel: ParallelConfig) -> Schedule:
+    """Megatron-core's, or `fill_drain`; called as Megatron's are."""
+    if parallel.pipeline > 1 and parallel.schedule == "gpipe":
+        return fill_drain
+    return get_forward_backward_func()
+
+
+def fill_drain(
+    *,
+    forward_step_func: Callable,
+    data_iterator: list,
+    model: list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+) -> list[dict[str, Any]]:
+    """GPipe's schedule (arXiv 1811.06965 section 2.3): all micro batches forward, then all backward, so that a stage
+    holds the activations of all of them. For comparison with 1F1B, whose results it gives: backward passes run in the
+    order of the micro batches here too.
+
+    Returns:
+        What the loss function returned for each micro batch, on the last stage.
+    """
+    if forward_only:
+        return get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=True,
+        )
+    (chunk,), (batches,) = model, data_iterator
+    config, kind = get_model_config(chunk), get_model_type(chunk)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    link = P2PCommunicator(pp_group=group, config=config)
+    is_first, is_last = group.rank() == 0, group.rank() == group.size() - 1
+    context = parallel_state.get_context_parallel_group()
+    shapes = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=context,
+    )
+    forward = partial(schedules.forward_step, forward_step_func, batches, chunk, num_microbatches)
+    results: list[dict[str, Any]] = []
+    inputs, outputs = [], []
+    tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    with chunk.no_sync() if config.no_sync_func is not None else contextlib.nullcontext():
+        for number in range(num_microbatches):
+            entering = link.recv_forward(shapes, is_first)
+            leaving, count = forward(
+                entering,
+                results,
+                config,
+                cp_group_size=context.size(),
+                current_microbatch=number,
+                is_last_stage=is_last,
+            )
+            link.send_forward(leaving, is_last)
+            inputs.append(entering)
+            outputs.append(leaving)
+            tokens += count
+        for entering, leaving in zip(inputs[:-1], outputs[:-1], strict=True):
+            _backward(link, shapes, entering, leaving, kind, config)
+    _backward(link, shapes, inputs[-1], outputs[-1], kind, config)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func([chunk], tokens if config.calculate_per_token_loss else None)
+    return results
+
+
+def _backward(link: P2PCommunicator, shapes: list, entering, leaving, kind, config) -> None:
+    is_first, is_last = link.pp_group.rank() == 0, link.pp_group.rank() == link.pp_group.size() - 1
+    gradient = link.recv_backward(shapes, is_last)
+    link.send_backward(schedules.backward_step(entering, leaving, gradient, kind, config), is_first)

@@ -1,0 +1,69 @@
+"""Routing statistics of all layers, on whichever pipeline stage they are, as if one process had counted them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from fmoe.metrics import LayerMetrics, LayerReport
+from megatron_patch import MegatronFMoE
+
+
+class RoutingReports:
+    """Sums of the layers' metrics over data parallel ranks and pipeline stages. Collective, the constructor too.
+
+    Tensor parallel ranks have counted the same tokens, so nothing is summed over them.
+
+    Args:
+        layers: of this rank.
+        num_layers: of the whole model; they are numbered from 1.
+        data_group: ranks with other sequences.
+    """
+
+    def __init__(
+        self, layers: Sequence[MegatronFMoE], num_layers: int, data_group: dist.ProcessGroup, device: torch.device
+    ):
+        self._layers, self._num_layers, self._data_group, self._device = layers, num_layers, data_group, device
+        names = [layer.metrics.loss_names for layer in layers]
+        self._loss_names = names[0] if names else ()
+        self._width = max((layer.metrics.sums().numel() for layer in layers), default=0)
+        self._num_experts = max((layer.metrics.num_experts for layer in layers), default=0)
+        self._stages = parallel_state.get_pipeline_model_parallel_group()
+        if self._stages.size() > 1:
+            self._learn()
+
+    def _learn(self) -> None:
+        """What a stage without experts does not know: how wide the statistics are, and how losses are called."""
+        sizes = torch.tensor([self._width, self._num_experts], device=self._device)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
+        self._width, self._num_experts = sizes.tolist()
+        text = ",".join(self._loss_names).encode()
+        letters = torch.zeros(1024, dtype=torch.uint8, device=self._device)
+        letters[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
+        dist.all_reduce(letters, dist.ReduceOp.MAX, group=self._stages)
+        names = bytes(letters.tolist()).rstrip(b"\0").decode()
+        self._loss_names = tuple(names.split(",")) if names else ()
+
+    def collect(self) -> dict[int, LayerReport]:
+        """Reports by layer number, of what was counted since the last call; the same on every rank."""
+        if not self._num_experts:
+            return {}
+        # After the sums of a layer: which losses it has, and that it is there.
+        rows = torch.zeros(self._num_layers, self._width + len(self._loss_names) + 1, device=self._device)
+        for layer in self._layers:
+            row = rows[layer.layer_number - 1]
+            row[: self._width] = layer.metrics.sums(self._device)
+            row[self._width : -1] = torch.tensor([float(name in layer.metrics.seen) for name in self._loss_names])
+            row[-1] = 1
+            layer.metrics.reset()
+        dist.all_reduce(rows, group=self._data_group)
+        if self._stages.size() > 1:
+            dist.all_reduce(rows, group=self._stages)
+        reports = {}
+        for number, row in enumerate(rows, start=1):
+            if row[-1]:
+                metrics = LayerMetrics(self._num_experts, self._loss_names)
+                metrics.seen.update(n for n, flag in zip(self._loss_names, row[self._width : -1], strict=True) if flag)
+                reports[number] = metrics.report(row[: self._width])
+        return reports

@@ -1,0 +1,172 @@
+"""Training through the engine at any split of Megatron, and what of it is to be the same at all of them. Not a test."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+
+STEPS, LENGTH, VOCAB = 20, 16, 64
+GPT = Recipe(
+    model=ModelConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=24,
+        sequence_length=LENGTH,
+        vocab_size=VOCAB,
+        num_experts=4,
+        moe_layers=(1, 2, 4),
+        top_k=2,
+        gate="switch",
+        capacity_factor=1.0,
+        jitter=0.3,
+        init_std=0.2,
+        balance_loss=0.1,
+    ),
+    optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=2, clip_grad=0.5, eps=1e-3),
+    train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
+)
+
+
+class Tokens:
+    """Sample n: tokens that count up by 1, 2 or 3."""
+
+    def __getitem__(self, n):
+        return (np.arange(LENGTH + 1) * (1 + n % 3) + 5 * n) % VOCAB
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A model to train: its recipe, and makes its samples."""
+
+    recipe: Recipe
+    samples: type = Tokens
+
+
+BUILDERS = {
+    "gpt": Builder(GPT),
+    "gpt, gated and untied": Builder(
+        replace(
+            GPT,
+            model=replace(
+                GPT.model, gated=True, activation="silu", tie_embeddings=False, group_size=8, gate="naive", jitter=0.0
+            ),
+        )
+    ),
+}
+
+
+def recipe_of(builder: str, *, precision: str = "fp32", distributed: bool = False, **parallel) -> Recipe:
+    recipe = BUILDERS[builder].recipe
+    return replace(
+        recipe,
+        parallel=ParallelConfig(**parallel),
+        optimizer=replace(recipe.optimizer, distributed=distributed),
+        train=replace(recipe.train, precision=precision),
+    )
+
+
+def engine_of(recipe: Recipe):
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.process import Processes
+
+    cpu.install()
+    recipe.check()
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    recipe.check_world_size(processes.world_size)
+    init_parallel(recipe, processes)
+    return Engine(recipe, processes)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one rank: figures, the same on all; what it holds of tensors, as (name, offset, block) -> values."""
+
+    figures: dict
+    held: dict
+
+
+def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
+    from pretrain import state
+
+    engine = engine_of(recipe)
+    samples = BUILDERS[builder].samples()
+    held = {}
+    places = state._places(engine.chunks)
+
+    def hold(prefix, pick):
+        for _, tensor in state._all_tensors(engine):
+            for place in places[id(tensor)]:
+                value = pick(tensor).detach().reshape(-1)[place.begin : place.end].view(place.block)
+                held[f"{prefix} {place.name}", place.shape, place.offset] = value.clone()
+
+    figures = {"validation before": engine.evaluate(samples, 16)}
+    if not recipe.optimizer.distributed:  # there a rank has its shard of the sum alone
+        engine.backward(0, samples)
+        hold("gradient of", lambda p: p.main_grad if hasattr(p, "main_grad") else torch.zeros_like(p))
+        engine.routing()
+    for step in range(steps):
+        result = engine.train_step(step, samples)
+        figures |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm}
+        for number, report in engine.routing().items():
+            figures |= {
+                f"load {step} {number}": torch.tensor(report.load),
+                f"drop rate {step} {number}": report.drop_rate,
+                f"entropy {step} {number}": report.entropy,
+                f"tokens {step} {number}": report.tokens,
+            }
+            figures |= {f"{name} loss {step} {number}": value for name, value in report.losses.items()}
+    figures["validation"] = engine.evaluate(samples, 16)
+    hold("final", lambda p: p)
+    for piece in state.pieces(engine):
+        if piece.name.startswith("optimizer/"):
+            data = piece.data.detach().reshape(-1).clone()
+            held[piece.name, piece.shape, piece.offset, piece.block, piece.start] = data
+    return Seen(figures, held)
+
+
+def whole(seen: Seen) -> dict[str, torch.Tensor]:
+    """All tensors of one process, by name."""
+    tensors = {}
+    for key, value in seen.held.items():
+        name, shape, offset = key[:3]
+        target = tensors.setdefault(name, torch.full(shape, float("nan")))
+        block = value.view(key[3]) if len(key) > 3 else value
+        target[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+    return tensors
+
+
+def errors(alone: Seen, ranks: list[Seen]) -> dict[str, float]:
+    """Relative errors of every figure and tensor, the worst of all ranks: norm-wise, of the whole tensor."""
+    expected, found = whole(alone), {}
+
+    def note(name, error):
+        found[name] = max(found.get(name, 0.0), error)
+
+    if not any(key[0].startswith("gradient of") for key in ranks[0].held):
+        expected = {name: value for name, value in expected.items() if not name.startswith("gradient of")}
+    covered = dict.fromkeys(expected, 0)
+    square = {}
+    for seen in ranks:
+        assert seen.figures.keys() == alone.figures.keys()
+        for name, value in alone.figures.items():
+            actual, value = torch.as_tensor(seen.figures[name]).double(), torch.as_tensor(value).double()
+            note(name, ((actual - value).norm() / value.norm().clamp(min=1e-12)).item())
+        own = {}
+        for key, value in seen.held.items():
+            name, _, offset = key[:3]
+            block = key[3] if len(key) > 3 else value.shape
+            region = expected[name][tuple(slice(o, o + n) for o, n in zip(offset, block, strict=True))].reshape(-1)
+            region = region[key[4] : key[4] + value.numel()] if len(key) > 3 else region
+            own[name] = own.get(name, 0.0) + (value.reshape(-1).double() - region.double()).square().sum().item()
+            covered[name] += value.numel()
+        for name, difference in own.items():
+            square[name] = max(square.get(name, 0.0), difference)
+    for name, tensor in expected.items():
+        assert covered[name] >= tensor.numel(), f"{name}: {covered[name]} of {tensor.numel()} elements are held"
+        note(name, square[name] ** 0.5 / max(tensor.double().norm().item(), 1e-12))
+    return found
