@@ -11,6 +11,7 @@ BENCHMARKS = {
     "checkpoint": "bench.checkpoint",
     "exchange": "bench.exchange",
     "layer": "bench.layer",
+    "pipeline": "bench.pipeline",
     "step": "bench.step",
 }
 

@@ -109,7 +109,7 @@ class Engine:
         )
         self._run_schedule = get_schedule(recipe.parallel)
         self.data_group = parallel_state.get_data_parallel_group()
-        self._reports = RoutingReports(self.moe_layers, recipe.model.num_layers, self.data_group, processes.device)
+        self._reports = RoutingReports(self.moe_layers, len(recipe.model.layer_numbers), self.data_group, processes.device)
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None
@@ -175,7 +175,7 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.last_loss = self._own_loss(samples, step * size, size, step)
+        self.last_loss = self.accumulate(samples, step * size, size, step)
         return self.last_loss
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ class Engine:
         """Mean loss of the first ``count`` samples, nats a token."""
         for chunk in self.model:
             chunk.eval()
-        loss = self._own_loss(samples, 0, count)
+        loss = self.accumulate(samples, 0, count)
         dist.all_reduce(loss)
         return float(loss) / self._num_losses
 
@@ -199,9 +199,13 @@ class Engine:
         """Ranks of which each has the mean loss of its sequences: those of the last pipeline stage."""
         return self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
 
-    def _own_loss(self, samples: Samples, first: int, count: int, step: int | None = None) -> Tensor:
-        """Runs the schedule over samples ``first ... first + count - 1``, backward too if there is a ``step``; the mean
-        loss of this rank's, and zero before the last pipeline stage."""
+    def accumulate(self, samples: Samples, first: int, count: int, step: int | None = None) -> Tensor:
+        """Runs the schedule over samples ``first ... first + count - 1``, backward too if there is a ``step``, whose
+        gradients are added to those that are there and reduced over ranks.
+
+        Returns:
+            The mean loss of this rank's; zero before the last pipeline stage.
+        """
         train = self.recipe.train
         iterators = self._micro_batches(samples, first, count, step)
         results = self._run_schedule(

@@ -22,10 +22,12 @@ MOE = {
 }
 
 
-def start(expert_parallel: int = 1) -> None:
+def start(expert_parallel: int = 1, tensor: int = 1) -> None:
     """The CPU runtime and Megatron's groups over all ranks."""
     assert cpu.install()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor, expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1
+    )
     model_parallel_cuda_manual_seed(11)
 
 

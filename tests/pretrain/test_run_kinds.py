@@ -169,7 +169,7 @@ def by_hand(kind):
 
     engine, samples, told = first_loss(kind, 2)
     total, count = 0.0, 0
-    engine.model.eval()
+    engine.gpt.eval()
     for n in range(8):
         batch = collate([samples[n]])
         with torch.no_grad():

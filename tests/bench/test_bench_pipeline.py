@@ -1,0 +1,34 @@
+"""The pipeline benchmark: its arithmetic, and a small run of it on two ranks."""
+
+import pytest
+
+from bench import pipeline
+from fmoe.errors import UserError
+
+
+def ideal(stages, t=0.25, rounds=5):
+    return [[float(m)] + [(m + stages - 1) * t] * rounds for m in (2, 4, 8, pipeline.LONGEST)]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_equal_stages_that_send_for_nothing_give_the_formula(stages):
+    rows = ideal(stages)
+    for index, m in enumerate((2, 4, 8)):
+        assert pipeline.bubbles(rows, index) == pytest.approx([(stages - 1) / (m + stages - 1)] * 5)
+    lines = pipeline.table({"1f1b": rows}, stages)
+    assert lines[-1].endswith("geometric mean of 3: 1.00")
+    assert all(line.endswith("| 1.00 |") for line in lines[2:5])
+
+
+def test_a_small_run_prints_a_row_for_each(capsys):
+    pipeline.main("--rounds 2 --warmup 0 --micro-batches 2 4 --hidden-size 48 --sequence-length 16".split())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[:3] for line in lines[1:]] == [
+        [f"| {schedule}", "2", m] for schedule in ("1f1b", "gpipe") for m in ("2", "4")
+    ]
+
+
+@pytest.mark.parametrize("options", ["--stages 1", "--stages 3", "--micro-batches 16", "--rounds 1"])
+def test_what_cannot_be_is_said(options):
+    with pytest.raises(UserError):
+        pipeline.main(options.split())

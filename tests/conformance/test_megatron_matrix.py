@@ -1,0 +1,112 @@
+"""Megatron's splits change nothing: every case of the cover equals one process in the loss of each of 20 steps, the
+gradient of the first, every gradient norm, routing statistics of every layer, final parameters and moments."""
+
+import itertools
+import json
+import os
+
+import megatron_cover as cover
+import megatron_splits as splits
+import pytest
+from cover import generate, name_of, pairs_of, possible_pairs
+from forks import only, values
+
+CASES = json.loads(cover.FILE.read_text())
+IN_CI = {  # a case each, with or without the distributed optimizer
+    "PP2 VPP2": False,
+    "PP2xEP2": False,
+    "PP4": True,
+    "TP2": False,
+    "TP2xEP2": True,
+    "TP2xDP2": True,
+    "TP2xPP2": True,
+    "TP2 ETP2": True,
+}
+LIMIT = 1e-5
+# Partial sums are rounded to 8 bits, and that decides which of nearly equal experts gets a token.
+BF16_LIMIT = {"loss": 2e-2, "gradient norm": 0.2, "final": 2e-2, "load": 0.2}
+
+
+def test_the_cover_is_complete():
+    assert generate(cover.FACTORS, cover.is_possible) == CASES, "megatron_cover.py writes the file anew"
+    assert all(map(cover.is_possible, CASES))
+    covered = set().union(*map(pairs_of, CASES))
+    assert possible_pairs(cover.FACTORS, cover.is_possible) <= covered
+
+
+@pytest.fixture(scope="module")
+def alone(forks):
+    """In one process, and in one micro batch instead of four, once a model and precision."""
+    known = {}
+
+    def get(model, precision="fp32"):
+        if (model, precision) not in known:
+            recipe = splits.recipe_of(model, precision=precision)
+            known[model, precision] = only(forks.run(1, splits.train, recipe, model))
+        return known[model, precision]
+
+    return get
+
+
+def marks(case, in_ci):
+    return pytest.param(case, id=name_of(case), marks=[] if in_ci else [pytest.mark.conformance])
+
+
+CHOSEN = {
+    layout: next(case for case in CASES if case["layout"] == layout and case["distributed"] == distributed)
+    for layout, distributed in IN_CI.items()
+}
+PARAMETERS = [marks(case, case == CHOSEN.get(case["layout"])) for case in CASES]
+
+
+def log(line):
+    if "FMOE_CONFORMANCE_LOG" in os.environ:
+        with open(os.environ["FMOE_CONFORMANCE_LOG"], "a") as file:
+            print(json.dumps(line), file=file)
+
+
+def run(forks, case, precision="fp32"):
+    recipe = splits.recipe_of(
+        case["model"], precision=precision, distributed=case["distributed"], **cover.parallel_of(case)
+    )
+    return values(forks.run(recipe.parallel.world_size, splits.train, recipe, case["model"]))
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_a_split_equals_one_process(forks, alone, case):
+    errors = splits.errors(alone(case["model"]), run(forks, case))
+    worst = max(errors, key=errors.get)
+    log(case | {"worst": errors[worst], "of": worst})
+    assert len(errors) > 300
+    assert not {name: error for name, error in errors.items() if error > LIMIT}
+
+
+BF16 = {case["layout"]: case for case in CASES if case["distributed"]}
+BF16_CASES = [
+    pytest.param(case, id=layout, marks=[] if layout == "TP2xEP2" else [pytest.mark.conformance])
+    for layout, case in BF16.items()
+]
+
+
+@pytest.mark.parametrize("case", BF16_CASES)
+def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
+    errors = splits.errors(alone(case["model"], "bf16"), run(forks, case, "bf16"))
+    worst = {}
+    for name, error in errors.items():
+        for kind in BF16_LIMIT:
+            if name.startswith(f"{kind} ") and "layernorm" not in name:
+                worst[kind] = max(worst.get(kind, 0.0), error)
+    log({"bf16": case["layout"]} | worst)
+    assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst
+
+
+def test_the_case_means_something(alone):
+    """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
+    for model in splits.BUILDERS:
+        figures = alone(model).figures
+        recipe = splits.BUILDERS[model].recipe
+        for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe_layers):
+            assert figures[f"drop rate {step} {layer}"] > 0.01
+            assert figures[f"tokens {step} {layer}"] == recipe.train.global_batch * splits.LENGTH
+        assert all(figures[f"gradient norm {step}"] > recipe.optimizer.clip_grad for step in range(5))
+        assert figures["validation"] < figures["validation before"]

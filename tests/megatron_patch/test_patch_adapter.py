@@ -1,0 +1,67 @@
+"""What the adapter changes in megatron-core: every entry of its table is there, has its reason, and is put in once."""
+
+import pytest
+from forks import only
+
+from fmoe.errors import UserError
+
+
+def table():
+    from megatron_patch import adapter
+
+    before = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
+    adapter.install()
+    after = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
+    adapter.install()
+    again = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
+    return [(p.reason, before[p] is not after[p], after[p] is again[p]) for p in adapter.PATCHES]
+
+
+def test_every_entry_is_put_in_once(forks):
+    for reason, is_new, is_kept in only(forks.run(1, table)):
+        assert ".py:" in reason and is_new and is_kept
+
+
+def moved(index):
+    import importlib
+
+    from megatron_patch import adapter, cpu
+
+    patch = adapter.PATCHES[index]
+    holder = patch.holder()
+    if isinstance(holder, type):  # the class was renamed
+        module, _, name = patch.module.partition(":")
+        delattr(importlib.import_module(module), name)
+    else:
+        delattr(holder, patch.name)
+    others = [p for p in adapter.PATCHES if p.module != patch.module]
+    before = [getattr(p.holder(), p.name) for p in others]
+    try:
+        cpu.install()
+    except UserError as error:
+        return str(error), before == [getattr(p.holder(), p.name) for p in others]
+    return None, None
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
+    message, is_untouched = only(forks.run(1, moved, index))
+    assert message is not None and is_untouched
+    assert "megatron-core 0.16" in message and "which megatron_patch replaces" in message
+
+
+def other_version(version):
+    from megatron_patch import cpu
+    from megatron_patch import version as module
+
+    module.version = lambda name: version
+    try:
+        cpu.install()
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "1.0"])
+def test_another_version_is_one_line(forks, version):
+    message = only(forks.run(1, other_version, version))
+    assert message == f"megatron-core {version} is not supported: pip install 'megatron-core>=0.16.1,<0.17'"

@@ -1,0 +1,99 @@
+"""Splits that cannot be are one line that names both keys; those that can be multiply to the processes of the run."""
+
+import pytest
+
+from fmoe.errors import UserError
+from pretrain.config import ParallelConfig, load_recipe
+
+# quickstart: 4 layers, 6 heads of 32, 8 experts of width 768, 256 tokens, vocabulary 2048; 16 sequences, micro batch 8.
+WRONG = {
+    "heads over TP": ({"tensor": 4}, ["parallel.tensor=4", "model.num_heads=6"]),
+    "vocabulary over TP": ({"tensor": 2}, ["parallel.tensor=2", "model.vocab_size=2049"], {"model.vocab-size": 2049}),
+    "dense hidden width over TP": (
+        {"tensor": 2},
+        ["parallel.tensor=2", "model.ffn_hidden_size=767"],
+        {"model.ffn-hidden-size": 767, "model.moe-layers": 2},
+    ),
+    "sequence over TP": (
+        {"tensor": 2},
+        ["parallel.tensor=2", "model.sequence_length=255"],
+        {"model.sequence-length": 255},
+    ),
+    "sequence parallelism without TP": ({"sequence": True}, ["parallel.sequence=true", "parallel.tensor=1"]),
+    "context": ({"context": 2}, ["parallel.context=2", "Transformer Engine"]),
+    "context over the sequence": ({"context": 3}, ["2 x parallel.context=6", "model.sequence_length=256"]),
+    "layers over PP": ({"pipeline": 3}, ["parallel.pipeline=3", "model.num_layers=4"]),
+    "layers over PP x VPP": (
+        {"pipeline": 2, "virtual-pipeline": 4},
+        ["parallel.pipeline x parallel.virtual_pipeline=8", "model.num_layers=4"],
+    ),
+    "VPP without PP": ({"virtual-pipeline": 2}, ["parallel.virtual_pipeline=2", "parallel.pipeline=1"]),
+    "VPP with GPipe": (
+        {"pipeline": 2, "virtual-pipeline": 2, "schedule": "gpipe"},
+        ["parallel.schedule=gpipe", "parallel.virtual_pipeline=2"],
+    ),
+    "micro batches over PP with VPP": (
+        {"pipeline": 2, "virtual-pipeline": 2},
+        ["train.global_batch=24", "3 micro batches", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+        {"train.global-batch": 24},
+    ),
+    "experts over EP": ({"expert": 3}, ["parallel.expert=3", "model.num_experts=8"]),
+    "EP without experts": ({"expert": 2}, ["parallel.expert=2", "model.num_experts=0"], {"model.num-experts": 0}),
+    "TP and EP apart": ({"tensor": 2, "expert": 3}, ["parallel.tensor", "=2", "parallel.expert", "=3", "divide"]),
+    "ETP that is not TP": ({"tensor": 1, "expert-tensor": 2}, ["parallel.expert_tensor=2", "parallel.tensor=1"]),
+    "ETP over the hidden width": (
+        {"tensor": 2, "expert-tensor": 2},
+        ["parallel.expert_tensor=2", "model.ffn_hidden_size=767"],
+        {"model.ffn-hidden-size": 767},
+    ),
+    "ETP and shadowing": (
+        {"tensor": 2, "expert-tensor": 2, "shadow": 1},
+        ["parallel.shadow=1", "parallel.expert_tensor=1"],
+    ),
+    "batch over DP": ({"data": 3}, ["train.micro_batch x parallel.data=24", "train.global_batch=16"]),
+    "batch over DP of TP and EP": (
+        {"tensor": 2, "expert": 8},
+        ["train.micro_batch x parallel.expert x parallel.data / (parallel.tensor=2", "=32", "train.global_batch=16"],
+    ),
+    "gathered parameters": ({"overlap-parameters": True}, ["parallel.overlap_parameters", "optimizer.distributed"]),
+    "nothing": ({"tensor": 0}, ["parallel.tensor=0"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_splits_that_cannot_be_are_said(case):
+    parallel, parts, *rest = WRONG[case]
+    options = {"parallel.expert": 1} | {f"parallel.{key}": value for key, value in parallel.items()} | dict(*rest)
+    arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    with pytest.raises(UserError) as error:
+        load_recipe("quickstart", arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+SIZES = {  # processes, data parallel size of the dense part
+    "one": ({}, 1, 1),
+    "EP x DP": ({"expert": 2, "data": 3}, 6, 6),
+    "TP": ({"tensor": 2}, 2, 1),
+    "experts over the tensor ranks": ({"tensor": 2, "expert": 2}, 2, 1),
+    "experts over more": ({"tensor": 2, "expert": 8, "data": 2}, 16, 8),
+    "experts over fewer": ({"tensor": 4, "expert": 2}, 4, 1),
+    "cut experts": ({"tensor": 2, "expert_tensor": 2, "expert": 2}, 4, 2),
+    "all": ({"tensor": 2, "pipeline": 4, "expert": 4, "data": 2}, 32, 4),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_processes_are_the_product(case):
+    keys, world_size, dense_data = SIZES[case]
+    parallel = ParallelConfig(**keys)
+    assert (parallel.world_size, parallel.dense_data) == (world_size, dense_data)
+    for key, value in keys.items():
+        assert f"parallel.{key}={value}" in parallel.world_size_name
+
+
+def test_sequence_parallelism_comes_with_tensor_parallelism():
+    assert not ParallelConfig().is_sequence_parallel
+    assert ParallelConfig(tensor=2).is_sequence_parallel
+    assert not ParallelConfig(tensor=2, sequence=False).is_sequence_parallel
