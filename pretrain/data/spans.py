@@ -8,6 +8,7 @@ ways of doing so alike, and the parts alternate, a kept one first.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class Spans:
         return self.noise + self.count + 1
 
     @classmethod
+    @lru_cache
     def of(cls, sequence_length: int, density: float = 0.15, mean_span: float = 3.0) -> "Spans":
         """Those of the longest block whose inputs are ``sequence_length`` tokens.
 
