@@ -21,7 +21,21 @@ def test_equal_stages_that_send_for_nothing_give_the_formula(stages):
 
 
 def test_a_small_run_prints_a_row_for_each(capsys):
-    pipeline.main(["--rounds", "2", "--warmup", "0", "--micro-batches", "2", "4", "--hidden-size", "48", "--sequence-length", "16"])
+    pipeline.main(
+        [
+            "--rounds",
+            "2",
+            "--warmup",
+            "0",
+            "--micro-batches",
+            "2",
+            "4",
+            "--hidden-size",
+            "48",
+            "--sequence-length",
+            "16",
+        ]
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[:3] for line in lines[1:]] == [
         [f"| {schedule}", "2", m] for schedule in ("1f1b", "gpipe") for m in ("2", "4")
