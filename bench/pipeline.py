@@ -45,7 +45,7 @@ def measure(arguments) -> dict[str, list[list[float]]]:
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
     engines = _engines(arguments)
-    numbers = sorted(set(arguments.micro_batches)) + [LONGEST]
+    numbers = [*sorted(set(arguments.micro_batches)), LONGEST]
     samples = _Samples(arguments.sequence_length)
     found = {schedule: [[float(number)] for number in numbers] for schedule in engines}
     for turn in range(arguments.warmup + arguments.rounds):
