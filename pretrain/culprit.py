@@ -1,7 +1,5 @@
 """After a step that is not finite: on which rank, and in what."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 
@@ -21,16 +19,7 @@ def find_culprit(engine, step: int, samples: Samples) -> str:
     if found:
         return found
     reduced = _gather(_first_bad(engine.gpt))
-    config = engine.config
-    finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
-    config.finalize_model_grads_func = config.no_sync_func = None
-    try:
-        with contextlib.ExitStack() as unreduced:
-            for chunk in engine.model:
-                unreduced.enter_context(chunk.no_sync())
-            loss = engine.backward(step, samples)
-    finally:
-        config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
+    loss = engine.backward(step, samples, reduce=False)
     found = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
     if found:
         return found

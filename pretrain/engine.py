@@ -1,5 +1,6 @@
 """One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -170,15 +171,31 @@ class Engine:
             skip_step(self.gpt)
         return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0)
 
-    def backward(self, step: int, samples: Samples) -> Tensor:
-        """Gradients of a training step, reduced over ranks, in place of those that were there; this rank's loss."""
+    def backward(self, step: int, samples: Samples, *, reduce: bool = True) -> Tensor:
+        """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;
+        this rank's loss."""
         size = self.recipe.train.global_batch
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.last_loss = self.accumulate(samples, step * size, size, step)
+        with contextlib.nullcontext() if reduce else self._unreduced():
+            self.last_loss = self.accumulate(samples, step * size, size, step)
         return self.last_loss
+
+    @contextlib.contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        """Within, gradients stay this rank's own, also those that would be reduced while the backward pass goes on."""
+        config = self.config
+        finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
+        config.finalize_model_grads_func = config.no_sync_func = None
+        try:
+            with contextlib.ExitStack() as stack:
+                for chunk in self.model:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            config.finalize_model_grads_func, config.no_sync_func = finalize, no_sync
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:

@@ -1,6 +1,9 @@
 """The pipeline benchmark: its arithmetic, and a small run of it on two ranks."""
 
+from types import SimpleNamespace
+
 import pytest
+from forks import values
 
 from bench import pipeline
 from fmoe.errors import UserError
@@ -20,24 +23,13 @@ def test_equal_stages_that_send_for_nothing_give_the_formula(stages):
     assert all(line.endswith("| 1.00 |") for line in lines[2:5])
 
 
-def test_a_small_run_prints_a_row_for_each(capsys):
-    pipeline.main(
-        [
-            "--rounds",
-            "2",
-            "--warmup",
-            "0",
-            "--micro-batches",
-            "2",
-            "4",
-            "--hidden-size",
-            "48",
-            "--sequence-length",
-            "16",
-        ]
-    )
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[:3] for line in lines[1:]] == [
+def test_a_small_run_gives_a_row_for_each(forks):
+    sizes = {"layers": 2, "hidden_size": 48, "sequence_length": 16, "stages": 2}
+    arguments = SimpleNamespace(rounds=2, warmup=0, micro_batches=[4, 2], **sizes)
+    seconds, same = values(forks.run(2, pipeline.measure, arguments))
+    assert seconds == same
+    lines = pipeline.table(seconds, 2)
+    assert [line.split(" | ")[:3] for line in lines[2:6]] == [
         [f"| {schedule}", "2", m] for schedule in ("1f1b", "gpipe") for m in ("2", "4")
     ]
 

@@ -34,8 +34,9 @@ def build(gate, group_size, expert, **groups):
         gate=gate,
         gate_options=OPTIONS.get(gate, {}),
         expert=expert,
-        expert_options={"dropout": 0.2},
-        shared_expert=8,
+        # A shared expert's dropout is torch's, which knows no tokens.
+        expert_options={"dropout": 0.2 if group_size else 0.0},
+        shared_expert=None if group_size else 8,
         loss_weights={"balance": 1.0, "z": 0.1, "importance": 0.5, "load": 0.5},
         group_size=group_size,
         sequence_first=True,

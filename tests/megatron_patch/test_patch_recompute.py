@@ -73,7 +73,8 @@ def train(options):
         for micro in range(2):  # both forward before any backward, as in a pipeline
             fmoe.random.set_position(1, 3, (first + 8 * micro) * 16)
             tokens, positions, labels = batch(first + 8 * micro)
-            with Saved(model) as saved:
+            saved = Saved(model)
+            with saved:
                 loss = model(tokens, positions, None, labels=labels).mean()
             seen.setdefault(mode, []).append(loss)
         kept = saved.bytes

@@ -64,7 +64,8 @@ WRONG = {
 def test_splits_that_cannot_be_are_said(case):
     parallel, parts, *rest = WRONG[case]
     options = {"parallel.expert": 1} | {f"parallel.{key}": value for key, value in parallel.items()} | dict(*rest)
-    arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    options |= dict.fromkeys([key for key in options if key.endswith("overlap-parameters")], "")
+    arguments = [text for key, value in options.items() for text in (f"--{key}", str(value)) if text]
     with pytest.raises(UserError) as error:
         load_recipe("quickstart", arguments)
     message = str(error.value)
