@@ -293,6 +293,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 token_ids=part.token_ids,
                 layer_seed=self.seed,
                 before=0 if self.sequence_first else part.before,
+                parts=part.parts if part.gathers_scores else None,
             )
             leaves = [_rows_of(leaf, sliced) for leaf in part.leaves]
             x_TD = leaves[0]

@@ -146,15 +146,16 @@ def _(key_: Tensor, purpose: str) -> Tensor:
     return torch.empty_like(key_)
 
 
-def uniform(keys_G: Tensor, count: int) -> Tensor:
-    """Numbers in [0, 1), float32 of shape [G, count]: row g is a pure function of ``keys_G[g]`` (int64).
+def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
+    """Numbers in [0, 1), float32 of shape [G, count]: row g is a pure function of ``keys_G[g]`` (int64), of which
+    these are the ones from ``start`` on.
 
     A counter is hashed twice with the finaliser of MurmurHash3 (public domain), each time with half of the key; the
     top 24 bits become the float. int32 arithmetic wraps, which is what the hash wants.
     """
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
-    counter = torch.arange(count, dtype=torch.int32, device=keys_G.device)
+    counter = torch.arange(start, start + count, dtype=torch.int32, device=keys_G.device)
     x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
     x = _mix32(x.bitwise_xor_(high_G1))
     return _shift_right(x, 8).to(torch.float32).mul_(2.0**-24)

@@ -6,12 +6,16 @@ rank, S tokens of a group (the last group may be padded).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fmoe import random
 from fmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from fmoe.parallel.slicing import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,7 @@ class RoutingGroups:
         token_ids_T: of the vocabulary, for gates that route by them; None where nobody gave them.
         first_group: index of the first group within the global batch of the step.
         noise_key: makes the key of the noise, called only by gates that draw some.
+        parts: how the tokens are spread over ranks, where this one has a part alone; groups are of all of them.
 
     Raises:
         UserError: ``mask_T`` or ``token_ids_T`` is not one for each token.
@@ -84,6 +89,7 @@ class RoutingGroups:
         token_ids_T: Tensor | None = None,
         first_group: int = 0,
         noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0),
+        parts: "Parts | None" = None,
     ):
         self.num_tokens = num_sequences * sequence_length
         self.size = max(sequence_length if size is None else size, 1)
@@ -96,6 +102,7 @@ class RoutingGroups:
         self._shape = (num_sequences, sequence_length)
         self._sequence_first = sequence_first and num_sequences > 1
         self._noise_key = noise_key
+        self._parts = parts
         self._key: int | Tensor | None = None
 
     @property
@@ -150,6 +157,32 @@ class RoutingGroups:
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
+    def own_uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        """The rows of `uniform` that are of this rank's tokens; all of them where it has all."""
+        if self._parts is None:
+            return self.uniform(width, purpose, device)
+        num_sequences, length = self._shape
+        in_sequences = self._sequence_first or (num_sequences == 1 and self._parts.length == length)
+        if not in_sequences or self.size != length:
+            return self._parts.own(self.uniform(width, purpose, device), self._rows)
+        # Every sequence is a group, of which this rank has the same part.
+        begin, end = self._parts.bounds
+        keys_G = self._group_keys(purpose, device)
+        noise_GN = random.uniform(keys_G, (end - begin) * width, begin * width)
+        return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
+
+    def whole(self, x_TX: Tensor) -> Tensor:
+        """Something that tokens have: this rank's, [own T, ...], -> those of all, [T, ...]. The gradients of all ranks are
+        summed. Where this rank has all tokens, ``x_TX``."""
+        if self._parts is None:
+            return x_TX
+        return self._parts.whole(x_TX.unflatten(0, (-1, self._rows))).flatten(0, 1)
+
+    @property
+    def _rows(self) -> int:
+        """Tokens for each place along which the tokens are cut."""
+        return self.num_tokens // self._parts.length if self._parts.length else 1
+
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""
         noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
@@ -171,6 +204,7 @@ def tokens_of(
     token_ids: Tensor | None = None,
     layer_seed: int = 0,
     before: int = 0,
+    parts: "Parts | None" = None,
 ) -> tuple[Tensor, RoutingGroups]:
     """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
 
@@ -179,6 +213,8 @@ def tokens_of(
         mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
         token_ids: int64, the shape of ``x`` without D.
         before: tokens of the micro batch that lie before these, on other ranks.
+        parts: ``x`` is this rank's part, along the first dimension, of what the groups are made of; ``mask`` and
+            ``token_ids`` are of all.
 
     Raises:
         UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
@@ -187,19 +223,20 @@ def tokens_of(
         raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={d_model}]")
     if not x.is_floating_point():
         raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
-    if mask is not None and mask.shape != x.shape[:-1]:
-        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(x.shape[:-1])}, that of the tokens")
+    leading = x.shape[:-1] if parts is None else torch.Size((parts.length, *x.shape[1:-1]))
+    if mask is not None and mask.shape != leading:
+        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
     if mask is not None and mask.dtype != torch.bool:
         raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
-    if token_ids is not None and token_ids.shape != x.shape[:-1]:
-        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(x.shape[:-1])}")
+    if token_ids is not None and token_ids.shape != leading:
+        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
     x_TD = x.reshape(-1, d_model)
     if sequence_first and x.dim() == 3:
-        sequence_length, num_sequences = x.shape[:2]
+        sequence_length, num_sequences = leading
     else:
         sequence_first = False
-        sequence_length = x.shape[-2]
-        num_sequences = x_TD.shape[0] // sequence_length if sequence_length else 0
+        sequence_length = leading[-1]
+        num_sequences = leading.numel() // sequence_length if sequence_length else 0
     where = random.position()
     first_token = before + (where.first_token if where else 0)
     size = sequence_length if group_size is None else group_size
@@ -212,5 +249,6 @@ def tokens_of(
         token_ids_T=None if token_ids is None else token_ids.reshape(-1),
         first_group=first_token // max(size, 1),
         noise_key=lambda: random.noise_key(layer_seed),
+        parts=parts,
     )
     return x_TD, groups

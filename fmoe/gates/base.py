@@ -23,7 +23,7 @@ class Scores:
     """What a router thinks of its tokens, at least float32.
 
     Attributes:
-        x_TD: the router's input.
+        x_TD: the router's input; this rank's part of it alone where the gate `decides_by_logits`.
         logits_TE: its output.
         probs_TE: softmax of the logits, or what else sums to one.
         logsumexp_T: of the logits.
@@ -66,6 +66,10 @@ class Router(nn.Module):
     """
 
     default_top_k = 2
+    # Whether all that `choose` looks at is logits, or nothing of the tokens: where ranks have parts of the sequences,
+    # those (E numbers a token) are gathered, not the gate's input (D). A class says so for itself, not for those
+    # derived from it.
+    decides_by_logits = False
 
     def __init__(
         self,
@@ -134,9 +138,9 @@ class FixedRouter(Router):
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        weight_TK = torch.full((x_TD.shape[0], self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
+        weight_TK = torch.full((groups.num_tokens, self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
         expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
-        entropy_T = torch.full((x_TD.shape[0],), self.entropy(), device=x_TD.device)
+        entropy_T = torch.full((groups.num_tokens,), self.entropy(), device=x_TD.device)
         return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
 
 
@@ -199,7 +203,7 @@ class TopKRouter(Router):
                 self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
-        """What the router looks at; in the router's precision."""
+        """What the router looks at, of this rank's tokens; in the router's precision."""
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -214,7 +218,7 @@ class TopKRouter(Router):
         """The router's view of the tokens."""
         x_TD = self.router_input(x_TD, groups)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
+        logits_TE = groups.whole(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
         logsumexp_T = logits_TE.logsumexp(-1)
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 

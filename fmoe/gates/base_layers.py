@@ -18,6 +18,8 @@ class BaseRouter(TopKRouter):
     not got yet, and balancing the loads so far.
     """
 
+    decides_by_logits = True
+
     default_top_k = 1
     common_losses = ()
 

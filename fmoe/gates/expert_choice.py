@@ -25,6 +25,8 @@ class ExpertChoiceRouter(TopKRouter):
         eval_capacity_factor: the same in evaluation; None for that of training.
     """
 
+    decides_by_logits = True
+
     common_losses = ("z",)
 
     def __init__(

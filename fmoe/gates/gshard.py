@@ -19,6 +19,8 @@ class GShardRouter(TopKRouter):
         capacity_factor: the paper's ``C = 2 S / E`` for top-2, that is 1.0; 2.0 in evaluation; see `TopKRouter`.
     """
 
+    decides_by_logits = True
+
     def __init__(
         self,
         d_model: int,

@@ -24,6 +24,8 @@ class HashRouter(FixedRouter):
         UserError: the table has not K columns of experts; a call without token ids.
     """
 
+    decides_by_logits = True
+
     default_top_k = 1
 
     def __init__(

@@ -16,6 +16,8 @@ class NaiveRouter(TopKRouter):
             (`limit_to_groups`); None for no such limit.
     """
 
+    decides_by_logits = True
+
     def __init__(
         self,
         d_model: int,

@@ -16,6 +16,8 @@ class RandomRouter(FixedRouter):
     The draw is noise like any other: keyed by (seed, layer, step, routing group), new at each step.
     """
 
+    decides_by_logits = True
+
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
         return best_by_hash(groups.uniform(self.num_experts, "random gate", device), self.top_k)
 

@@ -38,6 +38,8 @@ class SigmoidRouter(TopKRouter):
         UserError: see `TopKRouter`; ``bias_step`` negative; groups that cannot be.
     """
 
+    decides_by_logits = True
+
     common_losses = ()
     expert_bias_E: Tensor
 

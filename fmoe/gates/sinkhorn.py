@@ -24,6 +24,8 @@ class SinkhornRouter(TopKRouter):
         tolerance: a group is left as it is once no column is further than this, relatively, from its sum.
     """
 
+    decides_by_logits = True
+
     common_losses = ("z",)
 
     def __init__(

@@ -19,6 +19,8 @@ class SwipeRouter(TopKRouter):
     sum of their logits is largest, and a token's experts differ.
     """
 
+    decides_by_logits = True
+
     common_losses = ("z",)
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:

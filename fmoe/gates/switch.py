@@ -19,6 +19,7 @@ class SwitchRouter(TopKRouter):
     """
 
     default_top_k = 1
+    decides_by_logits = True
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class SwitchRouter(TopKRouter):
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         if not self.training or not self.jitter:
             return x_TD
-        noise_TD = groups.uniform(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
+        noise_TD = groups.own_uniform(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
         return x_TD * (1 - self.jitter + 2 * self.jitter * noise_TD)
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:

@@ -11,5 +11,7 @@ class ZeroRouter(FixedRouter):
     """Every choice of every token is expert 0, with weight 1 / K (FastMoE's ZeroGate): the worst possible balance, and
     the output of a dense layer. For tests and benchmarks."""
 
+    decides_by_logits = True
+
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
         return torch.zeros(groups.num_tokens, self.top_k, dtype=torch.int64, device=device)

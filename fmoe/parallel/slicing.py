@@ -1,12 +1,12 @@
 """Ranks that work on parts of the same sequences (tensor and sequence parallelism).
 
-Each takes or has its part of the tokens. A gate has to see the sets of tokens it decides over whole, so its input is
-gathered, every rank of the group comes to the same decisions, and goes on with its part of them.
+Each takes or has its part of the tokens. A gate has to see the sets of tokens it decides over whole, so its input, or
+its logits where it looks at nothing else, are gathered. Every rank of the group comes to the same decisions, and goes
+on with its part of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,12 @@ class Parts:
         """Of all parts together."""
         return sum(self.lengths)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Where this rank's part begins and ends."""
+        begin = sum(self.lengths[: self.group.rank()])
+        return begin, begin + self.lengths[self.group.rank()]
+
     def gather(self, x: Tensor) -> Tensor:
         """All parts, from this rank's; no gradients."""
         longest = max(self.lengths)
@@ -148,8 +154,8 @@ class Parts:
 
     def own(self, x: Tensor, rows: int = 1) -> Tensor:
         """This rank's part of all, where each entry of the first dimension is ``rows`` of ``x``."""
-        begin = list(accumulate(self.lengths, initial=0))[self.group.rank()]
-        return x.narrow(0, begin * rows, self.lengths[self.group.rank()] * rows)
+        begin, end = self.bounds
+        return x.narrow(0, begin * rows, (end - begin) * rows)
 
 
 def place_of_slice(leading: torch.Size, group: dist.ProcessGroup) -> tuple[int, float]:
@@ -169,12 +175,13 @@ class Part:
 
     Attributes:
         leaves: this rank's tokens.
-        seen: the tokens that the gate decides over.
-        mask, token_ids: of ``seen``.
+        seen: the tokens that the gate decides over, or with ``gathers_scores`` those of them that are this rank's.
+        mask, token_ids: of all tokens that the gate decides over.
         filled: of ``leaves`` (FastMoE's ``mask``).
         before: tokens of the micro batch that lie before ``seen``, on other ranks.
         share: of this rank in the auxiliary losses of ``seen``.
-        parts: how ``seen`` is spread; None where it is this rank's own.
+        parts: how what the gate decides over is spread; None where it is this rank's own.
+        gathers_scores: ``seen`` is this rank's part; what the gate makes of it is gathered.
     """
 
     leaves: Sequence[Tensor]
@@ -185,9 +192,10 @@ class Part:
     before: int = 0
     share: float = 1.0
     parts: Parts | None = None
+    gathers_scores: bool = False
 
     def own(self, x_TX: Tensor) -> Tensor:
-        """Of something that ``seen``'s tokens have, what this rank's have."""
+        """Of something that all tokens have that the gate decides over, what this rank's have."""
         return x_TX if self.parts is None else self.parts.own(x_TX, self.seen.shape[1:-1].numel())
 
     def own_routing(self, routing: Routing) -> Routing:
@@ -206,6 +214,7 @@ def take_part(
 
     FastMoE's gates see the part alone, as they do in FastMoE.
     """
+    by_logits = "decides_by_logits" in vars(type(layer.gate)) and layer.gate.decides_by_logits
     if layer.slice_group is not None:
         full, leading = leaves[0], leaves[0].shape[:-1]
         leaves, filled = take_slice((leaves, filled), layer.slice_group)
@@ -213,11 +222,11 @@ def take_part(
             mask, token_ids = take_slice((mask, token_ids), layer.slice_group)
             return Part(leaves, leaves[0], mask, token_ids, filled, *place_of_slice(leading, layer.slice_group))
         parts = Parts.cut(leading[0], layer.slice_group)
-        seen = parts.whole(leaves[0], full)
+        seen = leaves[0] if by_logits else parts.whole(leaves[0], full)
     elif layer.sequence_group is not None:
         parts = Parts.held(leaves[0].shape[0], layer.sequence_group)
-        seen = parts.whole(leaves[0])
+        seen = leaves[0] if by_logits else parts.whole(leaves[0])
         mask, token_ids = (None if x is None else parts.gather(x) for x in (mask, token_ids))
     else:
         return Part(leaves, leaves[0], mask, token_ids, filled)
-    return Part(leaves, seen, mask, token_ids, filled, share=1 / parts.size, parts=parts)
+    return Part(leaves, seen, mask, token_ids, filled, 0, 1 / parts.size, parts, by_logits)
