@@ -172,8 +172,8 @@ class RoutingGroups:
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
 
     def whole(self, x_TX: Tensor) -> Tensor:
-        """Something that tokens have: this rank's, [own T, ...], -> those of all, [T, ...]. The gradients of all ranks are
-        summed. Where this rank has all tokens, ``x_TX``."""
+        """From what this rank's tokens have, [own T, ...], to what all tokens have, [T, ...]; the gradients of all
+        ranks are summed. Where this rank has all tokens, ``x_TX`` itself."""
         if self._parts is None:
             return x_TX
         return self._parts.whole(x_TX.unflatten(0, (-1, self._rows))).flatten(0, 1)
