@@ -18,6 +18,7 @@ endif
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
+	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
 	@echo "make lint    set up, check style"

@@ -32,12 +32,12 @@ class SDPAttention(DotProductAttention):
     ) -> Tensor:
         """[s, b, heads, head width] each -> [s, b, heads * head width]. The mask is True where nothing is seen."""
         softmax = self.scale_mask_softmax
+        is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
         # torch aligns a causal mask at the top left, which is another one where there are more keys than queries.
-        special |= attention_mask is None and query.shape[0] != key.shape[0]
+        special |= is_causal and query.shape[0] != key.shape[0]
         if special or attention_bias is not None or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         dropout = self.attention_dropout.p if self.training else 0.0
         # As in the module replaced: under tensor parallelism each rank drops its own heads' scores.
         forked = dropout > 0 and not self.config.sequence_parallel

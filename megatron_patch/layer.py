@@ -39,6 +39,8 @@ class MegatronFMoE(FMoE):
         num_experts: in all.
         d_hidden: hidden width of an expert; None for the config's ``moe_ffn_hidden_size``, else ``ffn_hidden_size``.
         seed: of the run; with the layer number, the key of the layer's weights and noise.
+        layer_offset: added to the layer number: for the second stack of a model (a T5's decoder) the first's layers.
+        model_layers: layers of all stacks; None for those of ``config``.
         options: all other arguments of `fmoe.FMoE`.
 
     Raises:
@@ -57,6 +59,8 @@ class MegatronFMoE(FMoE):
         num_experts: int,
         d_hidden: int | None = None,
         seed: int = 0,
+        layer_offset: int = 0,
+        model_layers: int | None = None,
         gate_options: Mapping[str, Any] | None = None,
         expert_options: Mapping[str, Any] | None = None,
         **options,
@@ -69,7 +73,9 @@ class MegatronFMoE(FMoE):
             )
         if isinstance(options.get("gate"), nn.Module):
             raise UserError("gate is one module for all layers: give its name or class, and gate_options")
-        self._run_seed = seed
+        self._run_seed, self._layer_offset, self._model_layers = seed, layer_offset, model_layers
+        if layer_number is not None:
+            layer_number += layer_offset
         groups = _Groups.of(pg_collection)
         size = groups.tensor.size() if groups.tensor else 1
         if config.tensor_model_parallel_size != size:
@@ -122,6 +128,7 @@ class MegatronFMoE(FMoE):
 
     def set_layer_number(self, layer_number: int) -> None:
         """Called by Megatron-core once the layer knows its place; gate and experts are made anew under it."""
+        layer_number += self._layer_offset
         if layer_number != self.layer_number:
             self.layer_number, self.name = layer_number, _name(layer_number)
             self.seed = key("layer", self._run_seed, layer_number)
@@ -164,7 +171,7 @@ class MegatronFMoE(FMoE):
 
     def record(self, routing: Routing) -> None:
         super().record(routing)
-        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
+        num_layers = self._model_layers or self.config.num_layers + (self.config.mtp_num_layers or 0)
         for name, loss in routing.losses.items():
             save_to_aux_losses_tracker(
                 _TRACKED.get(name, name),

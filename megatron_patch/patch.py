@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fmoe import UserError
@@ -16,13 +19,46 @@ from fmoe.upcycle import Upcycling
 from megatron_patch.layer import MegatronFMoE
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
+MODELS = (GPTModel, T5Model, BertModel)
+
+
+class Stack(NamedTuple):
+    """A transformer block of a model, and where it lies in it.
+
+    Attributes:
+        layers: those that this rank holds.
+        config: the block's.
+        offset: layers of the model that come before the block's first.
+    """
+
+    layers: tuple[nn.Module, ...]
+    config: TransformerConfig
+    offset: int
+
+
+def stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """The transformer blocks of one of `MODELS`, in the order in which a token meets them: of a T5 encoder, decoder."""
+    blocks = {"decoder": model.config}
+    if isinstance(model, BertModel):
+        blocks = {"encoder": model.config}
+    elif isinstance(model, T5Model):
+        blocks = {"encoder": model.encoder_config, "decoder": model.config}
+    found, offset = [], 0
+    for name, config in blocks.items():
+        block = getattr(model, name)  # None on a pipeline stage that has the other one
+        found.append(Stack(() if block is None else tuple(block.layers), config, offset))
+        offset += config.num_layers
+    return tuple(found)
+
 
 def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
     """A copy of a transformer layer's spec with `MegatronFMoE` where the MLP was.
 
     Args:
         base_spec: e.g. ``get_gpt_layer_local_spec()``.
-        options: of `MegatronFMoE`: ``num_experts``, ``top_k``, ``gate``, ...
+        options: of `MegatronFMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 of N and M layers
+            ``model_layers=N + M`` in both specs and ``layer_offset=N`` in the decoder's, so that no two layers have the
+            same weights, noise and place in Megatron's aux-loss tracker.
     """
     spec = copy.deepcopy(base_spec)
     spec.submodules.mlp = ModuleSpec(module=MegatronFMoE, params=options)
@@ -41,14 +77,15 @@ def fmoefy(
     seed: int = 0,
     **options,
 ) -> nn.Module:
-    """Puts `MegatronFMoE` in place of the MLPs of a Megatron-core GPTModel; returns the model.
+    """Puts `MegatronFMoE` in place of the MLPs of a Megatron-core GPTModel, T5Model or BertModel; returns the model.
 
     Call it before Float16Module, DistributedDataParallel and the optimizer, which keep what they found. The model's
     layers are as they were if it raises.
 
     Args:
         num_experts: in all, of each layer.
-        layers: numbers of the layers to change, counted from 1 over the whole model as Megatron does; None for all.
+        layers: numbers of the layers to change, counted from 1 over the whole model as Megatron does, a T5's decoder
+            after its encoder; None for all.
         upcycle: every expert begins as the MLP of its layer, and the model's output is unchanged. The default draws new
             ones, as `fmoe_layer_spec` does: a model that is about to be pretrained has nothing to keep, and copies
             of one random MLP would only begin alike. `fmoe.fmoefy` upcycles unless told otherwise, here too.
@@ -58,31 +95,47 @@ def fmoefy(
         options: of `MegatronFMoE`.
 
     Raises:
-        UserError: the model is wrapped already, is no GPTModel, has FMoE layers already, or has no layer of ``layers``;
-            upcycling cannot keep the output.
+        UserError: the model is wrapped already, is none of these, has FMoE layers already, or has no layer of
+            ``layers``; upcycling cannot keep the output.
     """
     if hasattr(model, "module"):
         raise UserError(f"fmoefy got a model inside {type(model).__name__}: call it before the model is wrapped")
-    if not isinstance(model, GPTModel):
-        raise UserError(f"fmoefy of megatron_patch takes a GPTModel, not {type(model).__name__}")
+    if not isinstance(model, MODELS):
+        names = ", ".join(kind.__name__ for kind in MODELS)
+        raise UserError(f"fmoefy of megatron_patch takes one of {names}, not {type(model).__name__}")
     check_model(model)
-    chosen = [layer for layer in model.decoder.layers if layers is None or layer.layer_number in layers]
-    known = range(1, model.config.num_layers + 1)
+    parts = stacks(model)
+    total = sum(config.num_layers for _, config, _ in parts)
     for number in layers or ():
-        if number not in known:
-            raise UserError(f"layers={sorted(layers)}: the model's layers are numbered 1 to {model.config.num_layers}")
-    found = [mlp_block(layer, granularity) for layer in chosen] if upcycle else []
+        if not 1 <= number <= total:
+            raise UserError(f"layers={sorted(layers)}: the model's layers are numbered 1 to {total}")
+    chosen = [
+        (layer, offset)
+        for in_stack, _, offset in parts
+        for layer in in_stack
+        if layers is None or layer.layer_number + offset in layers
+    ]
+    found = [mlp_block(layer, granularity, offset) for layer, offset in chosen] if upcycle else []
     check_chosen(model, found, granularity, options)
     shape = {"num_experts": num_experts, "granularity": granularity, "sequence_first": True}
     how = plan_blocks(found, upcycle=upcycle, exact=exact, noise=noise, options={**options, **shape})
     blocks = [f.block for f in found] or [None] * len(chosen)
     options = {"num_experts": num_experts, "seed": seed, **options}
+    if len(parts) > 1:
+        options = {"model_layers": total, **options}
     # All layers are made before the first is put in, so that an error leaves the model as it was.
-    made = [_make(layer, granularity, block, how, options) for layer, block in zip(chosen, blocks, strict=True)]
-    for layer, new in zip(chosen, made, strict=True):
+    made = [
+        _make(layer, granularity, block, how, {"layer_offset": offset, **options})
+        for (layer, offset), block in zip(chosen, blocks, strict=True)
+    ]
+    for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
-    if layers is not None:  # unlike layers: sharded_state_dict must not stack them into one tensor
-        model.config.moe_layer_freq = [int(number in layers) for number in known]
+    for _, config, offset in parts:
+        if made:  # in every stack's config: the schedule looks into one of them for losses to scale
+            config.num_moe_experts = made[0].num_experts
+        if layers is not None:  # unlike layers: sharded_state_dict must not stack them into one tensor
+            numbers = range(offset + 1, offset + config.num_layers + 1)
+            config.moe_layer_freq = [int(number in layers) for number in numbers]
     return model
 
 
@@ -106,7 +159,7 @@ def adapter(model: nn.Module) -> Callable[..., nn.Module] | None:
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module
-    if not isinstance(inner, GPTModel):
+    if not isinstance(inner, MODELS):
         return None
     return _convert
 
@@ -116,7 +169,7 @@ def _convert(
 ) -> nn.Module:
     """`fmoefy` with `fmoe.fmoefy`'s spellings of ``layers`` and its default of ``upcycle``; numbers count from 1."""
     if isinstance(layers, int):
-        count = model.config.num_layers if isinstance(model, GPTModel) else layers
+        count = sum(s.config.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:
             raise UserError(f"layers={layers} (every n-th layer) chooses none: the model has {count}")
         layers = range(layers, count + 1, layers)

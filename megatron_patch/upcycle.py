@@ -14,14 +14,14 @@ from fmoe.upcycle import Upcycling, upcycle_
 from megatron_patch.layer import MegatronFMoE
 
 
-def mlp_block(layer: nn.Module, granularity: int) -> Found:
-    """The MLP of a transformer layer.
+def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
+    """The MLP of a transformer layer, whose number in the model is ``offset`` more than that in its stack.
 
     Raises:
         UserError: it is no `MLP` of Megatron-core, computes more than a feed-forward block, or the config asks for
             experts of another width.
     """
-    mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number}"
+    mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"
     reason = _what_is_more(mlp)
     if reason is not None:
         raise UserError(f"upcycle=True cannot take {name}: {reason}; upcycle=False draws new experts")

@@ -22,7 +22,9 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
         usage=f"{program} RECIPE [--resume [WHERE] [--fallback]] [--section.key value ...]",
         epilog=f"{program} RECIPE --help lists every key.",
     )
-    parser.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe that is shipped: quickstart")
+    parser.add_argument(
+        "recipe", nargs="?", help="a TOML file, or the name of a recipe that is shipped: quickstart, t5, bert"
+    )
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -41,7 +43,7 @@ def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[s
         if set(overrides) & {"-h", "--help"}:
             parser.print_help()
             raise SystemExit(0)
-        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or quickstart)")
+        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or quickstart, t5, bert)")
     if arguments.fallback and arguments.resume is None:
         raise UserError("--fallback without --resume: a new run has no checkpoint to pass over")
     return arguments, overrides

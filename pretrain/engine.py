@@ -110,7 +110,9 @@ class Engine:
         )
         self._run_schedule = get_schedule(recipe.parallel)
         self.data_group = parallel_state.get_data_parallel_group()
-        self._reports = RoutingReports(self.moe_layers, recipe.model.num_layers, self.data_group, processes.device)
+        self._reports = RoutingReports(
+            self.moe_layers, len(recipe.model.layer_numbers), self.data_group, processes.device
+        )
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None

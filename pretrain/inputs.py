@@ -9,7 +9,8 @@ from fmoe.errors import UserError, require
 from fmoe.gates import build_gate
 from pretrain.config import Recipe
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.samples import GPTSamples, unigram_entropy
+from pretrain.data.kinds import build_samples
+from pretrain.data.samples import Samples, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.gate import exchange_options, gate_options
 
@@ -22,8 +23,8 @@ class Inputs:
     """Training and validation samples (None: no validation), the training corpus's unigram entropy in nats, and the
     SHA-256 of its tokens, a file each; None where it was prepared without."""
 
-    train: GPTSamples
-    validation: GPTSamples | None
+    train: Samples
+    validation: Samples | None
     unigram_entropy: float
     fingerprints: tuple[str | None, ...] = ()
 
@@ -33,7 +34,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
 
     Raises:
         UserError: a file is missing or damaged, a corpus is empty or shorter than a sequence, the tokenizer's
-            vocabulary or a token id is larger than the model's vocabulary.
+            vocabulary or a token id is larger than the model's vocabulary, the tokenizer lacks a special piece that the
+            kind of model takes.
     """
     data, model = recipe.data, recipe.model
     _check_packages(recipe)
@@ -55,13 +57,13 @@ def open_inputs(recipe: Recipe) -> Inputs:
         )
     with _naming("data.train"):
         train = [_corpus(prefix, tokenizer) for prefix in data.train]
-        samples = GPTSamples(train, model.sequence_length, recipe.train.seed)
+        samples = build_samples(recipe, train, tokenizer, recipe.train.seed, data.weights)
         entropy = unigram_entropy(train, model.vocab_size)
     validation = None
     if data.validation:
         with _naming("data.validation"):
             corpora = [_corpus(prefix, tokenizer) for prefix in data.validation]
-            validation = GPTSamples(corpora, model.sequence_length, _VALIDATION_SEED)
+            validation = build_samples(recipe, corpora, tokenizer, _VALIDATION_SEED)
             unigram_entropy(corpora, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
     fingerprints = tuple(corpus.description.get("sha256", {}).get("bin") for corpus in train)
     return Inputs(samples, validation, entropy, fingerprints)

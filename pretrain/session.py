@@ -194,17 +194,17 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
     if not processes.is_main:
         return
     held = [list(range(first, first + count)) for first, count in (x.tolist() for x in everyone)]
-    model = trainer.recipe.model
+    recipe = trainer.recipe
     text = {
         "world_size": processes.world_size,
         "device": processes.device.type,
         "experts_of_rank": held,
-        "params": model.num_params(),
-        "active_params": model.num_active_params(),
+        "params": recipe.num_params(),
+        "active_params": recipe.num_active_params(),
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }
     (folder / "run.json").write_text(json.dumps(text, indent=1) + "\n")
-    lines = [f"{model.num_params():,} parameters, {model.num_active_params():,} active a token"]
+    lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active a token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

@@ -36,6 +36,8 @@ class Trainer:
         self.engine = Engine(recipe, processes)
         self.step = 0
         self.is_stopping = False
+        self._tokens = recipe.train.global_batch * recipe.tokens_per_sequence  # of a step
+        self._flops = self._tokens * recipe.flops_per_token()
 
     @property
     def is_done(self) -> bool:
@@ -77,15 +79,14 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self.step += 1
         self.is_stopping = result.asks_to_stop
-        tokens = self.recipe.train.global_batch * self.recipe.model.sequence_length
         metrics: Metrics = {
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            "tokens": self.step * tokens,
-            "tokens_per_second": tokens / seconds,
+            "tokens": self.step * self._tokens,
+            "tokens_per_second": self._tokens / seconds,
             "step_seconds": seconds,
-            "mfu": self.recipe.model.flops_per_token() * tokens / seconds / peak,
+            "mfu": self._flops / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
         means = {name: 0.0 for name in ("drop_rate", "entropy", "balance_loss", "z_loss", "load_cv", "dead_experts")}

@@ -7,17 +7,23 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fmoe.errors import UserError
+from pretrain.config import counts
+from pretrain.config.kinds import check_kind
 from pretrain.config.parallel import ParallelConfig, divides
+from pretrain.data.spans import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The transformer and its experts."""
 
-    kind: Literal["gpt"] = "gpt"
-    """What it is."""
+    kind: Literal["gpt", "t5", "bert"] = "gpt"
+    """What is built and what it learns: gpt the next token, t5 (encoder and decoder) spans that are left out, bert
+    tokens that are masked."""
     num_layers: int = 4
-    """Transformer layers."""
+    """Transformer layers; of a t5, those of the encoder."""
+    num_decoder_layers: int | None = None
+    """Layers of a t5's decoder; None for as many as the encoder has."""
     hidden_size: int = 192
     """Width of the residual stream."""
     num_heads: int = 6
@@ -25,7 +31,7 @@ class ModelConfig:
     ffn_hidden_size: int = 768
     """Hidden width of a feed-forward block: of the dense ones, and of each expert."""
     sequence_length: int = 256
-    """Tokens of a training sequence."""
+    """Tokens of a training sequence; of a t5, those that its encoder gets."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     activation: Literal["gelu", "relu", "silu"] = "gelu"
@@ -44,7 +50,9 @@ class ModelConfig:
     num_experts: int = 8
     """Experts of a Mixture-of-Experts layer, in all; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
-    """Layers with experts, numbered from 1; empty for all."""
+    """Layers with experts, numbered from 1, a t5's decoder after its encoder; empty for every `moe_every`-th."""
+    moe_every: int = 1
+    """Every n-th layer has experts, n first; of no use beside `moe_layers`."""
     top_k: int = 1
     """Experts a token."""
     gate: str = "switch"
@@ -63,37 +71,35 @@ class ModelConfig:
     """Factor of the router z-loss."""
 
     @property
+    def decoder_layers(self) -> int:
+        """Layers of a T5's decoder; 0 of another model, whose one stack has `num_layers`."""
+        if self.kind != "t5":
+            return 0
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def layer_numbers(self) -> range:
+        """From 1; of a T5 the encoder's first, and the decoder's go on counting."""
+        return range(1, self.num_layers + self.decoder_layers + 1)
+
+    @property
     def layers_with_experts(self) -> tuple[int, ...]:
         """Numbers of the layers that have experts."""
         if not self.num_experts:
             return ()
-        return self.moe_layers or tuple(range(1, self.num_layers + 1))
+        return self.moe_layers or tuple(n for n in self.layer_numbers if n % self.moe_every == 0)
 
     def num_params(self) -> int:
         """Parameters in all."""
-        return self._count(self.num_experts)
+        return counts.num_params(self, self.num_experts)
 
     def num_active_params(self) -> int:
         """Parameters that a token meets: those of K experts instead of all."""
-        return self._count(self.top_k)
-
-    def _count(self, experts_counted: int) -> int:
-        width, vocab = self.hidden_size, self.vocab_size
-        attention = 4 * width * width
-        norms = 4 * width
-        ffn = (3 if self.gated else 2) * width * self.ffn_hidden_size
-        moe = len(self.layers_with_experts)
-        total = self.num_layers * (attention + norms)
-        total += (self.num_layers - moe) * ffn + moe * (experts_counted * ffn + self.num_experts * width)
-        total += vocab * width * (1 if self.tie_embeddings else 2) + 2 * width
-        return total + (self.sequence_length * width if self.position == "learned_absolute" else 0)
+        return counts.num_params(self, self.top_k)
 
     def flops_per_token(self) -> float:
-        """Floating point operations of a training step per token, forward and backward: 6 for each active parameter
-        that is a matrix, and the attention scores (PaLM, arXiv 2204.02311 appendix B; recomputation not counted)."""
-        embedding = self.vocab_size * self.hidden_size * (0 if self.tie_embeddings else 1)
-        matrices = self.num_active_params() - embedding
-        return 6.0 * matrices + 12.0 * self.num_layers * self.hidden_size * self.sequence_length
+        """See `counts.flops_per_token`."""
+        return counts.flops_per_token(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +107,20 @@ class DataConfig:
     """What is read. Paths are relative to the current folder."""
 
     tokenizer: str = "data/pylib/out/tokenizer.model"
-    """A sentencepiece model (fmoe data tokenizer)."""
+    """A sentencepiece model, or a tokenizer.json of Hugging Face tokenizers (fmoe data tokenizer)."""
     train: tuple[str, ...] = ("data/pylib/out/train",)
     """Prefixes of .bin/.idx pairs (fmoe data prepare)."""
+    weights: tuple[float, ...] = ()
+    """Shares of `train`'s corpora in the samples, in any unit; empty to read them as one, a document as likely as
+    another."""
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
-    """The same, for validation; empty for none."""
+    """The same, for validation, read as one; empty for none."""
+    document_mask: bool = False
+    """gpt: attention and loss do not go beyond the end of a document, and positions begin anew after it."""
+    noise_density: float = 0.15
+    """Share of the tokens that a t5 or a bert has to find."""
+    mean_span: float = 3.0
+    """Mean length of a t5's spans, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +247,33 @@ class Recipe:
     guard: GuardConfig = field(default_factory=GuardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def spans(self) -> Spans:
+        """Lengths of a t5's samples."""
+        return Spans.of(self.model.sequence_length, self.data.noise_density, self.data.mean_span)
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of a sequence in a t5's decoder; 0 for a model without one."""
+        return self.spans.targets if self.model.kind == "t5" else 0
+
+    @property
+    def tokens_per_sequence(self) -> int:
+        """Tokens that a sample is worth: those that go into the model."""
+        return self.model.sequence_length + self.decoder_length
+
+    def num_params(self) -> int:
+        """Parameters in all."""
+        return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
+
+    def num_active_params(self) -> int:
+        """Parameters that a token meets: those of K experts instead of all."""
+        return counts.num_params(self.model, self.model.top_k, self.decoder_length)
+
+    def flops_per_token(self) -> float:
+        """See `counts.flops_per_token`."""
+        return counts.flops_per_token(self.model, self.decoder_length)
+
     def check(self) -> None:
         """Raises UserError for the first value that cannot be, alone or with another."""
         model, parallel, optimizer = self.model, self.parallel, self.optimizer
@@ -251,16 +293,20 @@ class Recipe:
                 f"model.hidden_size={model.hidden_size} / model.num_heads={model.num_heads} is odd, "
                 "which model.position=rope cannot be"
             )
+        check_kind(self)
         if not 0 <= model.dropout < 1:
             raise UserError(f"model.dropout={model.dropout} is not in [0, 1)")
         if model.num_experts:
             if model.top_k > model.num_experts:
                 raise UserError(f"model.top_k={model.top_k} is more than model.num_experts={model.num_experts}")
             for number in model.moe_layers:
-                if not 1 <= number <= model.num_layers:
+                if number not in model.layer_numbers:
+                    of = f" + model.num_decoder_layers={model.decoder_layers}" if model.kind == "t5" else ""
                     raise UserError(
-                        f"model.moe_layers has {number}; layers are 1 to model.num_layers={model.num_layers}"
+                        f"model.moe_layers has {number}; layers are 1 to model.num_layers={model.num_layers}{of}"
                     )
+            if not model.layers_with_experts:
+                raise UserError(f"model.moe_every={model.moe_every} is more than the {len(model.layer_numbers)} layers")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(model, name)
             if value is not None and not value > 0:
@@ -268,6 +314,8 @@ class Recipe:
         if not 0 <= model.jitter < 1:
             raise UserError(f"model.jitter={model.jitter} is not in [0, 1)")
         parallel.check(model)
+        if model.kind == "t5" and parallel.is_sequence_parallel:
+            divides("parallel.tensor", parallel.tensor, "the decoder's sequence length", self.decoder_length)
         self._check_batches()
         if parallel.overlap_parameters and not (optimizer.distributed and parallel.overlap_gradients):
             raise UserError(
@@ -327,6 +375,8 @@ class Recipe:
 _POSITIVE = {
     "model": (
         "num_layers",
+        "num_decoder_layers",
+        "moe_every",
         "hidden_size",
         "num_heads",
         "ffn_hidden_size",

@@ -15,8 +15,9 @@ from pretrain.data.prepare import prepare
 from pretrain.data.tokenizer import DEFAULT_MAX_BYTES, MODEL_TYPES, Tokenizer, train_tokenizer
 
 _INPUTS = """\
-INPUT is a text file (one document, of any size), .jsonl or .jsonl.gz (a line a document), .parquet (a row a document),
-a folder saved by Hugging Face datasets, or a folder with any of the first four below it."""
+INPUT is a text file (one document, of any size), .jsonl (a line a document), either of them compressed (.gz, .zst),
+.parquet (a row a document), a folder saved by Hugging Face datasets, or a folder with any of these files below it."""
+_TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
 
 
@@ -59,11 +60,14 @@ def _parser() -> argparse.ArgumentParser:
         "tokenizer",
         _tokenizer,
         "train a tokenizer",
-        f"Trains a sentencepiece model that gives every text back exactly.\n\n{_INPUTS}",
+        "Trains a tokenizer that gives every text back exactly: a sentencepiece model or, if FILE ends in .json, the\n"
+        f"tokenizer.json of Hugging Face tokenizers (byte-level BPE).\n\n{_INPUTS}",
         "fmoe data tokenizer wiki.jsonl books/ --out tokenizer.model --vocab-size 32000",
     )
     _add_inputs(tokenizer)
-    tokenizer.add_argument("--out", type=Path, required=True, metavar="FILE", help="the model file to write")
+    tokenizer.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the model file to write, e.g. x.model, x.json"
+    )
     tokenizer.add_argument("--vocab-size", type=int, default=2048, help="pieces in all (default: %(default)s)")
     tokenizer.add_argument("--model-type", default="bpe", choices=MODEL_TYPES, help="default: %(default)s")
     tokenizer.add_argument(
@@ -91,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train",
     )
     _add_inputs(prepared)
-    prepared.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help="sentencepiece model")
+    prepared.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help=_TOKENIZER)
     prepared.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="output path without suffix")
     prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the processors there are)")
 
@@ -104,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     show.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the corpus without .bin")
-    show.add_argument("--tokenizer", type=Path, metavar="FILE", help="the sentencepiece model it was prepared with")
+    show.add_argument("--tokenizer", type=Path, metavar="FILE", help="the tokenizer it was prepared with")
     show.add_argument("--documents", type=int, default=3, metavar="N", help="documents shown (default: %(default)s)")
     show.add_argument("--verify", action="store_true", help="read all tokens and compare their checksum")
     show.set_defaults(run=_show)

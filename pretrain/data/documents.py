@@ -18,7 +18,9 @@ from fmoe.errors import UserError
 
 PIECE_SIZE = 1 << 20  # characters, or bytes where the file is read as it is
 MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole, so an endless one must not fill the memory
-_SUFFIXES_IN_FOLDERS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+_COMPRESSED = ("", ".gz", ".zst")
+_JSONL = tuple(".jsonl" + suffix for suffix in _COMPRESSED)
+_SUFFIXES_IN_FOLDERS = (*(".txt" + suffix for suffix in _COMPRESSED), *_JSONL, ".parquet")
 
 
 class Piece(NamedTuple):
@@ -102,7 +104,7 @@ def read_source(source: Source, text_key: str = "text") -> Iterator[Piece]:
             yield from _pieces_of_value(value, text_key, f"{source.path}, row {number}")
         return
     try:
-        with gzip.open(source.path) if source.path.suffix == ".gz" else source.path.open("rb") as file:
+        with _open(source.path) as file:
             if source.format is Format.JSONL:
                 yield from _read_jsonl(file, source.path, text_key)
             else:
@@ -113,8 +115,19 @@ def read_source(source: Source, text_key: str = "text") -> Iterator[Piece]:
         raise UserError(f"cannot read {source.path}: {error.strerror}") from error
 
 
+def _open(path: Path) -> BinaryIO:
+    """The content of a file, decompressed if its name says that it is compressed."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".zst":
+        from pretrain.data.zstd import open_zstd  # pyarrow, only where it is needed
+
+        return open_zstd(path)
+    return path.open("rb")
+
+
 def _format_of(path: Path) -> Format:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
+    if path.name.endswith(_JSONL):
         return Format.JSONL
     return Format.PARQUET if path.suffix == ".parquet" else Format.TEXT
 

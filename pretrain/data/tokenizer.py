@@ -1,4 +1,7 @@
-"""Tokenizers: sentencepiece models that give every text back exactly, trained here or elsewhere."""
+"""Tokenizers that give every text back exactly, trained here or elsewhere.
+
+sentencepiece models and (`pretrain.data.huggingface`) those of Hugging Face ``tokenizers``, which end in ``.json``.
+"""
 
 import hashlib
 import io
@@ -18,6 +21,14 @@ MODEL_TYPES = ("bpe", "unigram")
 DEFAULT_MAX_BYTES = 16 << 20
 PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
 CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
+# What a special piece is for, and the names that it has here and elsewhere, the first one found is taken.
+ROLES = {
+    "pad": (PAD, "[PAD]"),
+    "cls": (CLS, "[CLS]", "<s>"),
+    "sep": (SEP, "[SEP]", "</s>"),
+    "mask": (MASK, "[MASK]"),
+}
+SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 _ALWAYS_ALONE = ("\n", "\t", "\r")
 _LONGEST_SENTENCE = 4096  # characters; a longer line enters training in parts
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
@@ -52,7 +63,8 @@ def train_tokenizer(
 
     Args:
         inputs: files and folders as `iter_documents` reads them; all are read through once.
-        output: the model file; replaced where it exists.
+        output: the model file; replaced where it exists. One that ends in ``.json`` is of Hugging Face ``tokenizers``,
+            byte-level BPE with the same special pieces: every byte has a piece, and coverage means nothing.
         vocab_size: pieces in all, the special ones (7 and the sentinels), 256 bytes and 3 line characters included.
         model_type: "bpe" or "unigram" (10 to 20 times slower to train).
         max_bytes: UTF-8 bytes of the sample. From a larger corpus every 2nd, 4th, 8th, ... line is taken, so that the
@@ -67,6 +79,11 @@ def train_tokenizer(
     """
     inputs = list(inputs)
     sentinels = default_sentinels(vocab_size) if sentinels is None else sentinels
+    is_json = output.suffix == ".json"
+    if is_json and model_type != "bpe":
+        raise UserError(
+            f"model_type={model_type!r} is of sentencepiece; {output.name} holds byte-level BPE, model_type='bpe'"
+        )
     if model_type not in MODEL_TYPES:
         raise UserError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}")
     for name, value, least in (("max_bytes", max_bytes, 1), ("sentinels", sentinels, 0)):
@@ -82,6 +99,11 @@ def train_tokenizer(
     sentences = sample_lines(iter_documents(inputs, text_key), max_bytes)
     if not sentences:
         raise UserError(f"no text to train a tokenizer on in {', '.join(map(str, inputs))}")
+    special = [PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT, CLS, SEP, MASK, *map(sentinel, range(sentinels))]
+    if is_json:
+        from pretrain.data.huggingface import train_bytes  # tokenizers, only where they are needed
+
+        return train_bytes(sentences, output, vocab_size, special)
 
     model = io.BytesIO()
     sentencepiece.set_min_log_level(2)  # errors only: they come as exceptions
@@ -99,7 +121,7 @@ def train_tokenizer(
             split_digits=True,
             byte_fallback=True,
             user_defined_symbols=list(_ALWAYS_ALONE),
-            control_symbols=[CLS, SEP, MASK, *map(sentinel, range(sentinels))],
+            control_symbols=special[4:],
             pad_id=0,
             unk_id=1,
             bos_id=2,
@@ -170,6 +192,7 @@ class Tokenizer:
         end_of_document: id that ends a document (sentencepiece's eos).
         pad: id of padding, or None in a model from elsewhere that has none.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
+        special_ids: ids that stand for no text: those above, begin, unknown, cls, sep, mask, ...
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, path: Path, fingerprint: str) -> None:
@@ -181,6 +204,9 @@ class Tokenizer:
         self._processor = processor
         self._id_of = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
         self.sentinels = self._consecutive_sentinels()
+        # In models from elsewhere they may be user-defined symbols, as Megatron wants them, and no control symbols.
+        self._special = {p: i for p, i in self._id_of.items() if processor.is_control(i) or p in SPECIAL_NAMES}
+        self.special_ids = frozenset([*self._special.values(), *self.sentinels, processor.unk_id()])
         # Where lines are independent, they are encoded apart: faster than a long text at once.
         self._newline = self._id_of["\n"] if self._lines_are_independent() else None
         # sentencepiece writes a space as U+2581 and so would give a literal U+2581 back as a space: spell it in bytes.
@@ -189,16 +215,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a model file.
+        """Reads a model file: a sentencepiece model or, if its name ends in ``.json``, one of Hugging Face tokenizers.
 
         Raises:
-            UserError: missing, not a sentencepiece model, or one without an end-of-document (eos) piece.
+            UserError: missing, no such model, or one without a piece that ends documents (sentencepiece's eos).
         """
         path = Path(path)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+        if path.suffix == ".json":
+            from pretrain.data.huggingface import load_json  # tokenizers, only where they are needed
+
+            return load_json(data, path)
         sentencepiece.set_min_log_level(2)
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -236,11 +266,7 @@ class Tokenizer:
         Raises:
             UserError: an id outside the vocabulary.
         """
-        ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise UserError(f"token id {i} is outside the vocabulary of {self.path}, 0 to {self.vocab_size - 1}")
-        return self._processor.decode(ids)
+        return self._processor.decode(self._checked(ids))
 
     def special(self, piece: str) -> int:
         """The id of a special piece such as ``"<mask>"``.
@@ -248,10 +274,22 @@ class Tokenizer:
         Raises:
             UserError: this model has no such special piece.
         """
-        number = self._id_of.get(piece)
-        if number is None or not self._processor.is_control(number):
+        if piece not in self._special:
             raise UserError(f"the tokenizer {self.path} has no special piece {piece!r}")
-        return number
+        return self._special[piece]
+
+    def role(self, name: str) -> int:
+        """The id of the special piece that is for ``name``, one of `ROLES`, whatever it is called in this model.
+
+        Raises:
+            UserError: this model has none.
+        """
+        if name == "pad" and self.pad is not None:
+            return self.pad
+        for piece in ROLES[name]:
+            if piece in self._special:
+                return self._special[piece]
+        raise UserError(f"the tokenizer {self.path} has no piece for {name}, {' or '.join(map(repr, ROLES[name]))}")
 
     def _lines_are_independent(self) -> bool:
         """Whether a newline is a token of its own and nothing is added or dropped at line ends, as in our models."""
@@ -259,6 +297,13 @@ class Tokenizer:
             return False
         line = self._processor.encode(" a ")
         return self._processor.encode(" a \n a ") == [*line, self._id_of["\n"], *line]
+
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        ids = [int(i) for i in ids]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(f"token id {i} is outside the vocabulary of {self.path}, 0 to {self.vocab_size - 1}")
+        return ids
 
     def _consecutive_sentinels(self) -> tuple[int, ...]:
         found: list[int] = []

@@ -45,7 +45,7 @@ def _split(recipe: Recipe) -> dict:
 
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=model.num_layers,
+        num_layers=options.pop("num_layers", model.num_layers),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         ffn_hidden_size=model.ffn_hidden_size,

@@ -48,8 +48,20 @@ def build_gpt(recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec,
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`."""
+    """See `pretrain.models`. With ``documents`` in the batch, a token sees those of its own document alone."""
     tokens = batch["tokens"]
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    # No mask: causal attention makes its own.
-    return model(tokens, positions, None, labels=batch["labels"])
+    if "documents" not in batch:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        # No mask: causal attention makes its own.
+        return model(tokens, positions, None, labels=batch["labels"])
+    return model(tokens, batch["positions"], document_mask(batch["documents"]), labels=batch["labels"])
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Documents of tokens [b, s] -> Megatron's mask, bool [b, 1, s, s]: True where a token (third) does not see another
+    (fourth), which is of another document or comes later.
+
+    Rotary positions are left as they are: scores depend on their differences, which within a document are the same."""
+    length = documents.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
+    return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)

@@ -35,13 +35,13 @@ class TinyCorpus:
 
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory) -> TinyCorpus:
-    """The sources of Python's json package, 384 tokens."""
+    """The sources of Python's json package, 384 tokens, 4 of them sentinels."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [path.read_text() for path in sorted((Path(sysconfig.get_path("stdlib")) / "json").glob("*.py"))]
     corpus = TinyCorpus(folder, folder / "tokenizer.model", folder / "train", folder / "validation")
     for prefix, part in ((corpus.train, texts[1:]), (corpus.validation, texts[:1])):
         prefix.with_suffix(".jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-    train_tokenizer([corpus.train.with_suffix(".jsonl")], corpus.tokenizer, 384, sentinels=0)
+    train_tokenizer([corpus.train.with_suffix(".jsonl")], corpus.tokenizer, 384, sentinels=4)
     for prefix in (corpus.train, corpus.validation):
         prepare([prefix.with_suffix(".jsonl")], corpus.tokenizer, prefix, num_workers=1)
     return corpus

@@ -35,10 +35,22 @@ MODELS = {
     "some layers": {"moe_layers": (1, 3)},
     "all of it": {"moe_layers": (2,), "gated": True, "tie_embeddings": False, "position": "learned_absolute"},
     "every expert active": {"top_k": 4},
+    "t5": {"kind": "t5"},
+    "t5, more decoder": {"kind": "t5", "num_decoder_layers": 4, "moe_every": 2, "tie_embeddings": False, "gated": True},
+    "t5, experts in the decoder": {"kind": "t5", "moe_layers": (5,), "position": "learned_absolute"},
+    "t5, dense": {"kind": "t5", "num_experts": 0, "top_k": 1},
+    "t5, longer decoder": {"kind": "t5", "num_decoder_layers": 1, "position": "learned_absolute"},
+    "bert": {"kind": "bert"},
+    "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe_every": 2, "position": "learned_absolute"},
 }
+DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 
-def count(models):
+def recipe_of(name):
+    return Recipe(model=ModelConfig(**TINY | MODELS[name]), data=DataConfig(**DATA.get(name, {})))
+
+
+def count(names):
     """(parameters, those of experts that a token does not meet) of each model as it is built."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -50,7 +62,7 @@ def count(models):
     from pretrain.process import Processes
 
     cpu.install()
-    recipes = [Recipe(model=model) for model in models]
+    recipes = [recipe_of(name) for name in names]
     init_parallel(recipes[0], Processes(dist.get_rank(), 1, torch.device("cpu")))
     counts = []
     for recipe in recipes:
@@ -65,11 +77,13 @@ def count(models):
 
 
 def test_parameter_counts_are_those_of_the_built_model(forks):
-    models = [ModelConfig(**TINY | options) for options in MODELS.values()]
-    for name, model, (built, idle) in zip(MODELS, models, only(forks.run(1, count, models)), strict=True):
-        assert model.num_params() == built, name
-        assert model.num_active_params() == built - idle, name
-        assert (idle > 0) == (name not in ("dense", "every expert active")), name
+    for name, (built, idle) in zip(MODELS, only(forks.run(1, count, list(MODELS))), strict=True):
+        recipe = recipe_of(name)
+        recipe.check()
+        assert recipe.num_params() == built, name
+        assert recipe.num_active_params() == built - idle, name
+        assert (idle > 0) == ("dense" not in name and name != "every expert active"), name
+    assert recipe_of("t5, longer decoder").decoder_length > TINY["sequence_length"]
 
 
 def test_flops_per_token_by_hand():
@@ -98,12 +112,29 @@ def test_flops_per_token_by_hand():
     assert replace(model, top_k=3).flops_per_token() - model.flops_per_token() == 6 * expert
 
 
+def test_flops_of_a_t5_by_hand():
+    sizes = {"hidden_size": 64, "num_heads": 2, "ffn_hidden_size": 256, "vocab_size": 512, "sequence_length": 64}
+    model = ModelConfig(kind="t5", num_layers=1, num_decoder_layers=2, num_experts=4, top_k=2, moe_layers=(3,), **sizes)
+    recipe = Recipe(model=model)
+    s, t, h = 64, recipe.decoder_length, 64
+    assert (recipe.spans.block, t, recipe.tokens_per_sequence) == (70, 14, 78)
+    ffn, router = 2 * h * 256, 4 * h
+    encoder = s * (4 * h * h + ffn)
+    # Self attention, queries and output of the other one, ffn; its keys and values are of the encoder's tokens.
+    decoder = t * (2 * 4 * h * h + 2 * 2 * h * h + 3 * ffn + router + 512 * h) + 2 * s * 2 * h * h
+    scores = 2 * h * (s * s + 2 * t * t + 2 * t * s)  # q k^T, and probabilities x v
+    assert recipe.flops_per_token() == pytest.approx(3 * 2 * (encoder + decoder + scores) / (s + t), rel=0.01)
+
+
 def test_every_key_comes_back_from_the_file(tmp_path):
     """No value is the default's."""
     recipe = Recipe(
         run=RunConfig(folder='runs/"odd" \\ näme\t\n世界'),
         model=ModelConfig(
+            kind="t5",
             num_layers=3,
+            num_decoder_layers=2,
+            moe_every=2,
             hidden_size=48,
             num_heads=4,
             ffn_hidden_size=100,
@@ -126,7 +157,15 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             balance_loss=1e-7,
             z_loss=0.0,
         ),
-        data=DataConfig(tokenizer="none", train=("a", "b c"), validation=()),
+        data=DataConfig(
+            tokenizer="none",
+            train=("a", "b c"),
+            weights=(0.25, 3.0),
+            validation=(),
+            document_mask=True,
+            noise_density=0.2,
+            mean_span=2.5,
+        ),
         parallel=ParallelConfig(
             tensor=2,
             sequence=True,
@@ -168,8 +207,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             precision="bf16",
             validation_every=3,
             validation_sequences=12,
+            init_from="elsewhere",
         ),
-        checkpoint=CheckpointConfig(every=4, keep=0),
+        checkpoint=CheckpointConfig(every=4, keep=0, keep_every=8, asynchronous=False),
         guard=GuardConfig(
             nonfinite="skip",
             max_skips=3,
@@ -187,12 +227,13 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     for section, values in asdict(recipe).items():
         for key, value in values.items():
             assert value != default[section][key], f"{section}.{key} is not tried"
+    recipe = replace(recipe, data=replace(recipe.data, document_mask=False))  # which a t5 cannot have
     recipe.check()
-    for number, written in enumerate((recipe, Recipe())):
+    for number, written in enumerate((recipe, Recipe(), Recipe(data=DataConfig(document_mask=True)))):
         path = tmp_path / f"{number}.toml"
         write_recipe(written, path)
         assert load_recipe(str(path)) == written
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.toml", "1.toml"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.toml", "1.toml", "2.toml"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)

@@ -2,6 +2,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from fmoe.errors import UserError
@@ -26,7 +27,16 @@ def whole(paths: list[Path], text_key: str = "text") -> list[str]:
 
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
     lines = "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts))
-    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return write(path, lines.encode())
+
+
+def write(path: Path, data: bytes) -> Path:
+    """Compressed as the name says."""
+    if path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(data)
+    else:
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 
@@ -48,7 +58,7 @@ def test_text_file_is_one_document(text: str, piece_size: int, tmp_path: Path) -
         assert all(cut.endswith("\n") or "\n" not in cut for cut in cuts)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_json_lines(name: str, piece_size: int, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / name, TEXTS)
     assert whole([path]) == TEXTS
@@ -109,8 +119,12 @@ def test_folder_is_read_in_order_and_named_without_this_machines_path(tmp_path: 
     (folder / "a.txt").write_text("first")
     write_jsonl(folder / "a2.jsonl.gz", ["second"])
     (folder / "notes.md").write_text("no")
-    assert whole([folder]) == ["first", "second", "third"]
-    assert [source.name for source in find_sources([folder])] == ["books/a.txt", "books/a2.jsonl.gz", "books/b/1.txt"]
+    write_jsonl(folder / "c.jsonl.zst", ["fourth"])
+    write(folder / "d.txt.gz", b"fifth")
+    write(folder / "e.txt.zst", b"sixth")
+    assert whole([folder]) == ["first", "second", "third", "fourth", "fifth", "sixth"]
+    names = ["a.txt", "a2.jsonl.gz", "b/1.txt", "c.jsonl.zst", "d.txt.gz", "e.txt.zst"]
+    assert [source.name for source in find_sources([folder])] == [f"books/{name}" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +158,15 @@ def test_other_bad_inputs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match=r"no \*\.txt, .* in the folder"):
         whole([tmp_path])
 
-    packed = write_jsonl(tmp_path / "a.jsonl.gz", TEXTS)
-    packed.write_bytes(packed.read_bytes()[:-12])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is not a whole gzip file"):
-        whole([packed])
-    packed.write_bytes(b'{"text": "not packed"}')
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is not a whole gzip file"):
-        whole([packed])
+    for name, kind in (("a.jsonl.gz", "gzip"), ("a.jsonl.zst", "zstd")):
+        packed = write_jsonl(tmp_path / name, TEXTS * 100)
+        for data in (packed.read_bytes()[:-12], b'{"text": "not packed"}'):
+            packed.write_bytes(data)
+            with pytest.raises(UserError, match=rf"{name} is not a whole {kind} file"):
+                whole([packed])
+    write(tmp_path / "b.jsonl.zst", b'{"text": "a"}\n{"text": 1}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst, line 2: the value of 'text' is a int"):
+        whole([tmp_path / "b.jsonl.zst"])
 
     monkeypatch.setattr(documents, "MAX_LINE", 20)
     with pytest.raises(UserError, match=r"a\.jsonl, line 1 is longer than 20 bytes"):

@@ -1,0 +1,100 @@
+"""Tokenizers of Hugging Face ``tokenizers``: one file of JSON, nothing of which is run, nothing downloaded."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fmoe.errors import UserError, require
+from pretrain.data.files import replacing
+from pretrain.data.tokenizer import END_OF_DOCUMENT, SPECIAL_NAMES, Tokenizer
+
+# What ends a document, by the names that models have for it; the first one found is taken.
+_ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A loaded ``tokenizer.json``, with the attributes of `Tokenizer`.
+
+    A text is tokenized alone: nothing is put around it, cut off or filled up, and the spelling of a special piece in it
+    is only text. Whether decoding gives the text back exactly is the model's: byte-level ones do, those that lower case
+    do not. Of a text of more than a megabyte, which comes in parts, tokens may differ where two parts meet, unless the
+    model keeps line ends apart, as those trained here do.
+    """
+
+    def __init__(self, data: bytes, path: Path):
+        tokenizers = require("tokenizers", "pretrain", f"reading {path}")
+        try:
+            model = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # what the Rust side raises is no subclass of its own
+            what = " ".join(str(error).split())[:200]
+            raise UserError(f"{path} is not a tokenizer.json of Hugging Face tokenizers, or damaged: {what}") from error
+        model.no_padding()
+        model.no_truncation()
+        model.encode_special_tokens = True
+        self.path = path
+        self.fingerprint = hashlib.sha256(data).hexdigest()
+        self._model = model
+        self._id_of = model.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._id_of.values(), default=-1)
+        added = {token.content: i for i, token in model.get_added_tokens_decoder().items() if token.special}
+        self._special = {name: i for name, i in self._id_of.items() if name in SPECIAL_NAMES} | added
+        self.sentinels = self._consecutive_sentinels()
+        ends = [self._id_of[name] for name in _ENDS if name in self._id_of]
+        if not ends:
+            raise UserError(f"the tokenizer {path} has no piece that ends documents, none of {', '.join(_ENDS)}")
+        self.end_of_document = ends[0]
+        self.special_ids = frozenset([*self._special.values(), *self.sentinels, self.end_of_document])
+        self.pad = next((self._special[name] for name in ("<pad>", "[PAD]") if name in self._special), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        text = [i for i in self._checked(ids) if i not in self.special_ids]
+        return self._model.decode(text, skip_special_tokens=True)
+
+
+def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
+    """A tokenizer of the file's content; ``path`` is how errors name it.
+
+    Raises:
+        UserError: see `Tokenizer.load`.
+    """
+    return HuggingFaceTokenizer(data, path)
+
+
+def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Sequence[str]) -> HuggingFaceTokenizer:
+    """Trains byte-level BPE (every byte has a piece, digits and line ends stand alone) and writes its file.
+
+    Args:
+        special: names of the special pieces, whose ids are 0, 1, ...
+
+    Raises:
+        UserError: more pieces than the text has pairs for.
+    """
+    tokenizers = require("tokenizers", "pretrain", f"training {output}")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split("\n", "isolated"),
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[tokenizers.AddedToken(name, special=True, normalized=False) for name in special],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(lines, trainer)
+    if (most := model.get_vocab_size()) < vocab_size:
+        raise UserError(
+            f"vocab_size={vocab_size} is more than this text can fill: at most {most}, or train on more text"
+        )
+    with replacing(output) as (file,):
+        file.write(model.to_str(pretty=True).encode() + b"\n")
+    return load_json(output.read_bytes(), output)

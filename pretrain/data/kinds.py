@@ -1,0 +1,66 @@
+"""The samples of each kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fmoe import random
+from pretrain.data.blend import Blend
+from pretrain.data.indexed import IndexedCorpus
+from pretrain.data.masking import Masking
+from pretrain.data.packing import DocumentMask
+from pretrain.data.samples import GPTSamples, Samples
+from pretrain.data.spans import SpanCorruption
+from pretrain.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pretrain.config import Recipe
+
+
+def build_samples(
+    recipe: Recipe,
+    corpora: Sequence[IndexedCorpus],
+    tokenizer: Tokenizer,
+    seed: int,
+    weights: Sequence[float] = (),
+) -> Samples:
+    """What a recipe's model is trained on, in the order of ``seed``.
+
+    Args:
+        weights: shares of the corpora; empty to read them as one.
+
+    Raises:
+        UserError: a corpus is too short, the tokenizer lacks a special piece.
+    """
+    model, data = recipe.model, recipe.data
+    if model.kind == "t5":
+        spans = recipe.spans
+        # A block of GPT's has a token more than its length, which is the next one's first.
+        blocks = _blocks(corpora, spans.block, seed, weights)
+        end, start = tokenizer.end_of_document, tokenizer.role("pad")
+        return SpanCorruption(blocks, spans, tokenizer.sentinels, end, start, seed)
+    if model.kind == "bert":
+        return Masking(
+            _blocks(corpora, model.sequence_length - 2, seed, weights),
+            model.sequence_length,
+            data.noise_density,
+            cls=tokenizer.role("cls"),
+            sep=tokenizer.role("sep"),
+            mask=tokenizer.role("mask"),
+            end=tokenizer.end_of_document,
+            text=np.array(sorted(set(range(tokenizer.vocab_size)) - tokenizer.special_ids), dtype=np.int64),
+            seed=seed,
+        )
+    blocks = _blocks(corpora, model.sequence_length, seed, weights)
+    return DocumentMask(blocks, tokenizer.end_of_document) if data.document_mask else blocks
+
+
+def _blocks(corpora: Sequence[IndexedCorpus], length: int, seed: int, weights: Sequence[float]) -> Samples:
+    if not weights:
+        return GPTSamples(corpora, length, seed)
+    # Each in an order of its own, and not in the same one if a corpus is named twice.
+    keys = [random.key("blend", seed, number) for number in range(len(corpora))]
+    return Blend([GPTSamples([corpus], length, key) for corpus, key in zip(corpora, keys, strict=True)], weights)

@@ -1,0 +1,60 @@
+"""Masked language modelling: what a BERT learns (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+
+A sequence is CLS, text, SEP; the text goes over the ends of documents, and there is no second segment and no question
+whether one follows the other (RoBERTa's FULL-SENTENCES without next sentence prediction, arXiv 1907.11692). A fixed
+number of its tokens is chosen; of these 8 in 10 are replaced by MASK, 1 in 10 by any token of text, 1 in 10 by none.
+Each time that a block comes, other tokens are chosen.
+"""
+
+import numpy as np
+
+from pretrain.data import noise
+from pretrain.data.samples import Samples
+
+
+class Masking:
+    """Samples of a BERT out of blocks of text: ``tokens`` [s], ``labels`` [s], the tokens before the masking, and
+    ``loss_mask`` [s], 1 at the chosen ones; int64.
+
+    Args:
+        blocks: sample n has at least s - 2 tokens; more are not used.
+        sequence_length: s.
+        density: share of the s - 2 tokens of text that are chosen, rounded to a whole number, at least one. Ends of
+            documents are never among them: fewer are chosen where hardly anything else is there.
+        cls, sep, mask: ids.
+        end: id of the end of a document.
+        text: ids of text, int64, of which the random tokens are.
+        seed: of the choice; sample n has that of (seed, n).
+    """
+
+    def __init__(
+        self,
+        blocks: Samples,
+        sequence_length: int,
+        density: float,
+        *,
+        cls: int,
+        sep: int,
+        mask: int,
+        end: int,
+        text: np.ndarray,
+        seed: int,
+    ):
+        self.samples_per_epoch = blocks.samples_per_epoch
+        self._blocks, self._length, self._seed = blocks, sequence_length - 2, seed
+        self._count = max(noise.share(self._length, density), 1)
+        self._cls, self._sep, self._mask, self._end, self._text = cls, sep, mask, end, text
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        """Sample ``n``."""
+        length = self._length
+        labels = np.concatenate([[self._cls], self._blocks[n][:length], [self._sep]])
+        candidates = np.flatnonzero(labels[1:-1] != self._end) + 1
+        words = noise.words(self._seed, n, 3 * length)
+        chosen = candidates[noise.choose(words[: len(candidates)], self._count)]
+        what = words[length : length + len(chosen)] % 10
+        other = self._text[(words[2 * length : 2 * length + len(chosen)] % len(self._text)).astype(np.int64)]
+        tokens, loss_mask = labels.copy(), np.zeros_like(labels)
+        tokens[chosen] = np.select([what < 8, what == 8], [self._mask, other], labels[chosen])
+        loss_mask[chosen] = 1
+        return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}

@@ -1,0 +1,39 @@
+"""Blocks whose documents do not see each other."""
+
+import numpy as np
+
+from pretrain.data.samples import Samples
+
+
+class DocumentMask:
+    """Samples of a GPT out of blocks of tokens [s + 1]: ``tokens`` and ``labels`` [s], and, for documents that are read
+    as if each stood alone, ``documents`` [s], the number in the sample of each token's document, ``positions`` [s] in
+    it, and ``loss_mask`` [s], 0 where the next token is another document's; int64.
+
+    An end of document belongs to the document that it ends. What is in front of the first one in a block is the rest of
+    a document, whose positions begin at 0 like the others'.
+
+    Args:
+        blocks: sample n is [s + 1] tokens.
+        end: id of the end of a document.
+    """
+
+    def __init__(self, blocks: Samples, end: int):
+        self.samples_per_epoch = blocks.samples_per_epoch
+        self._blocks, self._end = blocks, end
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        """Sample ``n``."""
+        block = self._blocks[n]
+        tokens, labels = block[:-1], block[1:]
+        is_end = (tokens == self._end).astype(np.int64)
+        documents = np.cumsum(is_end) - is_end
+        places = np.arange(len(tokens))
+        first = np.searchsorted(documents, documents)  # where each token's document begins
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "documents": documents,
+            "positions": places - first,
+            "loss_mask": 1 - is_end,
+        }

@@ -1,0 +1,138 @@
+"""Span corruption: what a T5 learns (Raffel et al. 2020, arXiv 1910.10683, section 3.3).
+
+Of a block of tokens, spans are left out. The encoder gets what is left, with a sentinel in the place of each span; the
+decoder has to give each sentinel and the tokens that it stands for. Both end with an end of sequence. How much is left
+out is fixed, where is random: the left out and the kept tokens are each cut into as many parts as there are spans, all
+ways of doing so alike, and the parts alternate, a kept one first.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from fmoe.errors import UserError
+from pretrain.data import noise
+from pretrain.data.samples import Samples
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Lengths of a sample, the same for all: none is padded.
+
+    Attributes:
+        block: tokens of text.
+        noise: those that are left out.
+        count: spans that they make.
+        inputs: tokens into the encoder: kept ones, a sentinel a span, the end.
+        targets: tokens out of the decoder: left out ones, a sentinel a span, the end.
+    """
+
+    block: int
+    noise: int
+    count: int
+
+    @property
+    def inputs(self) -> int:
+        return self.block - self.noise + self.count + 1
+
+    @property
+    def targets(self) -> int:
+        return self.noise + self.count + 1
+
+    @classmethod
+    @lru_cache
+    def of(cls, sequence_length: int, density: float = 0.15, mean_span: float = 3.0) -> "Spans":
+        """Those of the longest block whose inputs are ``sequence_length`` tokens.
+
+        As in the T5 code: of a block, ``density`` is left out, in spans of ``mean_span`` on average, both rounded to
+        whole numbers (halves to even), neither less than one. A block longer by a token has inputs longer by one or
+        none, so that the length is always met.
+
+        Raises:
+            UserError: the sequence is too short to leave out a span and to keep a token before each.
+        """
+        longest = cls._of_block(sequence_length, density, mean_span)
+        while longest.inputs > sequence_length and longest.block > 2:
+            longest = cls._of_block(longest.block - 1, density, mean_span)
+        while (longer := cls._of_block(longest.block + 1, density, mean_span)).inputs <= sequence_length:
+            longest = longer
+        if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
+            raise UserError(
+                f"sequence_length={sequence_length} is too short, or data.noise_density={density} too much, for spans "
+                f"of data.mean_span={mean_span}: each takes a sentinel, and a token before it that is kept"
+            )
+        return longest
+
+    @classmethod
+    def _of_block(cls, block: int, density: float, mean_span: float) -> "Spans":
+        left_out = min(max(noise.share(block, density), 1), block - 1)
+        return cls(block, left_out, max(round(left_out / Fraction(repr(mean_span))), 1))
+
+
+class SpanCorruption:
+    """Samples of a T5 out of blocks of text: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels``
+    [targets], int64. The decoder's input is what it has to give, moved by one behind a first token.
+
+    Args:
+        blocks: sample n has at least ``spans.block`` tokens; more are not used.
+        spans: the lengths.
+        sentinels: ids, one for each span at least.
+        end: id that ends inputs and targets.
+        start: id of the decoder's first token.
+        seed: of the choice of spans; sample n has those of (seed, n).
+
+    Raises:
+        UserError: fewer sentinels than spans.
+    """
+
+    def __init__(self, blocks: Samples, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
+        if len(sentinels) < spans.count:
+            raise UserError(
+                f"the {spans.count} spans of a sample of {spans.inputs} tokens take a sentinel each; "
+                f"the tokenizer has {len(sentinels)}"
+            )
+        self.samples_per_epoch = blocks.samples_per_epoch
+        self._blocks, self._spans, self._seed = blocks, spans, seed
+        self._sentinels = np.array(sentinels[: spans.count], dtype=np.int64)
+        self._end, self._start = end, start
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        """Sample ``n``."""
+        spans = self._spans
+        tokens = self._blocks[n][: spans.block]
+        words = noise.words(self._seed, n, spans.block)
+        left_out = _parts(spans.noise, spans.count, words[: spans.noise - 1])
+        kept = _parts(spans.block - spans.noise, spans.count, words[spans.noise : -1])
+        inputs, targets = corrupt(tokens, kept, left_out, self._sentinels, self._end)
+        return {
+            "tokens": inputs,
+            "decoder_tokens": np.concatenate([[self._start], targets[:-1]]),
+            "labels": targets,
+        }
+
+
+def corrupt(
+    tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a block whose parts, in turn, are kept and left out.
+
+    Args:
+        tokens: int64 [block].
+        kept, left_out: tokens of each part, int64 [spans]; their sum is the block.
+        sentinels: int64 [spans].
+    """
+    stops = np.cumsum(np.stack([kept, left_out], axis=1).ravel())
+    parts = np.split(tokens, stops[:-1])
+    inputs = [part for i, sentinel in enumerate(sentinels) for part in (parts[2 * i], [sentinel])]
+    targets = [part for i, sentinel in enumerate(sentinels) for part in ([sentinel], parts[2 * i + 1])]
+    return np.concatenate([*inputs, [end]]), np.concatenate([*targets, [end]])
+
+
+def _parts(total: int, count: int, words: np.ndarray) -> np.ndarray:
+    """``total`` as a sum of ``count`` whole numbers from 1, every such sum alike; int64 [count].
+
+    ``words`` are ``total - 1`` random ones: of the places between two tokens, ``count - 1`` are cuts."""
+    cuts = noise.choose(words, count - 1) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]]))

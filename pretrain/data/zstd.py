@@ -1,0 +1,44 @@
+"""Files compressed with Zstandard."""
+
+import io
+from pathlib import Path
+from typing import BinaryIO
+
+from fmoe.errors import UserError, require
+
+
+class _Stream(io.RawIOBase):
+    """What Arrow decompresses, with errors that name the file."""
+
+    def __init__(self, path: Path):
+        arrow = require("pyarrow", "pretrain", "reading files compressed with zstd")
+        self._path, self._file, self._error = path, path.open("rb"), arrow.ArrowException
+        self._stream = arrow.CompressedInputStream(self._file, "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except (OSError, ValueError, self._error) as error:
+            what = " ".join(str(error).split())[:200]
+            raise UserError(f"{self._path} is not a whole zstd file: {what}") from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+            self._file.close()
+        super().close()
+
+
+def open_zstd(path: Path) -> BinaryIO:
+    """The decompressed content; one frame or several.
+
+    Raises:
+        UserError: while it is read, that the file is damaged or no zstd file.
+        OSError: it cannot be opened.
+    """
+    return io.BufferedReader(_Stream(path), buffer_size=1 << 16)

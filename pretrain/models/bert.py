@@ -1,0 +1,64 @@
+"""Encoders that find masked tokens: Megatron-core's BERT, without a second segment and next sentence prediction."""
+
+import copy
+
+import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from torch import Tensor, nn
+
+from fmoe import random
+from megatron_patch.attention import SDPAttention
+from megatron_patch.initialization import key_output_layer, keyed_layer_spec
+from pretrain.config import Recipe
+from pretrain.models.batch import Batch
+from pretrain.models.config import transformer_config
+
+
+class UnpaddedBert(BertModel):
+    """`BertModel` over sequences without padding, which need no mask: its attention is then a fused kernel's fast way.
+
+    Megatron-core takes every attention that is not its own for Transformer Engine's, and wants a mask.
+    """
+
+    def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
+        return "b1ss"
+
+    def bert_extended_attention_mask(self, attention_mask: Tensor | None) -> Tensor | None:
+        return None if attention_mask is None else super().bert_extended_attention_mask(attention_mask)
+
+
+def build(
+    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> BertModel:
+    """See `pretrain.models`."""
+    model = recipe.model
+    spec = copy.deepcopy(bert_layer_local_spec)
+    spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    seed = recipe.train.seed
+    with random.keyed("embedding", seed):
+        module = UnpaddedBert(
+            transformer_config(recipe),
+            0,  # kinds of segments
+            keyed_layer_spec(spec, seed),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type=model.position,
+            add_binary_head=False,
+            vp_stage=vp_stage,
+        )
+    if post_process:
+        with random.keyed("head", seed), torch.no_grad():
+            module.config.init_method(module.lm_head.dense.weight)
+    key_output_layer(module, seed)
+    return module
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """See `pretrain.models`."""
+    output = model(batch["tokens"], None, lm_labels=batch["labels"])
+    # The last stage gives the losses and what a binary head would say.
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,65 @@
+"""Encoder-decoders that fill in what was left out: Megatron-core's T5.
+
+Encoder and decoder share the embedding. Layers count from 1 through the encoder and on through the decoder, in
+``model.moe_layers``, metrics and the keys of weights and noise. No sequence is padded: there is no mask but the
+decoder's causal one.
+"""
+
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from fmoe import random
+from megatron_patch.attention import SDPAttention
+from pretrain.config import Recipe
+from pretrain.models.batch import Batch
+from pretrain.models.config import transformer_config
+
+
+def build(
+    recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> T5Model:
+    """See `pretrain.models`. A whole T5: its two stacks are not cut into pipeline stages."""
+    if not (pre_process and post_process) or vp_stage is not None:
+        raise ValueError("a T5 is not cut into pipeline stages")
+    model = recipe.model
+    encoder, decoder = encoder_model_with_local_spec(), decoder_model_with_local_spec()
+    for attention in (
+        encoder.submodules.self_attention,
+        decoder.submodules.self_attention,
+        decoder.submodules.cross_attention,
+    ):
+        attention.submodules.core_attention = SDPAttention
+    module = T5Model(
+        transformer_config(recipe, num_layers=model.decoder_layers),
+        transformer_config(recipe),
+        # get_t5_*_with_local_block_spec drops the last norm without Transformer Engine, silently (t5_spec.py:242).
+        TransformerBlockSubmodules([encoder] * model.num_layers, layer_norm=WrappedTorchNorm),
+        TransformerBlockSubmodules([decoder] * model.decoder_layers, layer_norm=WrappedTorchNorm),
+        vocab_size=model.vocab_size,
+        max_sequence_length=max(model.sequence_length, recipe.decoder_length),
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type=model.position,
+    )
+    lengths = model.sequence_length, recipe.decoder_length
+    module.decoder.register_forward_pre_hook(lambda decoder, _: _enter_decoder(decoder, *lengths))
+    return module
+
+
+def forward(model: nn.Module, batch: Batch) -> Tensor:
+    """See `pretrain.models`."""
+    return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch["labels"])
+
+
+def _enter_decoder(decoder: nn.Module, encoder_length: int, decoder_length: int) -> None:
+    """Tells the decoder's layers which tokens of the global batch they have: noise goes by the place of a sequence, and
+    the position counts tokens of the encoder's length. It also gives the decoder dropout of its own."""
+    where = random.position()
+    if decoder.training and where is not None:
+        first_token = where.first_token // encoder_length * decoder_length
+        random.set_position(where.seed, where.step, first_token, stream=_DECODER)
+
+
+_DECODER = 1 << 32  # beyond the numbers of pipeline stages, the other streams of a position
