@@ -121,7 +121,7 @@ class ParallelConfig:
             )
         divides("parallel.tensor", self.tensor, "model.num_heads", model.num_heads)
         divides("parallel.tensor", self.tensor, "model.vocab_size", model.vocab_size)
-        if len(model.layers_with_experts) < model.num_layers:
+        if len(model.layers_with_experts) < len(model.layer_numbers):
             divides("parallel.tensor", self.tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
         if self.sequence and self.tensor == 1:
             raise UserError("parallel.sequence=true is nothing at parallel.tensor=1, whose ranks cut sequences")
@@ -133,6 +133,8 @@ class ParallelConfig:
                 f"parallel.context={self.context}: megatron-core's attention runs at 1 without Transformer Engine, and "
                 "model.num_experts layers do in any case; cut sequences by parallel.tensor"
             )
+        if model.kind == "t5" and self.pipeline > 1:
+            raise UserError(f"parallel.pipeline={self.pipeline}: a model.kind=t5 is not cut into stages; use 1")
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise UserError(f"parallel.virtual_pipeline={self.virtual_pipeline} is nothing at parallel.pipeline=1")
         if self.model_chunks > 1 and self.schedule == "gpipe":

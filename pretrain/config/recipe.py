@@ -314,6 +314,8 @@ class Recipe:
         if not 0 <= model.jitter < 1:
             raise UserError(f"model.jitter={model.jitter} is not in [0, 1)")
         parallel.check(model)
+        if model.kind == "t5" and parallel.is_sequence_parallel:
+            divides("parallel.tensor", parallel.tensor, "the decoder's sequence length", self.decoder_length)
         self._check_batches()
         if parallel.overlap_parameters and not (optimizer.distributed and parallel.overlap_gradients):
             raise UserError(

@@ -2,11 +2,14 @@
 
 import copy
 
+import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from torch import Tensor, nn
 
+from fmoe import random
 from megatron_patch.attention import SDPAttention
+from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import transformer_config
@@ -32,19 +35,26 @@ def build(
     model = recipe.model
     spec = copy.deepcopy(bert_layer_local_spec)
     spec.submodules.self_attention.submodules.core_attention = SDPAttention
-    return UnpaddedBert(
-        transformer_config(recipe),
-        0,  # kinds of segments
-        spec,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.sequence_length,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type=model.position,
-        add_binary_head=False,
-        vp_stage=vp_stage,
-    )
+    seed = recipe.train.seed
+    with random.keyed("embedding", seed):
+        module = UnpaddedBert(
+            transformer_config(recipe),
+            0,  # kinds of segments
+            keyed_layer_spec(spec, seed),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=model.tie_embeddings,
+            position_embedding_type=model.position,
+            add_binary_head=False,
+            vp_stage=vp_stage,
+        )
+    if post_process:
+        with random.keyed("head", seed), torch.no_grad():
+            module.config.init_method(module.lm_head.dense.weight)
+    key_output_layer(module, seed)
+    return module
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:

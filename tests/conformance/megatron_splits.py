@@ -1,7 +1,9 @@
 """Training through the engine at any split of Megatron, and what of it is to be the same at all of them. Not a test."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import model_kinds
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -40,10 +42,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Builder:
-    """A model to train: its recipe, and makes its samples."""
+    """A model to train: its recipe, and what makes its samples of that."""
 
     recipe: Recipe
-    samples: type = Tokens
+    samples: Callable = lambda recipe: Tokens()
+
+
+def kind(name: str, noise: float = 0.15, **model) -> Builder:
+    """T5 or BERT: the GPT's sizes, and what is predicted made up of its own."""
+    model = {"kind": name, "moe_layers": (1, 2, 4), **model}
+    data = replace(GPT.data, noise_density=noise)
+    return Builder(replace(GPT, model=replace(GPT.model, **model), data=data), model_kinds.samples_of)
 
 
 BUILDERS = {
@@ -56,6 +65,8 @@ BUILDERS = {
             ),
         )
     ),
+    "t5": kind("t5", 0.35, num_layers=2, num_decoder_layers=2),
+    "bert": kind("bert"),
 }
 
 
@@ -94,7 +105,7 @@ def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
     from pretrain import state
 
     engine = engine_of(recipe)
-    samples = BUILDERS[builder].samples()
+    samples = BUILDERS[builder].samples(recipe)
     held = {}
     places = state._places(engine.chunks)
 

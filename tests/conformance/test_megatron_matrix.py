@@ -81,6 +81,31 @@ def test_a_split_equals_one_process(forks, alone, case):
     assert not {name: error for name, error in errors.items() if error > LIMIT}
 
 
+OTHERS = [
+    {"model": model, "layout": layout, "sequence": sequence, "distributed": distributed, "recompute": recompute}
+    | {"schedule": "1f1b", "overlap": distributed}
+    for model in ("t5", "bert")
+    for layout, sequence, distributed, recompute in (
+        ("TP2", "on", False, "none"),
+        ("TP2", "off", True, "full"),
+        ("EP2", "-", True, "selective"),
+        ("TP2xEP2", "on", True, "full"),
+        ("TP2xEP2", "off", False, "selective"),
+        ("TP2 ETP2", "on", False, "none"),
+        ("PP2xDP2", "-", True, "none"),
+    )
+    if (model, layout) != ("t5", "PP2xDP2")  # a T5 is not cut into stages
+]
+OTHERS_IN_CI = {"t5": "TP2xEP2", "bert": "TP2"}
+
+
+@pytest.mark.parametrize(
+    "case", [marks(case, case["sequence"] == "on" and case["layout"] == OTHERS_IN_CI[case["model"]]) for case in OTHERS]
+)
+def test_encoder_decoders_and_encoders_too(forks, alone, case):
+    test_a_split_equals_one_process(forks, alone, case)
+
+
 BF16 = {case["layout"]: case for case in CASES if case["distributed"]}
 BF16_CASES = [
     pytest.param(case, id=layout, marks=[] if layout == "TP2xEP2" else [pytest.mark.conformance])
@@ -102,7 +127,7 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
 
 def test_the_case_means_something(alone):
     """Tokens are dropped, the gradient is clipped, losses fall, and statistics are of all layers with experts."""
-    for model in splits.BUILDERS:
+    for model in cover.FACTORS["model"]:
         figures = alone(model).figures
         recipe = splits.BUILDERS[model].recipe
         for step, layer in itertools.product(range(splits.STEPS), recipe.model.moe_layers):
