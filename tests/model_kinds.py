@@ -28,7 +28,8 @@ RECIPE = Recipe(
         init_std=0.3,
         balance_loss=0.1,
     ),
-    optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5),
+    # A large eps: where a gradient is rounding alone, the size of the step is not.
+    optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5, eps=1e-3),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
 )
 KINDS = {
