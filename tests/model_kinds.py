@@ -25,7 +25,7 @@ RECIPE = Recipe(
         capacity_factor=1.0,
         eval_capacity_factor=None,
         jitter=0.3,
-        init_std=0.3,
+        init_std=0.2,
         balance_loss=0.1,
     ),
     # A large eps: where a gradient is rounding alone, the size of the step is not.
