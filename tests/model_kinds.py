@@ -25,10 +25,11 @@ RECIPE = Recipe(
         capacity_factor=1.0,
         eval_capacity_factor=None,
         jitter=0.3,
-        init_std=0.3,
+        init_std=0.2,
         balance_loss=0.1,
     ),
-    optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5),
+    # A large eps: where a gradient is rounding alone, the size of the step is not.
+    optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5, eps=1e-3),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
 )
 KINDS = {
