@@ -164,7 +164,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             validation=(),
             document_mask=True,
             noise_density=0.2,
-            mean_span=2.5,
+            mean_span=2.0,
         ),
         parallel=ParallelConfig(
             tensor=2,
