@@ -1,8 +1,10 @@
 """The MLPs of a Megatron-core model as blocks that `fmoe.upcycle` makes experts of."""
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLP
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import UserError
@@ -27,12 +29,13 @@ def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
         raise UserError(f"upcycle=True cannot take {name}: {reason}; upcycle=False draws new experts")
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     parts = 2 if config.gated_linear_unit else 1
-    biases = [None] * parts if fc1.bias is None else fc1.bias.chunk(parts)
+    biases = [None] * parts if fc1.bias is None else [_whole(half, 0) for half in fc1.bias.chunk(parts)]
+    weights = [_whole(half, 0) for half in fc1.weight.chunk(parts)]
     # Megatron's fused bias and GELU is the tanh approximation.
     is_tanh = config.bias_activation_fusion and config.activation_func is F.gelu
     block = Block(
-        maps_in=tuple(map(LinearMap, fc1.weight.chunk(parts), biases)),
-        map_out=LinearMap(fc2.weight, fc2.bias),
+        maps_in=tuple(map(LinearMap, weights, biases)),
+        map_out=LinearMap(_whole(fc2.weight, 1), fc2.bias),
         activation=ACTIVATIONS["gelu_tanh"] if is_tanh else config.activation_func,
         module=mlp,
         sequence_first=True,
@@ -44,6 +47,17 @@ def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
             f"moe_ffn_hidden_size={asked} cannot be given too"
         )
     return Found(name, "megatron", block)
+
+
+@torch.no_grad()
+def _whole(shard: Tensor, axis: int) -> Tensor:
+    """A tensor of which each tensor parallel rank holds a part along ``axis``."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return shard
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    return torch.cat(parts, axis).requires_grad_(shard.requires_grad)
 
 
 def _what_is_more(mlp: nn.Module) -> str | None:
@@ -72,6 +86,11 @@ def expert_options(block: Block, options: dict | None) -> dict:
 
 def fill(layer: MegatronFMoE, block: Block, how: Upcycling) -> MegatronFMoE:
     """Makes the experts of the block; frozen and of the dtype that it is."""
+    if layer.expert_tensor_group is not None:
+        raise UserError(
+            f"upcycle=True makes whole experts, which expert_tensor_parallel_size={layer.expert_tensor_group.size()} "
+            "cuts: use 1, or upcycle=False"
+        )
     like = block.tensors[0]
     layer.to(like.device, like.dtype)
     upcycle_(layer, block, how)

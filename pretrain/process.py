@@ -55,7 +55,7 @@ def start(limit: timedelta = _TIMEOUT) -> Processes:
         if local_rank() >= torch.cuda.device_count():
             raise UserError(
                 f"local rank {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}; "
-                "start fewer processes on it (parallel.expert x parallel.data)"
+                "start fewer processes on it (the splits of [parallel])"
             )
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)

@@ -168,7 +168,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         ),
         parallel=ParallelConfig(
             tensor=2,
-            sequence=True,
+            sequence=False,
             context=2,
             pipeline=2,
             virtual_pipeline=2,
@@ -227,13 +227,32 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     for section, values in asdict(recipe).items():
         for key, value in values.items():
             assert value != default[section][key], f"{section}.{key} is not tried"
-    recipe = replace(recipe, data=replace(recipe.data, document_mask=False))  # which a t5 cannot have
-    recipe.check()
-    for number, written in enumerate((recipe, Recipe(), Recipe(data=DataConfig(document_mask=True)))):
+    # What a t5 cannot have, and what excludes one another.
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, document_mask=False),
+        parallel=replace(
+            recipe.parallel,
+            context=1,
+            pipeline=1,
+            virtual_pipeline=None,
+            schedule="1f1b",
+            expert=6,
+            expert_tensor=1,
+        ),
+    )
+    others = (
+        Recipe(),
+        Recipe(data=DataConfig(document_mask=True)),
+        Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
+        Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
+    )
+    for number, written in enumerate((recipe, *others)):
+        written.check()
         path = tmp_path / f"{number}.toml"
         write_recipe(written, path)
         assert load_recipe(str(path)) == written
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.toml", "1.toml", "2.toml"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(5)]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
