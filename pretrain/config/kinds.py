@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fmoe.errors import UserError
+from pretrain.config.parallel import divides
 from pretrain.data.blend import whole_weights
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def check_kind(recipe: Recipe) -> None:
             _ = recipe.spans
         except UserError as error:
             raise UserError(f"model.{error}") from error
+        if recipe.parallel.is_sequence_parallel:
+            divides("parallel.tensor", recipe.parallel.tensor, "the tokens of a t5's decoder", recipe.decoder_length)
     if model.kind == "bert" and model.sequence_length < 3:
         raise UserError(f"model.sequence_length={model.sequence_length} is less than 3: no token of text is in it")
     if data.weights and len(data.weights) != len(data.train):

@@ -19,6 +19,12 @@ WRONG = {
         ["parallel.tensor=2", "model.sequence_length=255"],
         {"model.sequence-length": 255},
     ),
+    "a t5's decoder over TP": (
+        {"tensor": 2},
+        ["parallel.tensor=2", "tokens of a t5's decoder=45"],
+        {"model.kind": "t5", "model.sequence-length": 200},
+    ),
+    "a t5 over PP": ({"pipeline": 2}, ["parallel.pipeline=2", "model.kind=t5"], {"model.kind": "t5"}),
     "sequence parallelism without TP": ({"sequence": True}, ["parallel.sequence=true", "parallel.tensor=1"]),
     "context": ({"context": 2}, ["parallel.context=2", "Transformer Engine"]),
     "context over the sequence": ({"context": 3}, ["2 x parallel.context=6", "model.sequence_length=256"]),
