@@ -178,12 +178,9 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
             expert,
             dict(expert_options or {}),
         )
+        self._shared_arguments = (shared_expert, shared_gate, expert_options)
         self.build()
         self.top_k = getattr(self.gate, "top_k", top_k)
-        self.shared = None
-        if shared_expert is not None:
-            with random.keyed("shared expert", self.seed):
-                self.shared = SharedExpert(d_model, shared_expert, gated_output=shared_gate, options=expert_options)
         unknown = (loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and isinstance(gate, str | None):
             raise UserError(f"loss_weights has {sorted(unknown)[0]!r}; known are {', '.join(DEFAULT_LOSS_WEIGHTS)}")
@@ -201,7 +198,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         return int(seed)
 
     def build(self) -> None:
-        """Makes gate and experts under the layer's seed, which draws the same weights at every split."""
+        """Makes gate, experts and shared expert under the layer's seed, which draws the same weights at every split."""
         gate, top_k, gate_options, expert, expert_options = self._build_arguments
         with random.keyed("gate", self.seed):
             self.gate = build_gate(gate or "naive", self.d_model, self.num_experts, top_k, **gate_options)
@@ -218,6 +215,11 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
                 expert_options,
                 self.expert_tensor_group,
             )
+        shared, is_gated, options = self._shared_arguments
+        self.shared = None
+        if shared is not None:
+            with random.keyed("shared expert", self.seed):
+                self.shared = SharedExpert(self.d_model, shared, gated_output=is_gated, options=options)
 
     def reset_parameters(self) -> None:
         """Draws every weight anew, the same ones (they are keyed): for models built on the meta device."""
