@@ -19,6 +19,7 @@ from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
+from fmoe.experts.stacked import Stacked
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
 EXPERTS: dict[str, Callable[..., nn.Module]] = {
@@ -89,6 +90,7 @@ __all__ = [
     "Runner",
     "ShardedFFNExperts",
     "SharedExpert",
+    "Stacked",
     "build_experts",
     "register_expert",
 ]
