@@ -35,6 +35,8 @@ MAY_CHANGE = {
     "train.validation_sequences": "validation only",
     "train.init_from": "nothing: it is of the run's beginning",
 }
+# What may not be otherwise all the same: another optimizer has another state.
+MAY_NOT_CHANGE = ("optimizer.name",)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
     for section, values in now.items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            if key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE:
+            if key not in MAY_NOT_CHANGE and (key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE):
                 continue
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:

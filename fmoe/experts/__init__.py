@@ -18,8 +18,8 @@ from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
-from fmoe.experts.tensor_parallel import ShardedFFNExperts
 from fmoe.experts.stacked import Stacked
+from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
 EXPERTS: dict[str, Callable[..., nn.Module]] = {

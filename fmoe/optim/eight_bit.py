@@ -1,7 +1,9 @@
-"""AdamW with 8-bit moments, arXiv 2110.02861: torchao's, which runs on CPUs and GPUs."""
+"""AdamW with 8-bit moments, arXiv 2110.02861: torchao's, which runs on CPUs and GPUs.
+
+Shape letters: B blocks, S elements of a block.
+"""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +66,36 @@ class AdamW8bit(Optimizer):
             inner.step()
         return loss
 
-    def new_moment(self, parameter: Tensor, name: str) -> Any:
-        """Zeros for ``exp_avg`` or ``exp_avg_sq`` of a tensor."""
-        return self._torchao._new_buffer(parameter, name == "exp_avg")
+    def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
+        """``exp_avg`` or ``exp_avg_sq`` of a parameter from numbers.
+
+        Numbers that a moment of the same blocks stood for (``.dequantize()``) give it again, to the last bit of what it
+        stands for.
+        """
+        moment = self._torchao._new_buffer(parameter, name == "exp_avg")
+        moment.copy_(values)
+        if hasattr(moment, "codes"):
+            _find_scales(moment, values.float().view(-1, BLOCK))
+        return moment
+
+
+def _find_scales(moment, values_BS: Tensor) -> None:
+    """Scales and codes under which a moment is the values [B, S] exactly, in the blocks that have them.
+
+    The largest magnitude of a block was quantized to 1 or, since the map has no -1, to its lowest value; divided by
+    that it is the scale, up to two last bits.
+    """
+    largest_B = values_BS.abs().amax(1)
+    order = moment.qmap.argsort()
+    midpoints = (moment.qmap[order][1:] + moment.qmap[order][:-1]) / 2
+    codes_BS, scale_B = moment.codes.view(-1, BLOCK), moment.scale
+    is_found_B = torch.zeros_like(largest_B, dtype=torch.bool)
+    for extreme in (moment.qmap.max(), -moment.qmap.min()):
+        for bits in range(-2, 3):
+            if extreme <= 0:
+                continue  # the map of squares
+            tried_B = ((largest_B / extreme).view(torch.int32) + bits).clamp(min=1).view(torch.float32)
+            tried_BS = order[torch.bucketize(values_BS / tried_B.unsqueeze(1), midpoints)]
+            fits_B = (moment.qmap[tried_BS] * tried_B.unsqueeze(1) == values_BS).all(1) & ~is_found_B
+            codes_BS[fits_B], scale_B[fits_B] = tried_BS[fits_B].to(codes_BS.dtype), tried_B[fits_B]
+            is_found_B |= fits_B

@@ -3,12 +3,14 @@
 `Recipe.check` says, before any process group is made, what cannot be, in one line that names the keys.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fmoe.errors import UserError
 from pretrain.config import counts
 from pretrain.config.kinds import check_kind
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.parallel import ParallelConfig, divides
 from pretrain.data.spans import Spans
 
@@ -121,34 +123,6 @@ class DataConfig:
     """Share of the tokens that a t5 or a bert has to find."""
     mean_span: float = 3.0
     """Mean length of a t5's spans, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule."""
-
-    lr: float = 2e-3
-    """Highest learning rate."""
-    min_lr: float = 2e-4
-    """At the end of the decay."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warmup."""
-    warmup_steps: int = 30
-    """Steps of linear growth from zero."""
-    decay_steps: int | None = None
-    """Step at which the decay ends; None for the last."""
-    beta1: float = 0.9
-    """Of AdamW."""
-    beta2: float = 0.95
-    """Of AdamW."""
-    eps: float = 1e-8
-    """Of AdamW."""
-    weight_decay: float = 0.1
-    """Decoupled; biases and norms have none."""
-    clip_grad: float = 1.0
-    """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
-    distributed: bool = False
-    """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,13 +295,7 @@ class Recipe:
             raise UserError(
                 "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
-        for name in ("beta1", "beta2"):
-            if not getattr(optimizer, name) < 1:
-                raise UserError(f"optimizer.{name}={getattr(optimizer, name)} is not less than 1")
-        if not optimizer.lr > 0:
-            raise UserError(f"optimizer.lr={optimizer.lr} is not positive")
-        if optimizer.min_lr > optimizer.lr:
-            raise UserError(f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}")
+        optimizer.check()
         guard = self.guard
         if guard.spike_window and guard.spike_history > guard.spike_window:
             raise UserError(
@@ -335,10 +303,12 @@ class Recipe:
             )
         if not guard.collapse_dead <= 1:
             raise UserError(f"guard.collapse_dead={guard.collapse_dead} is not in [0, 1]")
-        decay_steps = self.decay_steps
-        if optimizer.warmup_steps >= decay_steps:
+        if self.warmup_steps >= self.decay_steps:
             key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
-            raise UserError(f"optimizer.warmup_steps={optimizer.warmup_steps} is not less than {key}={decay_steps}")
+            name, value = "optimizer.warmup_steps", optimizer.warmup_steps
+            if optimizer.warmup_tokens is not None:
+                name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
+            raise UserError(f"{name}={value} is not less than {key}={self.decay_steps}")
         if not self.data.train:
             raise UserError("data.train is empty: name at least one .bin/.idx prefix")
 
@@ -355,6 +325,23 @@ class Recipe:
                     f"parallel.pipeline={parallel.pipeline} has to divide with parallel.virtual_pipeline="
                     f"{parallel.virtual_pipeline}"
                 )
+
+    @property
+    def max_lr(self) -> float:
+        """Highest learning rate of this run, at its batch."""
+        return self.optimizer.lr * self.optimizer.lr_factor(self.train.global_batch)
+
+    @property
+    def min_lr(self) -> float:
+        """The same at the end of the decay."""
+        return self.optimizer.min_lr * self.optimizer.lr_factor(self.train.global_batch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warmup, which may be given in tokens."""
+        if self.optimizer.warmup_tokens is None:
+            return self.optimizer.warmup_steps
+        return math.ceil(self.optimizer.warmup_tokens / (self.train.global_batch * self.model.sequence_length))
 
     @property
     def decay_steps(self) -> int:
@@ -397,7 +384,7 @@ _POSITIVE = {
         "max_rows",
         "node_size",
     ),
-    "optimizer": ("decay_steps",),
+    "optimizer": ("decay_steps", "base_batch", "warmup_tokens"),
     "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
     "checkpoint": ("keep_every",),
     "tracking": ("console_every",),
@@ -405,7 +392,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "model": ("num_experts", "balance_loss", "z_loss", "init_std"),
-    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2"),
+    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2", "momentum"),
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),
