@@ -9,7 +9,7 @@ from fmoe.errors import UserError
 # Optimizers whose state is not of one number, or not of one size, an element: flat shards cannot hold it.
 _WANTS_WHOLE = {
     "adafactor": "factors the second moments of matrices",
-    "adamw8bit": "has blocks of 256 elements",
+    "adamw8bit": "quantizes blocks of 256 elements",
 }
 
 

@@ -192,7 +192,7 @@ WRONG = {
     ),
     "distributed 8 bit": (
         {"name": "adamw8bit", "distributed": True},
-        "optimizer.name=adamw8bit has a scale for 256 elements, which the flat shards of "
+        "optimizer.name=adamw8bit quantizes blocks of 256 elements, which the flat shards of "
         "optimizer.distributed=true cut: use false",
     ),
     "scaling without base": ({"lr_scaling": "sqrt"}, "optimizer.lr_scaling=sqrt needs optimizer.base_batch"),
