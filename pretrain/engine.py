@@ -149,7 +149,7 @@ class Engine:
         )
 
     def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
-        """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``.
+        """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
 
         Args:
             judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
@@ -176,13 +176,14 @@ class Engine:
     def backward(self, step: int, samples: Samples, *, reduce: bool = True) -> Tensor:
         """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;
         this rank's loss."""
-        size = self.recipe.train.global_batch
+        batches = self.recipe.batches
+        size = batches.sequences(step)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with contextlib.nullcontext() if reduce else self._unreduced():
-            self.last_loss = self.accumulate(samples, step * size, size, step)
+            self.last_loss = self.accumulate(samples, batches.first(step), size, step)
         return self.last_loss
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ loads at any split, sharded over data parallel ranks or not.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +108,7 @@ def pieces(engine) -> Iterator[Piece]:
         at = _place(places, shard.parameter, "a parameter of the optimizer")
         for moment, value in values:
             if moment.axis is not None:
-                yield from _factor_pieces(moment, value, at)
+                yield from _factor_pieces(moment, value, shard.main.shape, at)
                 continue
             for place in at:
                 start, stop = max(shard.start, place.begin), min(shard.stop, place.end)
@@ -125,14 +125,16 @@ def pieces(engine) -> Iterator[Piece]:
                 )
 
 
-def _factor_pieces(moment: Moment, value: Tensor, places: list[_Place]) -> Iterator[Piece]:
-    for place, view in _factor_views(moment, value, places):
+def _factor_pieces(moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]) -> Iterator[Piece]:
+    for place, view in _factor_views(moment, value, shape, places):
         if place.is_main:
             yield Piece(f"optimizer/{moment.name}/{place.name}", place.shape, place.offset, place.block, view)
 
 
-def _factor_views(moment: Moment, value: Tensor, places: list[_Place]) -> Iterator[tuple[_Place, Tensor]]:
-    """Of a moment with one element along an axis: where it lies, and its part there. Pieces of a parameter that differ
+def _factor_views(
+    moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]
+) -> Iterator[tuple[_Place, Tensor]]:
+    """Of a moment with one element along an axis, of a parameter of a shape: where it lies, and its part there. Pieces of a parameter that differ
     along that axis alone have one part between them."""
     seen = set()
     for place in places:
@@ -146,15 +148,9 @@ def _factor_views(moment: Moment, value: Tensor, places: list[_Place]) -> Iterat
             continue
         seen.add(of.offset)
         whole = value.view((1,) * (len(place.block) - value.dim()) + tuple(value.shape))
-        shape = moment.along(whole.shape, _length(places, moment))
-        corner = moment.along([int(i) for i in np.unravel_index(place.begin, shape)], 0)
+        full = (1,) * (len(place.block) - len(shape)) + tuple(shape)
+        corner = moment.along([int(i) for i in np.unravel_index(place.begin, full)], 0)
         yield of, whole[tuple(slice(c, c + n) for c, n in zip(corner, of.block, strict=True))]
-
-
-def _length(places: list[_Place], moment: Moment) -> int:
-    """Of the parameter along the axis that a moment has one element on."""
-    others = {moment.along(place.offset, 0) for place in places}
-    return sum(place.block[moment.axis] for place in places) // len(others)
 
 
 def _all_tensors(engine) -> Iterator[tuple[str, Tensor]]:
@@ -211,13 +207,9 @@ def load(engine, checkpoint: Checkpoint) -> None:
                 if moment.axis is None:
                     return _read(checkpoint, f"optimizer/{moment.name}/", at, shard.start, shard.stop)
                 value = torch.empty(moment.along(shard.main.shape, 1))
-                for place, view in _factor_views(moment, value, at):
-                    numel = math.prod(place.block)
-                    view.copy_(
-                        _read(checkpoint, f"optimizer/{moment.name}/", [replace(place, begin=0)], 0, numel).view(
-                            view.shape
-                        )
-                    )
+                for place, view in _factor_views(moment, value, shard.main.shape, at):
+                    part = _read(checkpoint, f"optimizer/{moment.name}/", [replace(place, begin=0)], 0, view.numel())
+                    view.copy_(part.view(view.shape))
                 return value
 
             if shard.has_master:

@@ -5,10 +5,12 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from fmoe.errors import UserError
 from pretrain.config import counts
+from pretrain.config.batches import Batches
 from pretrain.config.kinds import check_kind
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.parallel import ParallelConfig, divides
@@ -133,6 +135,12 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch: int = 16
     """Sequences of a step, over all processes."""
+    ramp_batch: int | None = None
+    """Sequences of the first step, from which the batch grows to global_batch; None for no ramp."""
+    ramp_increment: int | None = None
+    """Sequences that it grows by, each time."""
+    ramp_samples: int | None = None
+    """Sequences over which it grows, by even shares of them."""
     micro_batch: int = 8
     """Sequences of one forward pass of one process; the rest is accumulated."""
     seed: int = 1234
@@ -145,6 +153,21 @@ class TrainConfig:
     """Sequences of a validation, the same every time."""
     init_from: str | None = None
     """A checkpoint, or a run, whose weights alone this run begins with: a warm start. --resume takes everything."""
+
+    def check_ramp(self) -> bool:
+        """Whether the batch grows; raises UserError where it cannot grow so."""
+        keys = ("ramp_batch", "ramp_increment", "ramp_samples")
+        given = [key for key in keys if getattr(self, key) is not None]
+        if given and (missing := [key for key in keys if key not in given]):
+            raise UserError(f"train.{given[0]}={getattr(self, given[0])} needs train.{missing[0]} beside it")
+        if given:
+            if self.ramp_batch >= self.global_batch:
+                raise UserError(
+                    f"train.ramp_batch={self.ramp_batch} is not less than train.global_batch={self.global_batch}"
+                )
+            growth = self.global_batch - self.ramp_batch
+            divides("train.ramp_increment", self.ramp_increment, "train.global_batch - train.ramp_batch", growth)
+        return bool(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +338,11 @@ class Recipe:
     def _check_batches(self) -> None:
         parallel, train = self.parallel, self.train
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
-        keys = ("global_batch", "validation_sequences") if self.data.validation else ("global_batch",)
+        keys = ["global_batch"]
+        if train.check_ramp():
+            keys += ["ramp_batch", "ramp_increment"]  # and so every batch between
+        if self.data.validation:
+            keys.append("validation_sequences")
         for key in keys:
             sequences = getattr(train, key)
             divides(name, share, f"train.{key}", sequences)
@@ -325,6 +352,14 @@ class Recipe:
                     f"parallel.pipeline={parallel.pipeline} has to divide with parallel.virtual_pipeline="
                     f"{parallel.virtual_pipeline}"
                 )
+
+    @cached_property
+    def batches(self) -> Batches:
+        """The samples of every step."""
+        train = self.train
+        if train.ramp_batch is None:
+            return Batches(train.global_batch, train.global_batch, 1, 0)
+        return Batches(train.global_batch, train.ramp_batch, train.ramp_increment, train.ramp_samples)
 
     @property
     def max_lr(self) -> float:
@@ -341,7 +376,7 @@ class Recipe:
         """Steps of the warmup, which may be given in tokens."""
         if self.optimizer.warmup_tokens is None:
             return self.optimizer.warmup_steps
-        return math.ceil(self.optimizer.warmup_tokens / (self.train.global_batch * self.model.sequence_length))
+        return self.batches.steps_of(math.ceil(self.optimizer.warmup_tokens / self.tokens_per_sequence))
 
     @property
     def decay_steps(self) -> int:
@@ -385,7 +420,16 @@ _POSITIVE = {
         "node_size",
     ),
     "optimizer": ("decay_steps", "base_batch", "warmup_tokens"),
-    "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
+    "train": (
+        "steps",
+        "global_batch",
+        "micro_batch",
+        "ramp_batch",
+        "ramp_increment",
+        "ramp_samples",
+        "validation_every",
+        "validation_sequences",
+    ),
     "checkpoint": ("keep_every",),
     "tracking": ("console_every",),
     "guard": ("max_skips", "spike_history"),

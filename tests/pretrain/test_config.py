@@ -211,6 +211,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         train=TrainConfig(
             steps=9,
             global_batch=36,
+            ramp_batch=12,
+            ramp_increment=12,
+            ramp_samples=50,
             micro_batch=2,
             seed=2**40,
             precision="bf16",
