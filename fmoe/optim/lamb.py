@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmoe.optim.checks import check
-from fmoe.optim.trust import Slot, TrustOptimizer, floats, write_back, zeros_like
+from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 
 
 class Lamb(TrustOptimizer):
@@ -43,36 +43,29 @@ class Lamb(TrustOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_trust": max_trust}
         )
 
-    def _advance(self, slots: list[Slot]) -> None:
+    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        super()._begin(tensor, state)
+        state.setdefault("step", torch.tensor(0.0))
+        state["step"] += 1
+
+    def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
         beta1, beta2 = slots[0].group["betas"]
-        gradients = floats([slot.tensor.grad for slot in slots])
-        states = []
-        for slot in slots:
-            state = self.state[slot.tensor]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = zeros_like(slot.tensor), zeros_like(slot.tensor)
-            state["step"] += 1
-            states.append(state)
-        torch._foreach_lerp_([state["exp_avg"] for state in states], gradients, 1 - beta1)
-        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_(self._states(slots, "exp_avg"), gradients, 1 - beta1)
+        squares = self._states(slots, "exp_avg_sq")
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
-    def _updates(self, slots: list[Slot], weights: list[Tensor]) -> list[Tensor]:
+    def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         group = slots[0].group
         beta1, beta2 = group["betas"]
-        states = [self.state[slot.tensor] for slot in slots]
-        steps = [float(state["step"]) for state in states]
-        updates = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        torch._foreach_div_(updates, [math.sqrt(1 - beta2**step) for step in steps])
-        torch._foreach_add_(updates, group["eps"])
-        # (1 / x) * m, in place of m / x, which has no form that writes into x.
-        torch._foreach_reciprocal_(updates)
-        torch._foreach_mul_(updates, [state["exp_avg"] for state in states])
-        torch._foreach_div_(updates, [1 - beta1**step for step in steps])
-        if group["weight_decay"] and slots[0].rows:
-            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        steps = [float(self.state[slot.tensor]["step"]) for slot in slots]
+        # m_hat / (sqrt(v_hat) + eps) with the corrections of both moments taken out of the tensors.
+        roots = [math.sqrt(1 - beta2**step) for step in steps]
+        denominators = torch._foreach_sqrt(self._states(slots, "exp_avg_sq"))
+        torch._foreach_add_(denominators, [group["eps"] * root for root in roots])
+        updates = torch._foreach_mul(weights, group["weight_decay"] if slots[0].part.count else 0.0)
+        factors = [root / (1 - beta1**step) for root, step in zip(roots, steps, strict=True)]
+        torch._foreach_addcdiv_(updates, self._states(slots, "exp_avg"), denominators, factors)
         return updates
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:

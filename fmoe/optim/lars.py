@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmoe.optim.checks import check
-from fmoe.optim.trust import Slot, TrustOptimizer, floats, write_back, zeros_like
+from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 
 
 class Lars(TrustOptimizer):
@@ -28,6 +28,7 @@ class Lars(TrustOptimizer):
     """
 
     state_names = ("momentum_buffer",)
+    _compares_gradients = True
 
     def __init__(
         self,
@@ -43,18 +44,12 @@ class Lars(TrustOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "max_trust": max_trust})
 
-    def _advance(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            state = self.state[slot.tensor]
-            if not state:
-                state["momentum_buffer"] = zeros_like(slot.tensor)
+    def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
+        pass  # the momentum holds what was scaled already
 
-    def _updates(self, slots: list[Slot], weights: list[Tensor]) -> list[Tensor]:
-        decay = slots[0].group["weight_decay"] if slots[0].rows else 0.0
-        return torch._foreach_add(self._compared(slots, []), weights, alpha=decay)
-
-    def _compared(self, slots: list[Slot], updates: list[Tensor]) -> list[Tensor]:
-        return floats([slot.tensor.grad for slot in slots])
+    def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        decay = slots[0].group["weight_decay"] if slots[0].part.count else 0.0
+        return torch._foreach_add(gradients, weights, alpha=decay)
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
         ratio = group["trust_coefficient"] * weight_norms / (compared_norms + group["weight_decay"] * weight_norms)
@@ -63,7 +58,7 @@ class Lars(TrustOptimizer):
 
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
         group = slots[0].group
-        velocities = [self.state[slot.tensor]["momentum_buffer"] for slot in slots]
+        velocities = self._states(slots, "momentum_buffer")
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, updates, alpha=float(group["lr"]))
         torch._foreach_sub_(weights, velocities)

@@ -80,40 +80,59 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """``count`` whole blocks or one part of a block: elements ``offset ... offset + count * length - 1`` of a tensor.
+class Part:
+    """What of a tensor is stepped at once: some whole blocks, or one of which it may hold only a part.
 
-    ``block`` is the first block's number among those of all parameters.
+    Attributes:
+        index: along the tensor's first axis: experts of a stack, elements of a flat shard; None for all of it.
+        count: blocks; 0 for a vector, which has none.
+        block: number of the first of them among those of all parameters.
+        length: elements of a block, where several of them lie flat; else None.
     """
 
-    offset: int
+    index: slice | None
     count: int
-    length: int
-    block: int
+    block: int = 0
+    length: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The elements as a view [count, length]."""
-        return tensor.view(-1)[self.offset : self.offset + self.count * self.length].view(self.count, self.length)
+        """A view of the tensor, or of another like it; with ``count`` rows if that is more than 1."""
+        part = tensor if self.index is None else tensor[self.index]
+        return part if self.length is None else part.view(self.count, self.length)
 
 
-def rows_of(blocks: Blocks, first_block: int, start: int, numel: int) -> Iterator[Rows]:
-    """The flat range [start, start + numel) of a parameter: the end of a block, whole blocks, the begin of another.
+def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, most: int) -> Iterator[Part]:
+    """The parts of a tensor, which is elements [start, start + numel) of a parameter.
+
+    A flat range is the end of a block, whole blocks, the begin of another. Several blocks have ``most`` elements or less.
 
     Raises:
         UserError: the range lies outside the parameter, the blocks are not equal.
     """
+    numel = tensor.numel()
     if not 0 <= start <= start + numel <= blocks.numel or (blocks.count and blocks.numel % blocks.count):
         raise UserError(
             f"elements {start} to {start + numel} are no part of a parameter of {blocks.numel} in {blocks.count} blocks"
         )
-    length = blocks.numel // blocks.count if blocks.count else 0
-    offset = 0
-    while length and offset < numel:
-        block, within = divmod(start + offset, length)
-        left = numel - offset
-        if within or left < length:
-            rows = Rows(offset, 1, min(length - within, left), first_block + block)
+    if not blocks.count or not numel:
+        if numel:
+            yield Part(None, 0)
+        return
+    length = blocks.numel // blocks.count
+    at_once = max(1, most // length)
+    if numel == blocks.numel and tensor.dim() > 1:
+        if blocks.count == 1:
+            yield Part(None, 1, first_block)
         else:
-            rows = Rows(offset, left // length, length, first_block + block)
-        yield rows
-        offset += rows.count * rows.length
+            for begin in range(0, blocks.count, at_once):
+                end = min(begin + at_once, blocks.count)
+                yield Part(slice(begin, end), end - begin, first_block + begin)
+        return
+    offset = 0
+    while offset < numel:
+        block, within = divmod(start + offset, length)
+        count = min((numel - offset) // length, at_once) if not within else 0
+        size = count * length or min(length - within, numel - offset)
+        index = slice(offset, offset + size)
+        yield Part(index, max(count, 1), first_block + block, length if count > 1 else None)
+        offset += size

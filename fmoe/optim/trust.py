@@ -1,6 +1,7 @@
 """What layer-wise adaptive optimizers share: norms of blocks, their reduction over ranks, steps over many tensors."""
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,20 +13,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fmoe.errors import UserError
-from fmoe.optim.layout import Layout, Rows, rows_of
+from fmoe.optim.layout import Layout, Part, parts_of
 
 # Elements of the tensors that are stepped together: enough to hide the launch of kernels, few enough that what lies
 # between two of them is small, and on a CPU still in its cache.
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor that is stepped, its group of options, its rows and the numbers of their blocks; none for a vector."""
+    """A tensor, its group of options, and what of it is stepped at once, of which ``blocks`` are the numbers."""
 
     tensor: Tensor
     group: dict[str, Any]
-    rows: tuple[Rows, ...]
+    part: Part
     blocks: Tensor
 
 
@@ -46,6 +47,7 @@ class TrustOptimizer(Optimizer):
     """
 
     state_names: tuple[str, ...] = ()
+    _compares_gradients = False  # with the norm of the weights; else the updates
 
     def __init__(self, params, defaults: dict[str, Any]):
         self._layout: Layout | None = None
@@ -96,16 +98,22 @@ class TrustOptimizer(Optimizer):
                 loss = closure()
         plan = self._plan()
         plan.squares.zero_()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    self._begin(tensor, self.state[tensor])
         waiting = []
         for chunk in plan.chunks:
             slots = [slot for slot in chunk if slot.tensor.grad is not None]
             if not slots:
                 continue
-            weights = floats([slot.tensor for slot in slots])
-            self._advance(slots)
-            updates = self._updates(slots, weights)
-            if slots[0].rows:
-                blocks = _measure(plan.squares, slots, weights, self._compared(slots, updates))
+            weights = self._weights(slots)
+            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            self._advance(slots, gradients)
+            updates = self._updates(slots, weights, gradients)
+            if slots[0].part.count:
+                compared = gradients if self._compares_gradients else updates
+                blocks = _measure(plan.squares, slots, weights, compared)
                 if plan.reductions:
                     # Until the other ranks' parts of the norms are here. The update is made again then, from the
                     # moments: kept, it would be as much memory as the parameters.
@@ -119,29 +127,31 @@ class TrustOptimizer(Optimizer):
             if blocks is not None:
                 plan.squares[:, blocks] = part
         for slots, blocks in waiting:
-            weights = floats([slot.tensor for slot in slots])
-            updates = self._updates(slots, weights)
+            weights = self._weights(slots)
+            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            updates = self._updates(slots, weights, gradients)
             self._scale(plan, slots, updates, blocks)
             self._move(slots, weights, updates)
         return loss
 
+    def _weights(self, slots: list[Slot]) -> list[Tensor]:
+        return floats([slot.part.of(slot.tensor) for slot in slots])
+
+    def _states(self, slots: list[Slot], name: str) -> list[Tensor]:
+        return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
+
     def _scale(self, plan: _Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
-        """Multiplies the rows of the updates, in place, by their trust ratios."""
+        """Multiplies the updates, in place, by their trust ratios."""
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
         ratio = self._ratio(weight_norms, compared_norms, slots[0].group).float()
         plan.ratios[blocks] = ratio
-        begin, single, factors = 0, [], []
-        for slot, update in zip(slots, updates, strict=True):
-            for rows in slot.rows:
-                own = ratio[begin : begin + rows.count]
-                begin += rows.count
-                if rows.count == 1:
-                    single.append(rows.of(update))
-                    factors.append(own[0])
-                else:
-                    rows.of(update).mul_(own.unsqueeze(1))
+        factors = ratio.split([slot.part.count for slot in slots])
+        single = [number for number, slot in enumerate(slots) if slot.part.count == 1]
         if single:
-            torch._foreach_mul_(single, factors)
+            torch._foreach_mul_([updates[n] for n in single], [factors[n][0] for n in single])
+        for slot, update, factor in zip(slots, updates, factors, strict=True):
+            if slot.part.count > 1:
+                update.mul_(factor.view(-1, *[1] * (update.dim() - 1)))
 
     def _plan(self) -> _Plan:
         if self._plan_now is None:
@@ -159,19 +169,20 @@ class TrustOptimizer(Optimizer):
         for blocks in layout.parameters:
             ends.append(ends[-1] + blocks.count)
         chunks: dict[tuple, list[list[Slot]]] = {}
+        filled: dict[tuple, int] = defaultdict(int)
         for number, group in enumerate(self.param_groups):
             for tensor in group["params"]:
                 parameter, start = layout.parts[tensor]
-                blocks = layout.parameters[parameter]
-                rows = tuple(rows_of(blocks, ends[parameter], start, tensor.numel()))
-                if not rows and blocks.count:
-                    continue  # an empty shard
-                alike = chunks.setdefault((number, tensor.device, bool(rows)), [[]])
                 limit = _CHUNK.get(tensor.device.type, _CHUNK["cuda"])
-                if alike[-1] and sum(slot.tensor.numel() for slot in alike[-1]) + tensor.numel() > limit:
-                    alike.append([])
-                numbers = [number for r in rows for number in range(r.block, r.block + r.count)]
-                alike[-1].append(Slot(tensor, group, rows, torch.tensor(numbers, dtype=torch.long, device=device)))
+                for part in parts_of(tensor, layout.parameters[parameter], ends[parameter], start, limit):
+                    kind, size = (number, tensor.device, part.count > 0), part.of(tensor).numel()
+                    alike = chunks.setdefault(kind, [[]])
+                    if alike[-1] and filled[kind] + size > limit:
+                        alike.append([])
+                        filled[kind] = 0
+                    blocks = torch.arange(part.block, part.block + part.count, device=device)
+                    alike[-1].append(Slot(tensor, group, part, blocks))
+                    filled[kind] += size
         # Sums of squares in float64, where no square overflows; MPS has none.
         exact = torch.float32 if device.type == "mps" else torch.float64
         return _Plan(
@@ -182,17 +193,19 @@ class TrustOptimizer(Optimizer):
             reductions=list(_reductions(layout, ends, device)),
         )
 
+    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        """A step of the tensor begins; makes the state if there is none."""
+        if not state:
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            state |= {name: torch.zeros_like(tensor, dtype=dtype) for name in self.state_names}
+
     @abstractmethod
-    def _advance(self, slots: list[Slot]) -> None:
+    def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
         """Takes the gradients into the state."""
 
     @abstractmethod
-    def _updates(self, slots: list[Slot], weights: list[Tensor]) -> list[Tensor]:
+    def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """New float tensors, before trust ratio and learning rate; the same whenever called after `_advance`."""
-
-    def _compared(self, slots: list[Slot], updates: list[Tensor]) -> list[Tensor]:
-        """What the trust ratio compares the weights with."""
-        return updates
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
@@ -216,13 +229,17 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
 
 
 def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
-    """Puts the squares of norms of the slots' rows into ``squares``; the numbers of their blocks."""
+    """Puts the squares of norms of the slots' blocks into ``squares``; the numbers of the blocks."""
     blocks = torch.cat([slot.blocks for slot in slots])
     for place, tensors in enumerate((weights, compared)):
-        views = [r.of(tensor) for slot, tensor in zip(slots, tensors, strict=True) for r in slot.rows]
-        single = [view for view in views if len(view) == 1]
+        single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]
         of_single = iter(torch._foreach_norm(single) if single else ())
-        norms = [next(of_single).view(1) if len(v) == 1 else torch.linalg.vector_norm(v, dim=1) for v in views]
+        norms = [
+            next(of_single).view(1)
+            if slot.part.count == 1
+            else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())))
+            for tensor, slot in zip(tensors, slots, strict=True)
+        ]
         squares[place, blocks] = torch.cat(norms).to(squares).square()
     return blocks
 
@@ -232,13 +249,8 @@ def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor if tensor.dtype.itemsize >= 4 else tensor.float() for tensor in tensors]
 
 
-def zeros_like(tensor: Tensor) -> Tensor:
-    """State of a tensor: float32 or better."""
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
 def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
     """Rounds what was stepped as a float copy into the tensor it is of."""
     for slot, weight in zip(slots, weights, strict=True):
         if slot.tensor.dtype != weight.dtype:
-            slot.tensor.copy_(weight)
+            slot.part.of(slot.tensor).copy_(weight)

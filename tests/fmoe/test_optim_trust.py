@@ -36,6 +36,8 @@ def model_like():
     torch.manual_seed(3)
     parameters = [nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(()))]
     parameters += [stacked(3, 4, 5), stacked(3, 4), stacked(1, 2, 3), nn.Parameter(torch.zeros(4, 4))]
+    parameters += [nn.Parameter(torch.randn(3, 4).t()), stacked(2, 3, 2)]  # the first one not contiguous
+    parameters[-1].data = torch.randn(3, 2, 2).transpose(0, 1)
     with torch.no_grad():
         parameters[3] *= torch.tensor([1e-2, 1.0, 30.0]).view(3, 1, 1)
         parameters[0] *= 10
@@ -188,7 +190,7 @@ def sharded_steps(kind, options):
     for number, parameter in enumerate(parameters):
         cut = [parameter.numel() * i // size + (i == 1) * (number % 2) for i in range(size)] + [parameter.numel()]
         begin, end = cut[rank], max(cut[rank], cut[rank + 1])
-        shard = parameter.detach().clone().view(-1)[begin:end]
+        shard = parameter.detach().clone().reshape(-1)[begin:end]
         shards.append((shard, begin, end))
         parts[shard] = (number, begin)
     optimizer = kind([shard for shard, _, _ in shards], **options)
@@ -210,7 +212,7 @@ def test_flat_shards_equal_the_whole(forks, name, size):
     ranks = values(forks.run(size, sharded_steps, kind, options))
     for number, parameter in enumerate(parameters):
         found = torch.cat([shards[number] for shards, _ in ranks])
-        assert_close(found, parameter.detach().view(-1), 1e-6, f"parameter {number}")
+        assert_close(found, parameter.detach().reshape(-1), 1e-6, f"parameter {number}")
     found = torch.stack([torch.cat(ratios) for _, ratios in ranks])
     assert found.isnan().any() and (found.isnan() | (found == found.nan_to_num(-1).amax(0))).all(), "ranks disagree"
     assert_close(found.nan_to_num(-1).amax(0), torch.cat(optimizer.trust_ratios()), 1e-6, "trust ratios")

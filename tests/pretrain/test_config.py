@@ -194,7 +194,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             base_batch=4,
             schedule="linear",
             warmup_steps=3,
-            warmup_tokens=10_000,
+            warmup_tokens=5_000,
             decay_steps=7,
             beta1=0.8,
             beta2=0.99,
