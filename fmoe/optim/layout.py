@@ -104,7 +104,7 @@ class Part:
 def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, most: int) -> Iterator[Part]:
     """The parts of a tensor, which is elements [start, start + numel) of a parameter.
 
-    A flat range is the end of a block, whole blocks, the begin of another. Several blocks have ``most`` elements or less.
+    A flat range is the end of a block, whole blocks, the begin of another. Several blocks are at most ``most``.
 
     Raises:
         UserError: the range lies outside the parameter, the blocks are not equal.
