@@ -134,8 +134,9 @@ def _factor_pieces(moment: Moment, value: Tensor, shape: Sequence[int], places: 
 def _factor_views(
     moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]
 ) -> Iterator[tuple[_Place, Tensor]]:
-    """Of a moment with one element along an axis, of a parameter of a shape: where it lies, and its part there. Pieces of a parameter that differ
-    along that axis alone have one part between them."""
+    """Of a moment of a parameter that has one element along an axis: where it lies, and its part there. Pieces of the
+    parameter that differ along that axis alone have one part between them.
+    """
     seen = set()
     for place in places:
         of = replace(

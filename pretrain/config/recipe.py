@@ -319,6 +319,11 @@ class Recipe:
                 "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
         optimizer.check()
+        if optimizer.name == "adafactor" and parallel.tensor > 1:
+            raise UserError(
+                "optimizer.name=adafactor factors the second moments of whole matrices, which "
+                f"parallel.tensor={parallel.tensor} cuts: use 1"
+            )
         guard = self.guard
         if guard.spike_window and guard.spike_history > guard.spike_window:
             raise UserError(

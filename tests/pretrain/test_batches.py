@@ -78,7 +78,7 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
     assert alone_samples == list(range(4 + 4 + 8 + 12 + 16 * 3))
     samples, losses = [], []
     for first, last, split in ((0, 2, Split(data=2)), (2, 4, Split(expert=2)), (4, 7, Split(data=2, distributed=True))):
-        ranks = values(forks.run(split.size, taken, tmp_path / "split", split, first, last))
+        ranks = values(forks.run(split.parallel.world_size, taken, tmp_path / "split", split, first, last))
         samples += [n for numbers, _ in ranks for n in numbers]
         losses += ranks[0][1]
     assert sorted(samples) == alone_samples

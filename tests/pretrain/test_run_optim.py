@@ -14,7 +14,8 @@ from test_run_resharded import ONE, ONE_D, Split, stage
 from test_run_split_engine import RECIPE, Samples, engine_of, train
 
 from fmoe import UserError
-from pretrain.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
+from pretrain.checkpoint.geometry import Region
+from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 
 OPTIMIZERS = {
     "lamb": {"lr": 2e-2, "max_trust": 20.0},
@@ -36,12 +37,40 @@ def recipe_of(name, base=RECIPE):
 SPLITS = {
     "EP2": Split(expert=2),
     "DP2": Split(data=2),
+    "TP2": Split(tensor=2),
     "EP2 distributed": Split(expert=2, distributed=True),
     "DP2 distributed": Split(data=2, distributed=True),
-    "DP2 bf16 distributed": Split(data=2, distributed=True, precision="bf16"),
+    "TP2 with cut experts": Split(tensor=2, expert_tensor=2),
+    "TP2 DP2 distributed": Split(tensor=2, data=2, distributed=True),
+    "PP2": Split(pipeline=2),
 }
-CASES = [(name, split) for name in OPTIMIZERS for split in SPLITS if name in SHARDED or not SPLITS[split].distributed]
-CASES = [(name, split) for name, split in CASES if name != "adamw8bit" and "bf16" not in split]
+WHOLE = ("EP2", "DP2", "PP2")  # what steps whole matrices runs at these alone
+CASES = [(name, split) for name in ("lamb", "lars") for split in SPLITS]
+CASES += [("adafactor", split) for split in WHOLE] + [("sgd", "EP2 distributed")]
+
+
+def trained(recipe):
+    """Losses and norms of five steps, and the pieces of a checkpoint: weights and the optimizer's state."""
+    from pretrain import state
+
+    engine = engine_of(recipe)
+    results = [engine.train_step(step, Samples()) for step in range(RECIPE.train.steps)]
+    pieces = [
+        (p.name, p.shape, p.offset, p.block, p.start, p.stop, p.data.detach().clone()) for p in state.pieces(engine)
+    ]
+    return [(result.loss, result.grad_norm) for result in results], pieces
+
+
+def assembled(ranks):
+    """The tensors that the pieces of all ranks make; NaN where there is none."""
+    tensors = {}
+    for _, pieces in ranks:
+        for name, shape, offset, block, start, stop, data in pieces:
+            whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+            for box in Region.of(offset, block, start, stop).boxes:
+                part = data.reshape(-1)[box.position : box.position + box.size].view(box.shape)
+                whole[box.slices_in((0,) * len(shape))] = part
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +81,29 @@ def alone(forks):
     def run(name):
         if name not in ends:
             recipe = recipe_of(name)
-            ends[name] = only(forks.run(1, train, replace(recipe, train=replace(recipe.train, micro_batch=8))))
+            recipe = replace(recipe, train=replace(recipe.train, micro_batch=8))
+            ends[name] = values(forks.run(1, trained, recipe))
         return ends[name]
 
     return run
 
 
 @pytest.mark.parametrize(("name", "split"), CASES)
-def test_two_processes_equal_one(forks, alone, name, split):
+def test_processes_equal_one(forks, alone, name, split):
+    """Losses, norms, weights and every moment."""
     expected, split = alone(name), SPLITS[split]
     recipe = split.recipe(recipe_of(name))
     recipe = replace(recipe, train=replace(recipe.train, steps=RECIPE.train.steps))
-    ranks = values(forks.run(split.size, train, recipe))
-    for key, value in expected.items():
-        found = [rank[key] for rank in ranks]
-        if split.expert > 1 and ".experts." in key:
-            found = [torch.cat(found)]
-        for rank, actual in enumerate(found):
-            if torch.is_tensor(value):
-                assert_close(actual, value, 1e-5, f"{key} on rank {rank}")
-            else:
-                assert actual == pytest.approx(value, rel=1e-5), f"{key} on rank {rank}"
-    assert expected["validation"] < expected["validation before"]
+    ranks = values(forks.run(split.parallel.world_size, trained, recipe))
+    for losses, _ in ranks:
+        for found, wanted in zip(losses, expected[0][0], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    found, wanted = assembled(ranks), assembled(expected)
+    assert found.keys() == wanted.keys()
+    assert any(key.startswith("optimizer/") for key in found)
+    for key, value in wanted.items():
+        assert_close(found[key], value, 1e-5, key)
+    assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
 
 
 CHAINS = {
@@ -83,6 +113,7 @@ CHAINS = {
         ONE_D,
         Split(expert=2, distributed=True),
     ],
+    "TP, EP, one": [Split(tensor=2, data=2, distributed=True), Split(expert=2), ONE_D],
     "on and off, EP and DP": [Split(data=2, distributed=True), Split(expert=2), Split(expert=2, data=2), ONE_D],
 }
 CHAINED = [
@@ -101,7 +132,7 @@ CHAINED = [
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain):
     base, expected = recipe_of(name), None
     for number, split in enumerate(CHAINS[chain]):
-        results = values(forks.run(split.size, stage, tmp_path, split, base, number * 2))
+        results = values(forks.run(split.parallel.world_size, stage, tmp_path, split, base, number * 2))
         losses = results[0][0]
         if expected is not None:
             assert losses[0] == pytest.approx(expected, rel=1e-5), f"{split}"
@@ -203,6 +234,10 @@ WRONG = {
     "bound": ({"name": "lamb", "max_trust": -1.0}, "optimizer.max_trust=-1.0 is not positive"),
     "decay of beta2": ({"beta2_decay": 0.8}, "optimizer.beta2_decay=0.8 is not 0 or less"),
     "clip": ({"update_clip": 0.5}, "optimizer.update_clip=0.5 is not 1 or more"),
+    "tensor parallel adafactor": (
+        {"name": "adafactor"},
+        "optimizer.name=adafactor factors the second moments of whole matrices, which parallel.tensor=2 cuts: use 1",
+    ),
     "warmup": (
         {"warmup_tokens": 10**6},
         "optimizer.warmup_tokens=1000000, 245 steps, is not less than train.steps=9",
@@ -217,6 +252,7 @@ def test_wrong_values_are_one_line(case):
         model=ModelConfig(sequence_length=256),
         optimizer=OptimizerConfig(**{"warmup_steps": 1, **options}),
         train=TrainConfig(steps=9, global_batch=16, micro_batch=8),
+        parallel=ParallelConfig(tensor=2 if case.startswith("tensor") else 1),
     )
     with pytest.raises(UserError) as error:
         recipe.check()
