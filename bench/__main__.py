@@ -11,6 +11,8 @@ BENCHMARKS = {
     "checkpoint": "bench.checkpoint",
     "exchange": "bench.exchange",
     "layer": "bench.layer",
+    "memory": "bench.memory",
+    "optim": "bench.optim",
     "pipeline": "bench.pipeline",
     "step": "bench.step",
 }

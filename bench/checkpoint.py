@@ -64,7 +64,7 @@ class _Savers:
 
         self._recipe, self._folder, self._state = recipe, folder, state
         self._engine = Engine(recipe, processes)
-        self._engine.train_step(0, _Tokens(recipe))  # the optimizer has no state before
+        self._engine.train_step(0, Tokens(recipe))  # the optimizer has no state before
         self._writer, self._buffers = BackgroundWriter(), HostBuffers()
         self._begun = 0.0
         self._durable: list[float] = []
@@ -137,7 +137,7 @@ class _Savers:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class _Tokens:
+class Tokens:
     """Samples of uniform tokens."""
 
     def __init__(self, recipe: Recipe):

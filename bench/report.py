@@ -77,7 +77,7 @@ def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str,
                 + [f"{throughput:,.0f}" if throughput is not None and row.unit == unit else "" for unit in units]
                 + [row.facts.get(name, {}).get(fact, "") for fact in facts]
             )
-    lines = [f"# {title}", "", *_table(cells), ""]
+    lines = [f"# {title}", "", *table(cells), ""]
     lines += _notes(measurements)
     lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
     return "\n".join(lines) + "\n"
@@ -121,7 +121,8 @@ def _ratio_cell(row: Measurement, name: str) -> str:
     return "reference failed" if ratio is None else str(ratio)
 
 
-def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+def table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, the first row of cells its head."""
     # A bar within a cell would end it.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
@@ -18,12 +18,14 @@ from fmoe import end_step, random
 from fmoe.gates import skip_step
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
+from megatron_patch.optimizer import build_optimizer
 from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
 from pretrain.model import build_model
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, loss_function, weigh
+from pretrain.optimizer import make_optimizer
 from pretrain.pipeline import get_schedule, stages
 from pretrain.process import Processes, timeout
 from pretrain.routing import RoutingReports
@@ -86,7 +88,7 @@ class Engine:
         self.config = self.chunks[0].config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
         self.model = [self._wrap(index, chunk) for index, chunk in enumerate(self.chunks)]
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.model)
+        self.optimizer = build_optimizer(self._optimizer_config(), self.model, make_optimizer(recipe))
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -98,9 +100,9 @@ class Engine:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=recipe.optimizer.lr,
-            min_lr=recipe.optimizer.min_lr,
-            lr_warmup_steps=recipe.optimizer.warmup_steps,
+            max_lr=recipe.max_lr,
+            min_lr=recipe.min_lr,
+            lr_warmup_steps=recipe.warmup_steps,
             lr_decay_steps=recipe.decay_steps,
             lr_decay_style=recipe.optimizer.schedule,
             start_wd=recipe.optimizer.weight_decay,
@@ -133,8 +135,8 @@ class Engine:
         recipe = self.recipe
         return OptimizerConfig(
             optimizer="adam",
-            lr=recipe.optimizer.lr,
-            min_lr=recipe.optimizer.min_lr,
+            lr=recipe.max_lr,
+            min_lr=recipe.min_lr,
             weight_decay=recipe.optimizer.weight_decay,
             adam_beta1=recipe.optimizer.beta1,
             adam_beta2=recipe.optimizer.beta2,
@@ -147,7 +149,7 @@ class Engine:
         )
 
     def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
-        """Step number ``step``, counted from 0: the global batch is samples ``step * B ... (step + 1) * B - 1``.
+        """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
 
         Args:
             judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
@@ -174,13 +176,14 @@ class Engine:
     def backward(self, step: int, samples: Samples, *, reduce: bool = True) -> Tensor:
         """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;
         this rank's loss."""
-        size = self.recipe.train.global_batch
+        batches = self.recipe.batches
+        size = batches.sequences(step)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with contextlib.nullcontext() if reduce else self._unreduced():
-            self.last_loss = self.accumulate(samples, step * size, size, step)
+            self.last_loss = self.accumulate(samples, batches.first(step), size, step)
         return self.last_loss
 
     @contextlib.contextmanager

@@ -84,6 +84,8 @@ def _check_packages(recipe: Recipe) -> None:
         require("wandb", "pretrain", "tracking.wandb=true")
     if recipe.tracking.tensorboard:
         require("tensorboard", "tensorboard", "tracking.tensorboard=true")
+    if recipe.optimizer.name == "adamw8bit":
+        require("torchao", "adamw8bit", "optimizer.name=adamw8bit")
 
 
 def _corpus(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:

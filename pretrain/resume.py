@@ -35,6 +35,8 @@ MAY_CHANGE = {
     "train.validation_sequences": "validation only",
     "train.init_from": "nothing: it is of the run's beginning",
 }
+# What may not be otherwise all the same: another optimizer has another state.
+MAY_NOT_CHANGE = ("optimizer.name",)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
     for section, values in now.items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            if key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE:
+            if key not in MAY_NOT_CHANGE and (key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE):
                 continue
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:
@@ -60,7 +62,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
     """The place in the data after ``step`` steps, and what makes it mean the same samples."""
     return {
-        "next_sample": step * recipe.train.global_batch,
+        "next_sample": recipe.batches.first(step),
         "samples_per_epoch": inputs.train.samples_per_epoch,
         "corpora": list(inputs.fingerprints),
     }
@@ -71,8 +73,8 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
-            f"{checkpoint.path} goes on with sample {was['next_sample']}, which is not its step {checkpoint.step} x "
-            f"train.global_batch={recipe.train.global_batch}"
+            f"{checkpoint.path} goes on with sample {was['next_sample']}; after its step {checkpoint.step} "
+            f"train.global_batch={recipe.train.global_batch} goes on with {now['next_sample']}"
         )
     sums = list(zip(was["corpora"], now["corpora"], strict=False))
     if was["samples_per_epoch"] != now["samples_per_epoch"] or any(a and b and a != b for a, b in sums):

@@ -6,25 +6,25 @@ loads at any split, sharded over data parallel ranks or not.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from fmoe.errors import UserError
+from megatron_patch.optimizer import optimizers, shards
 from pretrain import generators
 from pretrain.checkpoint import Checkpoint, Piece
+from pretrain.moments import Moment, restored, saved
 
 _MODEL = "model/"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,6 @@ class _Place:
     @property
     def end(self) -> int:
         return self.begin + math.prod(self.block)
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """The flat range of a parameter that this rank's optimizer steps, and where it keeps the state for it."""
-
-    optimizer: torch.optim.Optimizer
-    parameter: Tensor
-    main: Tensor
-    start: int
-    stop: int
-    is_sharded: bool
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the stepped values are an fp32 copy of 16-bit ones."""
-        return self.parameter.dtype != torch.float32
 
 
 def _places(chunks) -> dict[int, list[_Place]]:
@@ -109,30 +92,6 @@ def _tensors(gpt) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}", buffer
 
 
-def _optimizers(optimizer) -> list:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _shards(optimizer) -> Iterator[_Shard]:
-    for part in _optimizers(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            for parameter, (group, index) in part.model_param_group_index_map.items():
-                where = part._get_model_param_range_map(parameter)["param"]
-                main = part.optimizer.param_groups[group]["params"][index]
-                yield _Shard(part.optimizer, parameter, main, where.start, where.end, True)
-        elif isinstance(part, Float16OptimizerWithFloat16Params):
-            for mains, parameters in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
-                for main, parameter in zip(mains, parameters, strict=True):
-                    yield _Shard(part.optimizer, parameter, main, 0, parameter.numel(), False)
-            for parameters in part.fp32_from_fp32_groups:
-                for parameter in parameters:
-                    yield _Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
-        else:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield _Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
-
-
 def pieces(engine) -> Iterator[Piece]:
     """What this rank writes of parameters, buffers, masters and moments."""
     engine.sync_parameters()
@@ -142,19 +101,21 @@ def pieces(engine) -> Iterator[Piece]:
             if place.is_main:
                 data = tensor.detach().reshape(-1)[place.begin : place.end].view(place.block)
                 yield Piece(f"{_MODEL}{place.name}", place.shape, place.offset, place.block, data)
-    for shard in _shards(engine.optimizer):
-        # Nothing there yet: no step was made, all of them were skipped.
-        moments = shard.optimizer.state.get(shard.main) or {}
-        values = {name: moments.get(name, torch.zeros_like(shard.main)) for name in _MOMENTS}
+    for shard in shards(engine.optimizer):
+        values = list(saved(shard))
         if shard.has_master:
-            values["master"] = shard.main.detach()
-        for place in _place(places, shard.parameter, "a parameter of the optimizer"):
-            start, stop = max(shard.start, place.begin), min(shard.stop, place.end)
-            if start >= stop or not (place.is_main_shard if shard.is_sharded else place.is_main):
+            values.append((Moment("master"), shard.main.detach()))
+        at = _place(places, shard.parameter, "a parameter of the optimizer")
+        for moment, value in values:
+            if moment.axis is not None:
+                yield from _factor_pieces(moment, value, shard.main.shape, at)
                 continue
-            for name, value in values.items():
+            for place in at:
+                start, stop = max(shard.start, place.begin), min(shard.stop, place.end)
+                if start >= stop or not (place.is_main_shard if shard.is_sharded else place.is_main):
+                    continue
                 yield Piece(
-                    f"optimizer/{name}/{place.name}",
+                    f"optimizer/{moment.name}/{place.name}",
                     place.shape,
                     place.offset,
                     place.block,
@@ -162,6 +123,35 @@ def pieces(engine) -> Iterator[Piece]:
                     start - place.begin,
                     stop - place.begin,
                 )
+
+
+def _factor_pieces(moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]) -> Iterator[Piece]:
+    for place, view in _factor_views(moment, value, shape, places):
+        if place.is_main:
+            yield Piece(f"optimizer/{moment.name}/{place.name}", place.shape, place.offset, place.block, view)
+
+
+def _factor_views(
+    moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]
+) -> Iterator[tuple[_Place, Tensor]]:
+    """Of a moment of a parameter that has one element along an axis: where it lies, and its part there. Pieces of the
+    parameter that differ along that axis alone have one part between them.
+    """
+    seen = set()
+    for place in places:
+        of = replace(
+            place,
+            shape=moment.along(place.shape, 1),
+            offset=moment.along(place.offset, 0),
+            block=moment.along(place.block, 1),
+        )
+        if of.offset in seen:
+            continue
+        seen.add(of.offset)
+        whole = value.view((1,) * (len(place.block) - value.dim()) + tuple(value.shape))
+        full = (1,) * (len(place.block) - len(shape)) + tuple(shape)
+        corner = moment.along([int(i) for i in np.unravel_index(place.begin, full)], 0)
+        yield of, whole[tuple(slice(c, c + n) for c, n in zip(corner, of.block, strict=True))]
 
 
 def _all_tensors(engine) -> Iterator[tuple[str, Tensor]]:
@@ -179,12 +169,12 @@ def optimizer_state(engine) -> dict[str, Any]:
     """Of the optimizer, what is one number for all parameters."""
     steps = {
         float(state["step"])
-        for part in _optimizers(engine.optimizer)
+        for part in optimizers(engine.optimizer)
         for state in part.optimizer.state.values()
         if "step" in state
     }
     steps |= {
-        float(g["step"]) for part in _optimizers(engine.optimizer) for g in part.optimizer.param_groups if "step" in g
+        float(g["step"]) for part in optimizers(engine.optimizer) for g in part.optimizer.param_groups if "step" in g
     }
     if len(steps) > 1:
         raise RuntimeError(f"parameters were stepped {sorted(steps)} times; one number is saved for all of them")
@@ -211,22 +201,21 @@ def load(engine, checkpoint: Checkpoint) -> None:
     step = checkpoint.state["optimizer"]["step"]
     _load_model(engine, checkpoint, places)
     with torch.no_grad():
-        for shard in _shards(engine.optimizer):
+        for shard in shards(engine.optimizer):
             at = _place(places, shard.parameter, "a parameter of the optimizer")
 
-            def cut(name: str, at=at, shard=shard) -> Tensor:
-                value = _read(checkpoint, f"optimizer/{name}/", at, shard.start, shard.stop)
-                return value.to(shard.main.device).view(shard.main.shape)
+            def cut(moment: Moment, at=at, shard=shard) -> Tensor:
+                if moment.axis is None:
+                    return _read(checkpoint, f"optimizer/{moment.name}/", at, shard.start, shard.stop)
+                value = torch.empty(moment.along(shard.main.shape, 1))
+                for place, view in _factor_views(moment, value, shard.main.shape, at):
+                    part = _read(checkpoint, f"optimizer/{moment.name}/", [replace(place, begin=0)], 0, view.numel())
+                    view.copy_(part.view(view.shape))
+                return value
 
             if shard.has_master:
-                shard.main.copy_(cut("master"))
-            # Each parameter has its own step tensor: torch's AdamW advances it in place.
-            state = {name: cut(name).clone() for name in _MOMENTS}
-            if "step" in shard.optimizer.param_groups[0]:
-                shard.optimizer.param_groups[0]["step"] = int(step)
-            else:
-                state["step"] = torch.tensor(float(step))
-            shard.optimizer.state[shard.main] = state
+                shard.main.copy_(cut(Moment("master")).view(shard.main.shape))
+            shard.optimizer.state[shard.main] = restored(shard, step, cut)
     # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
     engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
     _load_rank_state(engine, checkpoint)
@@ -248,7 +237,7 @@ def load_weights(engine, checkpoint: Checkpoint) -> None:
             raise UserError(f"{checkpoint.path} has {name}, for which the model has no place")
     _load_model(engine, checkpoint, places)
     with torch.no_grad():
-        for shard in _shards(engine.optimizer):
+        for shard in shards(engine.optimizer):
             if shard.has_master:
                 shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
 

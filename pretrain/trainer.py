@@ -36,8 +36,7 @@ class Trainer:
         self.engine = Engine(recipe, processes)
         self.step = 0
         self.is_stopping = False
-        self._tokens = recipe.train.global_batch * recipe.tokens_per_sequence  # of a step
-        self._flops = self._tokens * recipe.flops_per_token()
+        self._flops_per_token = recipe.flops_per_token()
 
     @property
     def is_done(self) -> bool:
@@ -79,14 +78,16 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self.step += 1
         self.is_stopping = result.asks_to_stop
+        batches, length = self.recipe.batches, self.recipe.tokens_per_sequence
+        tokens = batches.sequences(self.step - 1) * length
         metrics: Metrics = {
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            "tokens": self.step * self._tokens,
-            "tokens_per_second": self._tokens / seconds,
+            "tokens": batches.first(self.step) * length,
+            "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
-            "mfu": self._flops / seconds / peak,
+            "mfu": self._flops_per_token * tokens / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
         means = {name: 0.0 for name in ("drop_rate", "entropy", "balance_loss", "z_loss", "load_cv", "dead_experts")}

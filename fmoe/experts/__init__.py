@@ -18,6 +18,7 @@ from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
+from fmoe.experts.stacked import Stacked
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
@@ -89,6 +90,7 @@ __all__ = [
     "Runner",
     "ShardedFFNExperts",
     "SharedExpert",
+    "Stacked",
     "build_experts",
     "register_expert",
 ]

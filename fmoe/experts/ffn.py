@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fmoe import random
 from fmoe.errors import UserError
+from fmoe.experts.stacked import Stacked
 from fmoe.ops import expert_ffn, grouped_linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class FFNExperts(nn.Module):
+class FFNExperts(Stacked):
     """``W_out act(W_in x + b_in) + b_out`` for each of L experts; gated, ``act`` is ``act(first half) * second half``
     of a W_in of twice the height (GLU variants, arXiv 2002.05202).
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fmoe.experts.stacked import Stacked
 from fmoe.ops import grouped_linear
 
 
-class FMoELinear(nn.Module):
+class FMoELinear(Stacked):
     """``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
 
     Args:

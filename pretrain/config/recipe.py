@@ -3,12 +3,16 @@
 `Recipe.check` says, before any process group is made, what cannot be, in one line that names the keys.
 """
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from fmoe.errors import UserError
 from pretrain.config import counts
+from pretrain.config.batches import Batches
 from pretrain.config.kinds import check_kind
+from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.parallel import ParallelConfig, divides
 from pretrain.data.spans import Spans
 
@@ -124,34 +128,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its schedule."""
-
-    lr: float = 2e-3
-    """Highest learning rate."""
-    min_lr: float = 2e-4
-    """At the end of the decay."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay after the warmup."""
-    warmup_steps: int = 30
-    """Steps of linear growth from zero."""
-    decay_steps: int | None = None
-    """Step at which the decay ends; None for the last."""
-    beta1: float = 0.9
-    """Of AdamW."""
-    beta2: float = 0.95
-    """Of AdamW."""
-    eps: float = 1e-8
-    """Of AdamW."""
-    weight_decay: float = 0.1
-    """Decoupled; biases and norms have none."""
-    clip_grad: float = 1.0
-    """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
-    distributed: bool = False
-    """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Steps, batches, precision."""
 
@@ -159,6 +135,12 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch: int = 16
     """Sequences of a step, over all processes."""
+    ramp_batch: int | None = None
+    """Sequences of the first step, from which the batch grows to global_batch; None for no ramp."""
+    ramp_increment: int | None = None
+    """Sequences that it grows by, each time."""
+    ramp_samples: int | None = None
+    """Sequences over which it grows, by even shares of them."""
     micro_batch: int = 8
     """Sequences of one forward pass of one process; the rest is accumulated."""
     seed: int = 1234
@@ -171,6 +153,21 @@ class TrainConfig:
     """Sequences of a validation, the same every time."""
     init_from: str | None = None
     """A checkpoint, or a run, whose weights alone this run begins with: a warm start. --resume takes everything."""
+
+    def check_ramp(self) -> bool:
+        """Whether the batch grows; raises UserError where it cannot grow so."""
+        keys = ("ramp_batch", "ramp_increment", "ramp_samples")
+        given = [key for key in keys if getattr(self, key) is not None]
+        if given and (missing := [key for key in keys if key not in given]):
+            raise UserError(f"train.{given[0]}={getattr(self, given[0])} needs train.{missing[0]} beside it")
+        if given:
+            if self.ramp_batch >= self.global_batch:
+                raise UserError(
+                    f"train.ramp_batch={self.ramp_batch} is not less than train.global_batch={self.global_batch}"
+                )
+            growth = self.global_batch - self.ramp_batch
+            divides("train.ramp_increment", self.ramp_increment, "train.global_batch - train.ramp_batch", growth)
+        return bool(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,13 +318,12 @@ class Recipe:
             raise UserError(
                 "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
-        for name in ("beta1", "beta2"):
-            if not getattr(optimizer, name) < 1:
-                raise UserError(f"optimizer.{name}={getattr(optimizer, name)} is not less than 1")
-        if not optimizer.lr > 0:
-            raise UserError(f"optimizer.lr={optimizer.lr} is not positive")
-        if optimizer.min_lr > optimizer.lr:
-            raise UserError(f"optimizer.min_lr={optimizer.min_lr} is more than optimizer.lr={optimizer.lr}")
+        optimizer.check()
+        if optimizer.name == "adafactor" and parallel.tensor > 1:
+            raise UserError(
+                "optimizer.name=adafactor factors the second moments of whole matrices, which "
+                f"parallel.tensor={parallel.tensor} cuts: use 1"
+            )
         guard = self.guard
         if guard.spike_window and guard.spike_history > guard.spike_window:
             raise UserError(
@@ -335,17 +331,23 @@ class Recipe:
             )
         if not guard.collapse_dead <= 1:
             raise UserError(f"guard.collapse_dead={guard.collapse_dead} is not in [0, 1]")
-        decay_steps = self.decay_steps
-        if optimizer.warmup_steps >= decay_steps:
+        if self.warmup_steps >= self.decay_steps:
             key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
-            raise UserError(f"optimizer.warmup_steps={optimizer.warmup_steps} is not less than {key}={decay_steps}")
+            name, value = "optimizer.warmup_steps", optimizer.warmup_steps
+            if optimizer.warmup_tokens is not None:
+                name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
+            raise UserError(f"{name}={value} is not less than {key}={self.decay_steps}")
         if not self.data.train:
             raise UserError("data.train is empty: name at least one .bin/.idx prefix")
 
     def _check_batches(self) -> None:
         parallel, train = self.parallel, self.train
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
-        keys = ("global_batch", "validation_sequences") if self.data.validation else ("global_batch",)
+        keys = ["global_batch"]
+        if train.check_ramp():
+            keys += ["ramp_batch", "ramp_increment"]  # and so every batch between
+        if self.data.validation:
+            keys.append("validation_sequences")
         for key in keys:
             sequences = getattr(train, key)
             divides(name, share, f"train.{key}", sequences)
@@ -355,6 +357,31 @@ class Recipe:
                     f"parallel.pipeline={parallel.pipeline} has to divide with parallel.virtual_pipeline="
                     f"{parallel.virtual_pipeline}"
                 )
+
+    @cached_property
+    def batches(self) -> Batches:
+        """The samples of every step."""
+        train = self.train
+        if train.ramp_batch is None:
+            return Batches(train.global_batch, train.global_batch, 1, 0)
+        return Batches(train.global_batch, train.ramp_batch, train.ramp_increment, train.ramp_samples)
+
+    @property
+    def max_lr(self) -> float:
+        """Highest learning rate of this run, at its batch."""
+        return self.optimizer.lr * self.optimizer.lr_factor(self.train.global_batch)
+
+    @property
+    def min_lr(self) -> float:
+        """The same at the end of the decay."""
+        return self.optimizer.min_lr * self.optimizer.lr_factor(self.train.global_batch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warmup, which may be given in tokens."""
+        if self.optimizer.warmup_tokens is None:
+            return self.optimizer.warmup_steps
+        return self.batches.steps_of(math.ceil(self.optimizer.warmup_tokens / self.tokens_per_sequence))
 
     @property
     def decay_steps(self) -> int:
@@ -397,15 +424,24 @@ _POSITIVE = {
         "max_rows",
         "node_size",
     ),
-    "optimizer": ("decay_steps",),
-    "train": ("steps", "global_batch", "micro_batch", "validation_every", "validation_sequences"),
+    "optimizer": ("decay_steps", "base_batch", "warmup_tokens"),
+    "train": (
+        "steps",
+        "global_batch",
+        "micro_batch",
+        "ramp_batch",
+        "ramp_increment",
+        "ramp_samples",
+        "validation_every",
+        "validation_sequences",
+    ),
     "checkpoint": ("keep_every",),
     "tracking": ("console_every",),
     "guard": ("max_skips", "spike_history"),
 }
 _NOT_NEGATIVE = {
     "model": ("num_experts", "balance_loss", "z_loss", "init_std"),
-    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2"),
+    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2", "momentum"),
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),

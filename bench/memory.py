@@ -1,0 +1,110 @@
+"""``python -m bench memory``: bytes a parameter of every optimizer and precision, counted on two data parallel ranks.
+
+Counted are the tensors that live from step to step on rank 0: weights, the buffers of gradients, float32 masters of
+16-bit weights, the optimizer's state. Activations, and what lives within a step, are not in here.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench import options, ranks, report
+from bench.checkpoint import Tokens
+from pretrain.config import load_recipe
+
+OPTIMIZERS = ("adamw", "lamb", "lars", "sgd", "adafactor", "adamw8bit")
+WHOLE = ("adafactor", "adamw8bit")
+COLUMNS = ("weights", "gradients", "masters", "state")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("memory", __doc__)
+    parser.add_argument("--recipe", default="quickstart", help="whose model to take")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    arguments = parser.parse_args(argv)
+    rows = ranks.run(2, _count_all, arguments.recipe, arguments.optimizers)
+    header = ["optimizer", "precision", "`distributed`", *COLUMNS, "in all"]
+    cells = [header]
+    for row in rows:
+        figures = [row["bytes"][column] / row["parameters"] for column in COLUMNS]
+        shown = [f"{figure:.2f}" for figure in (*figures, sum(figures))]
+        cells.append([row["optimizer"], row["precision"], str(row["distributed"]).lower(), *shown])
+    text = "\n".join(report.table(cells))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (arguments.out / "memory.md").write_text(text + "\n")
+    print(f"{rows[0]['parameters']:,} parameters, 2 data parallel ranks; bytes a parameter on one of them\n\n{text}")
+
+
+def _count_all(name: str, optimizers: Sequence[str]) -> list[dict]:
+    from megatron_patch import cpu
+
+    cpu.install()
+    warnings.filterwarnings("ignore", module="megatron")
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.process import Processes
+
+    recipe = load_recipe(name)
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, sequence_length=32),
+        train=replace(recipe.train, global_batch=2, micro_batch=1),
+        parallel=replace(recipe.parallel, expert=1, data=2),
+    )
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    init_parallel(recipe, processes)
+    rows = []
+    for optimizer in optimizers:
+        for precision in ("fp32", "bf16"):
+            for distributed in (False, True):
+                if distributed and optimizer in WHOLE:
+                    continue
+                of_row = replace(
+                    recipe,
+                    optimizer=replace(recipe.optimizer, name=optimizer, distributed=distributed),
+                    train=replace(recipe.train, precision=precision),
+                )
+                of_row.check()
+                engine = Engine(of_row, processes)
+                engine.train_step(0, Tokens(of_row))  # the optimizer has no state before
+                of_row_bytes = {column: sum(map(_bytes, tensors)) for column, tensors in _tensors(engine).items()}
+                rows.append(
+                    {
+                        "optimizer": optimizer,
+                        "precision": precision,
+                        "distributed": distributed,
+                        "parameters": sum(p.numel() for p in engine.gpt.parameters()),
+                        "bytes": of_row_bytes,
+                    }
+                )
+    return rows
+
+
+def _tensors(engine) -> dict[str, list[Tensor]]:
+    from megatron_patch.optimizer import optimizers, shards
+
+    buffers = [*engine.model.buffers, *engine.model.expert_parallel_buffers]
+    states = [state for part in optimizers(engine.optimizer) for state in part.optimizer.state.values()]
+    return {
+        "weights": list(engine.gpt.parameters()),
+        "gradients": [buffer.grad_data for buffer in buffers],
+        "masters": [shard.main for shard in shards(engine.optimizer) if shard.has_master],
+        "state": [tensor for state in states for value in state.values() for tensor in _plain(value)],
+    }
+
+
+def _plain(value: Tensor) -> Iterator[Tensor]:
+    """The tensors that one is made of: codes, scales and map of an 8-bit one."""
+    if hasattr(value, "codes"):
+        yield from (value.codes, value.scale, value.qmap)
+    else:
+        yield value
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,155 @@
+"""``python -m bench optim``: a step of LAMB and LARS on the parameters of Mixture-of-Experts transformers.
+
+The reference is the same algorithm in a loop over tensors, an expert at a time. AdamW, torch's over many tensors, shows
+what trust ratios cost. Gradients are there; clipping, reductions over ranks and rounding to 16 bits are not in here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bench import frame, options, report
+from fmoe.errors import UserError
+from fmoe.optim import Lamb, Lars, is_stacked
+
+LOOP = {"lamb": "LAMB, a loop over tensors", "lars": "LARS, a loop over tensors"}
+OURS = {"lamb": "fmoe.optim.Lamb", "lars": "fmoe.optim.Lars"}
+ADAMW = "torch.optim.AdamW, foreach"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: layers, their width, experts a layer and their hidden width, rows of the embedding."""
+
+    layers: int
+    width: int
+    experts: int
+    hidden: int
+    vocabulary: int
+
+    def parameters(self, device: torch.device) -> list[nn.Parameter]:
+        """Of size one, with gradients: embedding, and for each layer attention, two norms, gate, experts."""
+        shapes = [(self.vocabulary, self.width)]
+        stacks = [(self.experts, self.hidden, self.width), (self.experts, self.width, self.hidden)]
+        for _ in range(self.layers):
+            shapes += [(3 * self.width, self.width), (self.width, self.width), (self.experts, self.width)]
+            shapes += [(self.width,)] * 4 + stacks
+        parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        for parameter in parameters:
+            parameter.is_stacked = parameter.dim() == 3
+            parameter.grad = torch.randn_like(parameter)
+        return parameters
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.width}, {self.experts} experts of {self.hidden}"
+
+
+SHAPES = {
+    "quickstart": Shape(4, 192, 8, 768, 2048),
+    "many": Shape(8, 128, 64, 128, 2048),
+    "large": Shape(4, 512, 8, 2048, 8192),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("optim", __doc__, rounds=20, warmup=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="by comma")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for name in arguments.shapes.split(","):
+        if name not in SHAPES:
+            raise UserError(f"--shapes has {name!r}; there are {', '.join(SHAPES)}")
+        rows += [_measure(SHAPES[name], kind, device, arguments) for kind in OURS]
+    report.write(rows, arguments.out, "optim")
+    for row, kind in zip(rows, list(OURS) * len(rows), strict=False):
+        print(f"{row.label}: {OURS[kind]} over the loop {row.ratio(OURS[kind])}")
+
+
+def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.Measurement:
+    def ours() -> Callable[[], object]:
+        parameters = shape.parameters(device)
+        optimizer = (Lamb if kind == "lamb" else Lars)(parameters, lr=1e-4)
+        return optimizer.step
+
+    def loop() -> Callable[[], object]:
+        # A view of each expert: what an optimizer that knows no stacks would be given.
+        tensors = []
+        for parameter in shape.parameters(device):
+            tensors += (
+                zip(parameter.detach().unbind(), parameter.grad.unbind(), strict=True)
+                if is_stacked(parameter)
+                else [(parameter.detach(), parameter.grad)]
+            )
+        return _LOOPS[kind]([_Tensor(w, g) for w, g in tensors])
+
+    def adamw() -> Callable[[], object]:
+        return torch.optim.AdamW(shape.parameters(device), lr=1e-4, foreach=True).step
+
+    elements = sum(parameter.numel() for parameter in shape.parameters(device))
+    return frame.measure(
+        [
+            frame.Contender(LOOP[kind], loop, work=elements / 1e6),
+            frame.Contender(OURS[kind], ours, work=elements / 1e6),
+            frame.Contender(ADAMW, adamw, work=elements / 1e6),
+        ],
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        reference=LOOP[kind],
+        seed=arguments.seed,
+        label=f"{kind}, {shape}",
+        unit="M elements",
+        min_seconds=0.05,
+        sync=torch.cuda.synchronize if device.type == "cuda" else None,
+    )
+
+
+class _Tensor:
+    """One tensor, its gradient and state."""
+
+    def __init__(self, weight: Tensor, gradient: Tensor):
+        self.weight, self.gradient, self.step = weight, gradient, 0
+        self.first, self.second = torch.zeros_like(weight), torch.zeros_like(weight)
+
+
+@torch.no_grad()
+def _lamb_loop(tensors: list[_Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        for t in tensors:
+            t.step += 1
+            t.first.lerp_(t.gradient, 0.1)
+            t.second.mul_(0.999).addcmul_(t.gradient, t.gradient, value=1e-3)
+            update = t.second.sqrt().div_(math.sqrt(1 - 0.999**t.step)).add_(1e-6)
+            update = torch.div(t.first, update, out=update).div_(1 - 0.9**t.step)
+            ratio = 1.0
+            if t.weight.dim() > 1:
+                update.add_(t.weight, alpha=0.01)
+                norms = t.weight.norm(), update.norm()
+                ratio = torch.where((norms[0] > 0) & (norms[1] > 0), norms[0] / norms[1], 1.0)
+            t.weight.add_(update.mul_(ratio), alpha=-1e-4)
+
+    return step
+
+
+@torch.no_grad()
+def _lars_loop(tensors: list[_Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        for t in tensors:
+            update, ratio = t.gradient, 1.0
+            if t.weight.dim() > 1:
+                update = torch.add(t.gradient, t.weight, alpha=1e-4)
+                norms = t.weight.norm(), t.gradient.norm()
+                fraction = 1e-3 * norms[0] / (norms[1] + 1e-4 * norms[0])
+                ratio = torch.where((norms[0] > 0) & (norms[1] > 0), fraction, 1.0)
+            t.first.mul_(0.9).add_(update * ratio, alpha=1e-4)
+            t.weight.sub_(t.first)
+
+    return step
+
+
+_LOOPS = {"lamb": _lamb_loop, "lars": _lars_loop}

@@ -1,0 +1,9 @@
+"""Optimizers that know experts: each expert of a stacked weight is a tensor of its own."""
+
+from fmoe.optim.adafactor import Adafactor
+from fmoe.optim.eight_bit import AdamW8bit
+from fmoe.optim.lamb import Lamb
+from fmoe.optim.lars import Lars
+from fmoe.optim.layout import Blocks, Layout, is_matrix, is_stacked, param_groups
+
+__all__ = ["Adafactor", "AdamW8bit", "Blocks", "Lamb", "Lars", "Layout", "is_matrix", "is_stacked", "param_groups"]

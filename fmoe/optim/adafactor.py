@@ -1,0 +1,40 @@
+"""Adafactor, arXiv 1804.04235: torch's, with every expert a tensor of its own."""
+
+import torch
+from torch import Tensor
+
+from fmoe.optim.layout import is_matrix, is_stacked
+
+
+class Adafactor(torch.optim.Adafactor):
+    """`torch.optim.Adafactor` in which each expert of a stacked weight has its own scale and its own clipped update.
+
+    torch factors the last two axes, which is right for a stack, but takes the root mean squares of weight and update
+    over the whole tensor: an expert's step would depend on which others are in its stack. Here a stack is stepped as
+    its experts would be one by one. State: ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
+    ``variance`` of a vector, ``step``. Weight decay is the group's (`fmoe.optim.param_groups`).
+
+    Arguments are torch's.
+    """
+
+    def _init_group(self, group, params_with_grad, grads, row_vars, col_vars, variances, state_steps) -> bool:
+        for parameter in group["params"]:
+            if is_stacked(parameter) and not is_matrix(parameter) and not self.state[parameter]:
+                # Stacked biases, which torch would factor as if they were a matrix.
+                self.state[parameter] |= {"step": torch.tensor(0.0), "variance": torch.zeros_like(parameter)}
+        lists = (params_with_grad, grads, row_vars, col_vars, variances, state_steps)
+        whole: tuple[list[Tensor | None], ...] = ([], [], [], [], [], [])
+        has_complex = super()._init_group(group, *whole)
+        for columns in zip(*whole, strict=True):
+            for one in _experts(*columns) if is_stacked(columns[0]) else [columns]:
+                for values, value in zip(lists, one, strict=True):
+                    values.append(value)
+        return has_complex
+
+
+def _experts(*columns):
+    """Weight, gradient and state of each expert, as views; the step's one tensor goes to the first."""
+    *tensors, step = columns
+    for expert in range(tensors[0].shape[0]):
+        views = [None if tensor is None else tensor[expert] for tensor in tensors]
+        yield *views, step if expert == 0 else step.clone()

@@ -1,0 +1,78 @@
+"""LAMB, arXiv 1904.00962."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe.optim.checks import check
+from fmoe.optim.trust import Slot, TrustOptimizer, write_back
+
+
+class Lamb(TrustOptimizer):
+    """Adam's direction with decoupled weight decay, scaled for each tensor to the norm of its weights (algorithm 2)::
+
+        r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w
+        w = w - lr * |w| / |r| * r                     the ratio is 1 where either norm is 0
+
+    Each expert of a stacked weight is a tensor of its own, so that a stack is stepped as its experts would be one by
+    one. Vectors (biases, norms, biases of stacked experts) have ratio 1 and no decay, whatever their group says.
+
+    Args:
+        params: parameters or groups of them.
+        max_trust: highest trust ratio (LAMBC, arXiv 2011.13584); None for no bound.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_trust: float | None = None,
+    ):
+        check(lr=lr, eps=eps, weight_decay=weight_decay, betas=betas, max_trust=max_trust)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_trust": max_trust}
+        )
+
+    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        super()._begin(tensor, state)
+        state.setdefault("step", torch.tensor(0.0))
+        state["step"] += 1
+
+    def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
+        beta1, beta2 = slots[0].group["betas"]
+        torch._foreach_lerp_(self._states(slots, "exp_avg"), gradients, 1 - beta1)
+        squares = self._states(slots, "exp_avg_sq")
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+
+    def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        group = slots[0].group
+        beta1, beta2 = group["betas"]
+        steps = [float(self.state[slot.tensor]["step"]) for slot in slots]
+        # m_hat / (sqrt(v_hat) + eps) with the corrections of both moments taken out of the tensors.
+        roots = [math.sqrt(1 - beta2**step) for step in steps]
+        denominators = torch._foreach_sqrt(self._states(slots, "exp_avg_sq"))
+        torch._foreach_add_(denominators, [group["eps"] * root for root in roots])
+        updates = torch._foreach_mul(weights, group["weight_decay"] if slots[0].part.count else 0.0)
+        factors = [root / (1 - beta1**step) for root, step in zip(roots, steps, strict=True)]
+        torch._foreach_addcdiv_(updates, self._states(slots, "exp_avg"), denominators, factors)
+        return updates
+
+    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
+        ratio = weight_norms / compared_norms
+        ratio = torch.where((weight_norms > 0) & (compared_norms > 0), ratio, 1.0)
+        return ratio if group["max_trust"] is None else ratio.clamp(max=group["max_trust"])
+
+    def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
+        torch._foreach_add_(weights, updates, alpha=-float(slots[0].group["lr"]))
+        write_back(slots, weights)

@@ -1,0 +1,256 @@
+"""What layer-wise adaptive optimizers share: norms of blocks, their reduction over ranks, steps over many tensors."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fmoe.errors import UserError
+from fmoe.optim.layout import Layout, Part, parts_of
+
+# Elements of the tensors that are stepped together: enough to hide the launch of kernels, few enough that what lies
+# between two of them is small, and on a CPU still in its cache.
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor, its group of options, and what of it is stepped at once, of which ``blocks`` are the numbers."""
+
+    tensor: Tensor
+    group: dict[str, Any]
+    part: Part
+    blocks: Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    chunks: list[list[Slot]]  # of one group, device and kind each
+    squares: Tensor  # [2, blocks]: of the weights and of what the trust ratio compares them with
+    ratios: Tensor  # [blocks]
+    spans: list[tuple[int, int]]  # of each parameter in the blocks
+    reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # with the blocks that take part, None for all
+
+
+class TrustOptimizer(Optimizer):
+    """Scales the update of each block by a trust ratio; subclasses say what the update is.
+
+    Tensors are stepped in chunks of many by torch's multi-tensor operations. 16-bit parameters have float32 state and
+    are rounded once a step.
+    """
+
+    state_names: tuple[str, ...] = ()
+    _compares_gradients = False  # with the norm of the weights; else the updates
+
+    def __init__(self, params, defaults: dict[str, Any]):
+        self._layout: Layout | None = None
+        self._plan_now: _Plan | None = None
+        super().__init__(params, defaults)
+
+    def set_layout(self, layout: Layout | None) -> None:
+        """What the tensors of the parameter groups are parts of; None: each is a parameter, marked stacks are stacks.
+
+        Collective in the sense that all ranks of the layout's groups do the same steps from then on.
+        """
+        self._layout, self._plan_now = layout, None
+
+    def trust_ratios(self) -> list[Tensor]:
+        """Those of the last step, a tensor [blocks] for each parameter of the layout; empty for a vector.
+
+        Float32, on the device of the parameters. NaN for a block that was not stepped on this rank: it holds no part of
+        it, or there was no gradient yet.
+        """
+        plan = self._plan()
+        return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._plan_now = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan_now = None
+        self.__dict__.setdefault("_layout", None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch casts state to the parameter's dtype; float32 moments of 16-bit parameters stay what they are.
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        tensors = (tensor for group in self.param_groups for tensor in group["params"])
+        for number, tensor in zip(numbers, tensors, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name in self.state_names:
+                    self.state[tensor][name] = value.to(tensor.device, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One step. Collective over the groups of the layout: at most one reduction for each of them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._plan()
+        plan.squares.zero_()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    self._begin(tensor, self.state[tensor])
+        waiting = []
+        for chunk in plan.chunks:
+            slots = [slot for slot in chunk if slot.tensor.grad is not None]
+            if not slots:
+                continue
+            weights = self._weights(slots)
+            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            self._advance(slots, gradients)
+            updates = self._updates(slots, weights, gradients)
+            if slots[0].part.count:
+                compared = gradients if self._compares_gradients else updates
+                blocks = _measure(plan.squares, slots, weights, compared)
+                if plan.reductions:
+                    # Until the other ranks' parts of the norms are here. The update is made again then, from the
+                    # moments: kept, it would be as much memory as the parameters.
+                    waiting.append((slots, blocks))
+                    continue
+                self._scale(plan, slots, updates, blocks)
+            self._move(slots, weights, updates)
+        for group, blocks in plan.reductions:
+            part = plan.squares if blocks is None else plan.squares[:, blocks]
+            dist.all_reduce(part, group=group)
+            if blocks is not None:
+                plan.squares[:, blocks] = part
+        for slots, blocks in waiting:
+            weights = self._weights(slots)
+            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            updates = self._updates(slots, weights, gradients)
+            self._scale(plan, slots, updates, blocks)
+            self._move(slots, weights, updates)
+        return loss
+
+    def _weights(self, slots: list[Slot]) -> list[Tensor]:
+        return floats([slot.part.of(slot.tensor) for slot in slots])
+
+    def _states(self, slots: list[Slot], name: str) -> list[Tensor]:
+        return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
+
+    def _scale(self, plan: _Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
+        """Multiplies the updates, in place, by their trust ratios."""
+        weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
+        ratio = self._ratio(weight_norms, compared_norms, slots[0].group).float()
+        plan.ratios[blocks] = ratio
+        factors = ratio.split([slot.part.count for slot in slots])
+        single = [number for number, slot in enumerate(slots) if slot.part.count == 1]
+        if single:
+            torch._foreach_mul_([updates[n] for n in single], [factors[n][0] for n in single])
+        for slot, update, factor in zip(slots, updates, factors, strict=True):
+            if slot.part.count > 1:
+                update.mul_(factor.view(-1, *[1] * (update.dim() - 1)))
+
+    def _plan(self) -> _Plan:
+        if self._plan_now is None:
+            self._plan_now = self._make_plan()
+        return self._plan_now
+
+    def _make_plan(self) -> _Plan:
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        for tensor in tensors:
+            if hasattr(tensor, "placements"):
+                raise UserError(f"{type(self).__name__} steps no DTensor: trust ratios would be those of shards")
+        layout = self._layout or Layout.of(tensors)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        ends = [0]
+        for blocks in layout.parameters:
+            ends.append(ends[-1] + blocks.count)
+        chunks: dict[tuple, list[list[Slot]]] = {}
+        filled: dict[tuple, int] = defaultdict(int)
+        for number, group in enumerate(self.param_groups):
+            for tensor in group["params"]:
+                parameter, start = layout.parts[tensor]
+                limit = _CHUNK.get(tensor.device.type, _CHUNK["cuda"])
+                for part in parts_of(tensor, layout.parameters[parameter], ends[parameter], start, limit):
+                    kind, size = (number, tensor.device, part.count > 0), part.of(tensor).numel()
+                    alike = chunks.setdefault(kind, [[]])
+                    if alike[-1] and filled[kind] + size > limit:
+                        alike.append([])
+                        filled[kind] = 0
+                    blocks = torch.arange(part.block, part.block + part.count, device=device)
+                    alike[-1].append(Slot(tensor, group, part, blocks))
+                    filled[kind] += size
+        # Sums of squares in float64, where no square overflows; MPS has none.
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        return _Plan(
+            chunks=[chunk for alike in chunks.values() for chunk in alike],
+            squares=torch.zeros(2, ends[-1], dtype=exact, device=device),
+            ratios=torch.full((ends[-1],), torch.nan, device=device),
+            spans=list(pairwise(ends)),
+            reductions=list(_reductions(layout, ends, device)),
+        )
+
+    def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        """A step of the tensor begins; makes the state if there is none."""
+        if not state:
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            state |= {name: torch.zeros_like(tensor, dtype=dtype) for name in self.state_names}
+
+    @abstractmethod
+    def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
+        """Takes the gradients into the state."""
+
+    @abstractmethod
+    def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        """New float tensors, before trust ratio and learning rate; the same whenever called after `_advance`."""
+
+    @abstractmethod
+    def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
+        """Trust ratios of blocks."""
+
+    @abstractmethod
+    def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
+        """Changes the tensors, of which ``weights`` are the values; may overwrite the updates."""
+
+
+def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Any]]:
+    groups = list(dict.fromkeys(group for blocks in layout.parameters for group in blocks.groups))
+    for group in groups:
+        taking_part = [
+            torch.arange(ends[number], ends[number + 1], device=device)
+            for number, blocks in enumerate(layout.parameters)
+            if group in blocks.groups
+        ]
+        blocks = torch.cat(taking_part)
+        yield group, None if len(blocks) == ends[-1] else blocks
+
+
+def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
+    """Puts the squares of norms of the slots' blocks into ``squares``; the numbers of the blocks."""
+    blocks = torch.cat([slot.blocks for slot in slots])
+    for place, tensors in enumerate((weights, compared)):
+        single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]
+        of_single = iter(torch._foreach_norm(single) if single else ())
+        norms = [
+            next(of_single).view(1)
+            if slot.part.count == 1
+            else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())))
+            for tensor, slot in zip(tensors, slots, strict=True)
+        ]
+        squares[place, blocks] = torch.cat(norms).to(squares).square()
+    return blocks
+
+
+def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in float32 or better: themselves, or copies."""
+    return [tensor if tensor.dtype.itemsize >= 4 else tensor.float() for tensor in tensors]
+
+
+def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
+    """Rounds what was stepped as a float copy into the tensor it is of."""
+    for slot, weight in zip(slots, weights, strict=True):
+        if slot.tensor.dtype != weight.dtype:
+            slot.part.of(slot.tensor).copy_(weight)

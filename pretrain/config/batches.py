@@ -1,0 +1,52 @@
+"""Which samples a step takes, when the global batch grows."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The global batch of every step: ``start`` sequences, ``increment`` more each time an equal share of
+    ``ramp_samples`` was seen, up to ``size``. Step n takes the samples after those of step n - 1, each once.
+    """
+
+    size: int
+    start: int
+    increment: int
+    ramp_samples: int
+
+    @cached_property
+    def _levels(self) -> list[tuple[int, int, int]]:
+        """(first step, its first sample, sequences of a step) of each size."""
+        levels, step, sample = [], 0, 0
+        count = (self.size - self.start) // self.increment
+        for level in range(count):
+            # The first sample of which count * sample // ramp_samples is past this level.
+            end = -(-(level + 1) * self.ramp_samples // count)
+            batch = self.start + level * self.increment
+            if sample < end:
+                levels.append((step, sample, batch))
+                steps = -(-(end - sample) // batch)
+                step, sample = step + steps, sample + steps * batch
+        return [*levels, (step, sample, self.size)]
+
+    def sequences(self, step: int) -> int:
+        """Of the step, counted from 0."""
+        return self._level(step)[2]
+
+    def first(self, step: int) -> int:
+        """The first sample of a step, which is how many all steps before it took."""
+        first_step, first_sample, batch = self._level(step)
+        return first_sample + (step - first_step) * batch
+
+    def steps_of(self, samples: int) -> int:
+        """Steps that take so many samples or, if none ends there, a few more."""
+        place = bisect_right(self._levels, samples, key=lambda level: level[1]) - 1
+        first_step, first_sample, batch = self._levels[place]
+        steps = first_step + -(-(samples - first_sample) // batch)
+        following = self._levels[place + 1 : place + 2]
+        return min([steps, *(level[0] for level in following)])
+
+    def _level(self, step: int) -> tuple[int, int, int]:
+        return self._levels[bisect_right(self._levels, step, key=lambda level: level[0]) - 1]

@@ -1,0 +1,91 @@
+"""The recipe's optimizer and its learning rate."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fmoe.errors import UserError
+
+# Optimizers whose state is not of one number, or not of one size, an element: flat shards cannot hold it.
+_WANTS_WHOLE = {
+    "adafactor": "factors the second moments of matrices",
+    "adamw8bit": "quantizes blocks of 256 elements",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its schedule (docs/large-batch.md)."""
+
+    name: Literal["adamw", "lamb", "lars", "adafactor", "adamw8bit", "sgd"] = "adamw"
+    """LAMB and LARS have a trust ratio an expert; adamw8bit is torchao's AdamW with 8-bit moments."""
+    lr: float = 2e-3
+    """Highest learning rate, at base_batch."""
+    min_lr: float = 2e-4
+    """At the end of the decay, at base_batch."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What train.global_batch / base_batch does to lr and min_lr: nothing, multiply them, by its square root."""
+    base_batch: int | None = None
+    """Sequences of the batch that lr and min_lr are meant for, with lr_scaling."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after the warmup."""
+    warmup_steps: int = 30
+    """Steps of linear growth from zero."""
+    warmup_tokens: int | None = None
+    """The same in tokens, rounded up to steps; takes the place of warmup_steps."""
+    decay_steps: int | None = None
+    """Step at which the decay ends; None for the last."""
+    beta1: float = 0.9
+    """Of adamw, adamw8bit, lamb."""
+    beta2: float = 0.95
+    """The same."""
+    eps: float = 1e-8
+    """The same."""
+    momentum: float = 0.9
+    """Of lars and sgd."""
+    trust_coefficient: float = 1e-3
+    """Of lars: its ratio is so many times |weights| / |gradient|."""
+    max_trust: float | None = None
+    """Highest trust ratio of lamb and lars; None for no bound."""
+    beta2_decay: float = -0.8
+    """Of adafactor: the second moments forget by 1 - step^this."""
+    update_clip: float = 1.0
+    """Of adafactor: highest root mean square of an update, before the learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled, but in lars and sgd part of the gradient; biases and norms have none."""
+    clip_grad: float = 1.0
+    """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
+    distributed: bool = False
+    """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
+
+    def lr_factor(self, global_batch: int) -> float:
+        """What a batch of so many sequences multiplies the learning rate by."""
+        if self.lr_scaling == "none":
+            return 1.0
+        ratio = global_batch / self.base_batch
+        return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+
+    def check(self) -> None:
+        """Raises UserError for the first value that cannot be, alone or with another of the section."""
+        for name in ("beta1", "beta2", "momentum"):
+            if not getattr(self, name) < 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} is not less than 1")
+        for name in ("lr", "trust_coefficient", "max_trust"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"optimizer.{name}={value} is not positive")
+        if self.min_lr > self.lr:
+            raise UserError(f"optimizer.min_lr={self.min_lr} is more than optimizer.lr={self.lr}")
+        if not self.beta2_decay <= 0:
+            raise UserError(f"optimizer.beta2_decay={self.beta2_decay} is not 0 or less")
+        if not self.update_clip >= 1:
+            raise UserError(f"optimizer.update_clip={self.update_clip} is not 1 or more")
+        if self.lr_scaling != "none" and self.base_batch is None:
+            raise UserError(f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.base_batch")
+        if self.lr_scaling == "none" and self.base_batch is not None:
+            raise UserError(f"optimizer.base_batch={self.base_batch} is nothing at optimizer.lr_scaling=none")
+        if self.distributed and self.name in _WANTS_WHOLE:
+            raise UserError(
+                f"optimizer.name={self.name} {_WANTS_WHOLE[self.name]}, which the flat shards of "
+                "optimizer.distributed=true cut: use false"
+            )
