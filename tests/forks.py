@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rank_pool import DIED, Raised
+from rank_pool import DIED, Raised, die_with_parent
 
 TIMEOUT = 120  # seconds for one call: a hang fails the test instead of blocking it
 
@@ -128,6 +128,7 @@ class ForkServer:
 
 
 def _serve(pipe) -> None:
+    die_with_parent()
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     import torch
 
@@ -154,6 +155,7 @@ def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | N
             code = 1
             try:
                 os.setsid()  # whatever it starts can be killed with it
+                die_with_parent()
                 data = target(rank, size, *args)
                 with os.fdopen(write, "wb") as file:
                     file.write(pickle.dumps(data[1]))

@@ -1,6 +1,9 @@
 """Real processes with a gloo group between them, started once and given functions to run."""
 
+import ctypes
 import multiprocessing
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +14,12 @@ DIED = "died"  # the result of a rank whose process is gone
 TIMEOUT = 120  # seconds for one call on all ranks: a hang fails the test instead of blocking it
 START = 180  # seconds for the processes to import torch and meet, on a machine that does other things too
 READY = "ready"
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when its parent is gone, however it went: a killed test run leaves nobody behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class RankPool:
 
 
 def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
+    die_with_parent()
     import torch
     import torch.distributed as dist
 
