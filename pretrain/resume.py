@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 MAY_CHANGE = {
     "run.*": "where the run writes",
     "parallel.*": "the split; losses agree within rounding",
-    "optimizer.*": "from here on; the schedule goes on at the step it is at",
+    "optimizer.*": "from here on; the schedule goes on at the step it is at. `optimizer.name` may not",
     "checkpoint.*": "from here on",
     "guard.*": "from here on; the window of the spikes is kept",
     "tracking.*": "from here on",

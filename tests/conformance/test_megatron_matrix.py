@@ -119,7 +119,8 @@ def test_a_split_in_bf16_is_near_one_process(forks, alone, case):
     worst = {}
     for name, error in errors.items():
         for kind in BF16_LIMIT:
-            if name.startswith(f"{kind} ") and "norm_bias" not in name:  # those begin at zero
+            # Biases of norms begin at zero: what they are after some steps is rounding as much as anything.
+            if name.startswith(f"{kind} ") and not name.endswith(("norm_bias", "norm.bias")):
                 worst[kind] = max(worst.get(kind, 0.0), error)
     log({"bf16": case["layout"]} | worst)
     assert all(worst[kind] <= limit for kind, limit in BF16_LIMIT.items()), worst

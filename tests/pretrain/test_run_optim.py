@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "lamb": {"lr": 2e-2, "max_trust": 20.0},
     "lars": {"lr": 0.5, "trust_coefficient": 0.05, "weight_decay": 0.01},
     "adafactor": {"lr": 5e-2, "min_lr": 1e-2, "weight_decay": 0.01},
-    "sgd": {"lr": 0.1, "weight_decay": 0.01},
+    "sgd": {"lr": 0.5, "weight_decay": 0.01},
     "adamw8bit": {"lr": 1e-2},
 }
 SHARDED = ("lamb", "lars", "sgd")  # over data parallel ranks, in flat parts
