@@ -15,8 +15,6 @@ CASES = json.loads(cover.FILE.read_text())
 IN_CI = {  # a case each, with or without the distributed optimizer
     "PP2 VPP2": False,
     "PP2xEP2": False,
-    "PP4": True,
-    "TP2": False,
     "TP2xEP2": True,
     "TP2xDP2": True,
     "TP2xPP2": True,
