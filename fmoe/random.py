@@ -148,17 +148,27 @@ def _(key_: Tensor, purpose: str) -> Tensor:
 
 def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Numbers in [0, 1), float32 of shape [G, count]: row g is a pure function of ``keys_G[g]`` (int64), of which
-    these are the ones from ``start`` on.
-
-    A counter is hashed twice with the finaliser of MurmurHash3 (public domain), each time with half of the key; the
-    top 24 bits become the float. int32 arithmetic wraps, which is what the hash wants.
+    these are the ones from ``start`` on. Multiples of 2^-24, the top bits of a hash each.
     """
+    return _shift_right(_hash(keys_G, start, start + count), 8).to(torch.float32).mul_(2.0**-24)
+
+
+def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
+    """`uniform` in multiples of 2^-16, two numbers from each hash: for noise on every element of an input, where the
+    hash is most of the cost."""
+    first = start // 2
+    halves = _hash(keys_G, first, (start + count + 1) // 2).view(torch.int16)  # the low half first, and signed
+    return halves[:, start - 2 * first :][:, :count].to(torch.float32).mul_(2.0**-16).add_(0.5)
+
+
+def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
+    """int32 [G, stop - start]: a counter hashed twice with the finaliser of MurmurHash3 (public domain), each time
+    with half of the key. int32 arithmetic wraps, which is what the hash wants."""
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
-    counter = torch.arange(start, start + count, dtype=torch.int32, device=keys_G.device)
+    counter = torch.arange(start, stop, dtype=torch.int32, device=keys_G.device)
     x = _mix32(counter * _int32(0x9E3779B1) + low_G1)
-    x = _mix32(x.bitwise_xor_(high_G1))
-    return _shift_right(x, 8).to(torch.float32).mul_(2.0**-24)
+    return _mix32(x.bitwise_xor_(high_G1))
 
 
 def normal(keys_G: Tensor, count: int) -> Tensor:

@@ -157,19 +157,24 @@ class RoutingGroups:
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
-    def own_uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """The rows of `uniform` that are of this rank's tokens; all of them where it has all."""
+    def own_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        """Noise in [0, 1) for the tokens of this rank, [own T, width], float32: what `random.uniform16` has for each
+        token wherever it lies."""
         if self._parts is None:
-            return self.uniform(width, purpose, device)
+            return self._uniform16(width, purpose, device)
         num_sequences, length = self._shape
         in_sequences = self._sequence_first or (num_sequences == 1 and self._parts.length == length)
         if not in_sequences or self.size != length:
-            return self._parts.own(self.uniform(width, purpose, device), self._rows)
+            return self._parts.own(self._uniform16(width, purpose, device), self._rows)
         # Every sequence is a group, of which this rank has the same part.
         begin, end = self._parts.bounds
         keys_G = self._group_keys(purpose, device)
-        noise_GN = random.uniform(keys_G, (end - begin) * width, begin * width)
+        noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
+
+    def _uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        noise_GN = random.uniform16(self._group_keys(purpose, device), self.size * width)
+        return self.join(noise_GN.view(-1, self.size, width))
 
     def whole(self, x_TX: Tensor) -> Tensor:
         """From what this rank's tokens have, [own T, ...], to what all tokens have, [T, ...]; the gradients of all

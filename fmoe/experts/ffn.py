@@ -15,6 +15,7 @@ from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts.stacked import Stacked
 from fmoe.ops import expert_ffn, grouped_linear
+from fmoe.ops.activations import gate
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -164,7 +165,7 @@ class FFNExperts(Stacked):
             parameters = tuple(None if p is None else p.to(dtype) for p in parameters)
         weight_in, bias_in, weight_out, bias_out = parameters
         if not (self.dropout and self.training) and next(_parameters_of(self.activation), None) is None:
-            return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self._activate)
+            return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
         hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
         if self.dropout and self.training:
             if keys_R is None:
@@ -180,10 +181,7 @@ class FFNExperts(Stacked):
 
     def _activate(self, hidden: Tensor) -> Tensor:
         """What lies between the two linear maps: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""
-        if not self.gated:
-            return self.activation(hidden)
-        gate, value = hidden.chunk(2, dim=-1)
-        return self.activation(gate) * value
+        return gate(self.activation, hidden) if self.gated else self.activation(hidden)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fmoe.ops import scratch
+from fmoe.ops.activations import between
 from fmoe.ops.buffers import reused_like
 from fmoe.ops.grouped import segments
 
@@ -25,15 +26,17 @@ def expert_ffn(
     b_out_LD: Tensor | None,
     counts: Sequence[int],
     activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
 ) -> Tensor:
     """``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
 
     Args:
-        activation: [n, P] -> [n, H], a differentiable function without parameters of its own.
+        activation: [n, H] -> [n, H], a differentiable function without parameters of its own.
+        gated: ``activation(first half) * second half`` of a first map of height 2 H instead.
 
     An expert without rows gets zero gradients, not None.
     """
-    return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation)
+    return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -42,28 +45,31 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation):
+    def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation, gated):
         num_rows = rows_MD.shape[0]
         out_MD = scratch.empty((num_rows, w_out.shape[1]), rows_MD)
         hidden_MP = scratch.empty((num_rows, w_in.shape[1]), rows_MD)
         w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
         b_ins = [None] * len(w_ins) if b_in is None else b_in.unbind(0)
         b_outs = [None] * len(w_outs) if b_out is None else b_out.unbind(0)
+        middle = between(activation, gated, max(counts, default=0), hidden_MP)
         for expert, rows in segments(counts):
             hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
-            _linear(activation(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
+            _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w_in, w_out, hidden_MP)
-        ctx.counts, ctx.activation = counts, activation
+        ctx.counts, ctx.between = counts, (activation, gated)
         ctx.biases = (b_in is not None, b_out is not None)
         return out_MD
 
     @staticmethod
     def backward(ctx, grad_MD):
         rows_MD, w_in, w_out, hidden_MP = ctx.saved_tensors
-        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _ = ctx.needs_input_grad
+        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _, _ = ctx.needs_input_grad
         grad_MD = grad_MD.contiguous()
         d_rows = scratch.empty(tuple(rows_MD.shape), rows_MD) if needs_rows else None
-        d_active = rows_MD.new_empty(max(ctx.counts, default=0), w_out.shape[2])
+        most_rows = max(ctx.counts, default=0)
+        d_active = scratch.empty((most_rows, w_out.shape[2]), rows_MD)
+        middle = between(*ctx.between, most_rows, hidden_MP)
         d_w_in = reused_like(w_in) if needs_w_in else None
         d_w_out = reused_like(w_out) if needs_w_out else None
         d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in and ctx.biases[0] else None
@@ -76,13 +82,10 @@ class _ExpertFFN(torch.autograd.Function):
         w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
         for expert, rows in segments(ctx.counts):
             grad = grad_MD[rows]
-            with torch.enable_grad():
-                leaf = hidden_MP[rows].detach().requires_grad_()
-                active = ctx.activation(leaf)
             upstream = torch.mm(grad, w_outs[expert], out=d_active[: grad.shape[0]])
-            (d_hidden,) = torch.autograd.grad(active, leaf, upstream)
+            active, d_hidden = middle.backward(hidden_MP[rows], upstream)
             if d_w_out is not None:
-                torch.mm(grad.t(), active.detach(), out=d_w_out[expert])
+                torch.mm(grad.t(), active, out=d_w_out[expert])
             if d_b_out is not None:
                 torch.sum(grad, 0, out=d_b_out[expert])
             if d_w_in is not None:
@@ -91,4 +94,4 @@ class _ExpertFFN(torch.autograd.Function):
                 torch.sum(d_hidden, 0, out=d_b_in[expert])
             if d_rows is not None:
                 torch.mm(d_hidden, w_ins[expert], out=d_rows[rows])
-        return d_rows, d_w_in, d_b_in, d_w_out, d_b_out, None, None
+        return d_rows, d_w_in, d_b_in, d_w_out, d_b_out, None, None, None

@@ -32,6 +32,7 @@ def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, 
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
 
 
-def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation) -> Tensor:
+def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated=False) -> Tensor:
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
-    return grouped_linear(activation(hidden_MP), w_out_LDH, b_out_LD, counts)
+    first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
+    return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)

@@ -6,6 +6,7 @@ from compare import assert_close
 
 from fmoe import ops
 from fmoe.dispatch import DispatchPlan
+from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference
 from fmoe.routing import Routing
 
@@ -73,18 +74,17 @@ def test_grouped_linear_poisons_nothing():
         assert (w.grad[0] == 0).all() and (b.grad[2] == 0).all()
 
 
+def _softened(x):
+    """An activation that the operations do not know."""
+    return x * torch.tanh(x).square()
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS.values(), _softened], ids=[*ACTIVATIONS, "unknown"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
-def test_expert_ffn(gated, bias):
+def test_expert_ffn(gated, bias, activation):
     counts, width, hidden = [3, 0, 5, 1], 6, 7
     height = hidden * (1 + gated)
-
-    def activation(x):
-        if not gated:
-            return torch.nn.functional.gelu(x)
-        gate, value = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * value
-
     results = []
     for module in (ops, reference):
         g = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def test_expert_ffn(gated, bias):
         shapes |= {"w_out": (4, width, hidden), "b_out": (4, width)}
         t = {n: torch.randn(s, dtype=torch.float64, generator=g).requires_grad_() for n, s in shapes.items()}
         b_in, b_out = (t["b_in"], t["b_out"]) if bias else (None, None)
-        out = module.expert_ffn(t["rows"], t["w_in"], b_in, t["w_out"], b_out, counts, activation)
+        out = module.expert_ffn(t["rows"], t["w_in"], b_in, t["w_out"], b_out, counts, activation, gated)
         (out * torch.randn(out.shape, dtype=torch.float64, generator=g)).sum().backward()
         results.append({"out": out} | {n: v.grad for n, v in t.items() if v.grad is not None})
     assert results[0].keys() == results[1].keys()

@@ -15,20 +15,40 @@ def mix32(x):
         return x ^ (x >> np.uint32(16))
 
 
+def hashes(key, start, stop):
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
+    with np.errstate(over="ignore"):
+        return mix32(mix32(np.arange(start, stop, dtype=np.uint32) * np.uint32(0x9E3779B1) + low) ^ high)
+
+
+KEYS = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
+
+
 def test_uniform_is_murmur3s_finaliser_twice():
-    keys = torch.tensor([0, 1, -1, 2**62 + 12345, -(2**63)])
-    got = random.uniform(keys, 100)
-    for row, key in zip(got, keys.tolist(), strict=True):
-        low, high = np.uint32(key & 0xFFFFFFFF), np.uint32((key >> 32) & 0xFFFFFFFF)
-        with np.errstate(over="ignore"):
-            x = mix32(np.arange(100, dtype=np.uint32) * np.uint32(0x9E3779B1) + low)
-        expected = (mix32(x ^ high) >> np.uint32(8)).astype(np.float64) * 2.0**-24
-        assert np.array_equal(row.numpy().astype(np.float64), expected)
+    for start in (0, 7):
+        for row, key in zip(random.uniform(KEYS, 100, start), KEYS.tolist(), strict=True):
+            expected = (hashes(key, start, start + 100) >> np.uint32(8)).astype(np.float64) * 2.0**-24
+            assert np.array_equal(row.numpy().astype(np.float64), expected)
 
 
-def test_uniform_is_uniform_and_rows_are_unrelated():
+def test_uniform16_is_the_halves_of_the_same_hashes():
+    for row, key in zip(random.uniform16(KEYS, 100), KEYS.tolist(), strict=True):
+        x = hashes(key, 0, 50)
+        for n, half in enumerate((x & np.uint32(0xFFFF), x >> np.uint32(16))):
+            signed = (half.astype(np.int64) + 2**15) % 2**16 - 2**15
+            assert np.array_equal(row[n::2].numpy().astype(np.float64), signed * 2.0**-16 + 0.5)
+
+
+@pytest.mark.parametrize("start", [1, 6, 9])
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_uniform16_from_any_start(start, count):
+    assert torch.equal(random.uniform16(KEYS, count, start), random.uniform16(KEYS, 20)[:, start : start + count])
+
+
+@pytest.mark.parametrize("noise", [random.uniform, random.uniform16])
+def test_uniform_is_uniform_and_rows_are_unrelated(noise):
     keys = random.fold(torch.tensor(random.key("a", 1)), torch.arange(64))
-    u = random.uniform(keys, 4096).double()
+    u = noise(keys, 4096).double()
     assert u.min() >= 0 and u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     chi2 = ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum().item()
