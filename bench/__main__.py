@@ -14,6 +14,7 @@ BENCHMARKS = {
     "memory": "bench.memory",
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",
+    "recompute": "bench.recompute",
     "step": "bench.step",
 }
 

@@ -5,6 +5,8 @@ import torch
 from forks import values
 from tiny_gpt import LAYERS, batch, start, tiny_config
 
+from bench.recompute import Kept
+
 MODES = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "full, every second": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
@@ -39,26 +41,6 @@ def gpt(size, options):
     return GPTModel(config, spec, vocab_size=96, max_sequence_length=16, position_embedding_type="rope")
 
 
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that autograd keeps for the backward pass, parameters apart, each storage once."""
-
-    def __init__(self, model):
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages = {}
-
-        def pack(x):
-            pointer = x.untyped_storage().data_ptr()
-            if pointer not in own:
-                self.storages[pointer] = x.untyped_storage().nbytes()
-            return x
-
-        super().__init__(pack, lambda x: x)
-
-    @property
-    def bytes(self):
-        return sum(self.storages.values())
-
-
 def train(options):
     import torch.distributed as dist
 
@@ -73,11 +55,10 @@ def train(options):
         for micro in range(2):  # both forward before any backward, as in a pipeline
             fmoe.random.set_position(1, 3, (first + 8 * micro) * 16)
             tokens, positions, labels = batch(first + 8 * micro)
-            saved = Saved(model)
-            with saved:
+            kept = Kept(model)
+            with kept:
                 loss = model(tokens, positions, None, labels=labels).mean()
             seen.setdefault(mode, []).append(loss)
-        kept = saved.bytes
         for loss in seen[mode]:
             loss.backward()
         layers = [layer.mlp for layer in model.decoder.layers]
@@ -87,7 +68,7 @@ def train(options):
                 **{f"statistics {n}": layer.metrics.sums() for n, layer in enumerate(layers)},
                 **{name: p.grad for name, p in model.named_parameters()},
             },
-            kept,
+            kept.bytes,
         )
     (plain, plain_bytes), (again, again_bytes) = seen[None], seen[options["mode"]]
     return [name for name in plain if not torch.equal(plain[name], again[name])], plain_bytes, again_bytes
