@@ -14,9 +14,9 @@ def tiny():
     from pretrain.process import Processes
 
     model = ModelConfig(
-        num_layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64, sequence_length=32, vocab_size=64
+        num_layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64, sequence_length=32, vocab_size=64, num_experts=2
     )
-    recipe = Recipe(model=replace(model, num_experts=2), train=TrainConfig(global_batch=4, micro_batch=2))
+    recipe = Recipe(model=model, train=TrainConfig(global_batch=4, micro_batch=2))
     arguments = SimpleNamespace(rounds=2, warmup=0, seed=0, precision=["fp32"])
     (row,) = recompute.measure(recipe, Processes(0, 1, torch.device("cpu")), arguments)
     return row.facts, sorted(row.seconds), row.failures
