@@ -390,7 +390,7 @@ class FMoE(fastmoe.FastMoEMembers, nn.Module):
         """The combine weights, in whose backward pass the losses join and the statistics are counted.
 
         Args:
-            share: of this rank in the losses, which all ranks of the group of slices have; 1 without one.
+            share: of this rank in the losses' gradients (`fmoe.parallel.slicing.Part`).
         """
         if not (self.training and torch.is_grad_enabled()):
             return routing.weight_TK

@@ -177,11 +177,11 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def whole(self, x_TX: Tensor) -> Tensor:
-        """From what this rank's tokens have, [own T, ...], to what all tokens have, [T, ...]; the gradients of all
-        ranks are summed. Where this rank has all tokens, ``x_TX`` itself."""
+        """From what this rank's tokens have, [own T, ...], to what all tokens have, [T, ...], for what all ranks then
+        compute alike and for this rank's tokens alone. Where this rank has all tokens, ``x_TX`` itself."""
         if self._parts is None:
             return x_TX
-        return self._parts.whole(x_TX.unflatten(0, (-1, self._rows))).flatten(0, 1)
+        return self._parts.whole_alike(x_TX.unflatten(0, (-1, self._rows))).flatten(0, 1)
 
     @property
     def _rows(self) -> int:

@@ -67,7 +67,9 @@ class Router(nn.Module):
 
     default_top_k = 2
     # Whether all that `choose` looks at is logits, or nothing of the tokens: where ranks have parts of the sequences,
-    # those (E numbers a token) are gathered, not the gate's input (D). A class says so for itself, not for those
+    # those (E numbers a token) are gathered, not the gate's input (D). All ranks then make the same of them, and a
+    # rank's logits get the gradients of its own tokens' weights and of the losses: a token's weights may not have
+    # gradients of other tokens' logits, nor `choose` parameters of its own. A class says so for itself, not for those
     # derived from it.
     decides_by_logits = False
 

@@ -73,6 +73,19 @@ class _Whole(torch.autograd.Function):
         return ctx.parts.reduce_scatter(grad), None, None
 
 
+class _WholeAlike(torch.autograd.Function):
+    """The parts of all ranks, of all of which each computes the same: it has the whole gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx, x, parts):
+        ctx.parts = parts
+        return parts.gather(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.parts.own(grad), None
+
+
 class _SumOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parts):
@@ -148,6 +161,11 @@ class Parts:
         """
         return _Whole.apply(x, full, self)
 
+    def whole_alike(self, x: Tensor) -> Tensor:
+        """All parts, from this rank's ``x``, for a result that is the same on all ranks and a part that only ``x`` goes
+        into: nothing is sent in the backward pass."""
+        return _WholeAlike.apply(x, self)
+
     def sum_own(self, x: Tensor) -> Tensor:
         """This rank's part of the sum over ranks; the inverse of `whole` in what is sent."""
         return _SumOwn.apply(x, self)
@@ -179,7 +197,7 @@ class Part:
         mask, token_ids: of all tokens that the gate decides over.
         filled: of ``leaves`` (FastMoE's ``mask``).
         before: tokens of the micro batch that lie before ``seen``, on other ranks.
-        share: of this rank in the auxiliary losses of ``seen``.
+        share: of this rank in the gradients of the auxiliary losses: less than one where those of all ranks are summed.
         parts: how what the gate decides over is spread; None where it is this rank's own.
         gathers_scores: ``seen`` is this rank's part; what the gate makes of it is gathered.
     """
@@ -229,4 +247,5 @@ def take_part(
         mask, token_ids = (None if x is None else parts.gather(x) for x in (mask, token_ids))
     else:
         return Part(leaves, leaves[0], mask, token_ids, filled)
-    return Part(leaves, seen, mask, token_ids, filled, 0, 1 / parts.size, parts, by_logits)
+    share = 1.0 if by_logits else 1 / parts.size
+    return Part(leaves, seen, mask, token_ids, filled, 0, share, parts, by_logits)
