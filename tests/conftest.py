@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 from forks import ForkServer
 from rank_pool import RankPool
+from slices import thin
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items):
+    thin(items)
 
 
 @pytest.fixture(scope="session")

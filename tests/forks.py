@@ -19,7 +19,7 @@ from typing import Any
 
 from rank_pool import DIED, Raised, die_with_parent
 
-TIMEOUT = 120  # seconds for one call: a hang fails the test instead of blocking it
+TIMEOUT = 240  # seconds for one call: a hang fails the test instead of blocking it
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 DIED = "died"  # the result of a rank whose process is gone
-TIMEOUT = 120  # seconds for one call on all ranks: a hang fails the test instead of blocking it
-START = 180  # seconds for the processes to import torch and meet, on a machine that does other things too
+TIMEOUT = 240  # seconds for one call on all ranks: a hang fails the test instead of blocking it
+START = 300  # seconds for the processes to import torch and meet, on a machine that does other things too
 READY = "ready"
 
 

@@ -18,7 +18,7 @@ def test_an_example(example):
     root = example.parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, timeout=120, env=environment, cwd=root
+        [sys.executable, str(example)], capture_output=True, text=True, timeout=240, env=environment, cwd=root
     )
     assert done.returncode == 0, done.stderr
     numbers = [float(line.split()[-1]) for line in done.stdout.splitlines() if re.match(r"step\s+\d+", line)]

@@ -10,60 +10,69 @@ from pathlib import Path
 import faults
 import pytest
 from forks import values
+from patience import within
 from rank_pool import DIED
 
 EXCHANGES = ["all_to_all", "padded", "all_gather", "hierarchical"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_another_width_on_one_rank_is_named(forks, exchange):
     for kind, message, seconds in values(forks.run(2, faults.differing_width, exchange)):
-        assert kind == "UserError" and seconds < 5
+        assert kind == "UserError" and seconds < within(5)
         assert "rank 1 has d_model=20, the others of moe_group have 16" in message
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_killed_rank_is_named(forks, exchange, victim):
     results = forks.run(4 if exchange == "all_to_all" else 2, faults.signalled, exchange, signal.SIGKILL, 5, victim)
     assert results.pop(victim) == DIED
     for kind, message, seconds in values(results):
-        assert kind == "PeerError" and seconds < 10, (kind, message, seconds)
+        assert kind == "PeerError" and seconds < within(10), (kind, message, seconds)
         assert f"rank {victim} did not answer" in message and "the layer, forward pass 3" in message
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_stopped_rank_is_named_after_the_timeout(forks, exchange):
     timeout = 2
     results = forks.run(2, faults.signalled, exchange, signal.SIGSTOP, timeout, 1)
     assert results.pop(1) == DIED
     for kind, message, seconds in values(results):
-        assert kind == "PeerError" and seconds < timeout + 2, (kind, message, seconds)
+        assert kind == "PeerError" and seconds < within(timeout + 2), (kind, message, seconds)
         assert "rank 1 did not answer" in message and "the layer, forward pass 3" in message
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_error_in_one_gate_is_everyones(forks, exchange):
     (first, usable), (second, _) = values(forks.run(2, faults.broken_gate, exchange))
     assert first[0] == "PeerError" and "rank 1 failed" in first[1] and "the gate of rank 1 is broken" in first[1]
     assert second[:2] == ("ValueError", "the gate of rank 1 is broken")
-    assert first[2] < 5 and usable in (True, None)
+    assert first[2] < within(5) and usable in (True, None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_error_in_an_expert_is_everyones(forks, exchange):
     first, second = values(forks.run(2, faults.broken_expert, exchange))
     assert second[:2] == ("ValueError", "an expert of rank 1 is broken")
     assert first[0] == "PeerError" and "rank 1 failed in the layer, forward pass 1" in first[1]
-    assert "an expert of rank 1 is broken" in first[1] and first[2] < 5
+    assert "an expert of rank 1 is broken" in first[1] and first[2] < within(5)
 
 
 def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
     first, second = values(forks.run(2, faults.broken_before_the_gates_exchange))
     assert second[0] == "ValueError"
-    assert first[0] == "PeerError" and "rank 1 fails before the gate's own exchange" in first[1] and first[2] < 5
+    assert (
+        first[0] == "PeerError" and "rank 1 fails before the gate's own exchange" in first[1] and first[2] < within(5)
+    )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("pool", "exchange", "options"),
     [
@@ -81,6 +90,7 @@ def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
     assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fault", "timeout", "limit", "told"),
     [
@@ -114,10 +124,10 @@ def test_processes_end_with_an_error(tmp_path, fault, timeout, limit, told):
             processes[1].wait(60)
         begin = time.monotonic()
         for rank in (0, 2):
-            _, errors = processes[rank].communicate(timeout=60)
+            _, errors = processes[rank].communicate(timeout=240)
             assert processes[rank].returncode == 1, errors
             assert "PeerError" in errors and told in errors, errors
-        assert time.monotonic() - begin < limit
+        assert time.monotonic() - begin < within(limit)
     finally:
         for process in processes:
             process.kill()

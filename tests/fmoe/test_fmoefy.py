@@ -45,6 +45,7 @@ def test_output_is_unchanged_and_every_block_swapped(family):
         assert_close(actual.loss, expected.loss, 1e-5, "loss")
 
 
+@pytest.mark.one_in(2)
 @families
 def test_trains_and_its_state_dict_comes_back(family):
     model, inputs = tiny(family, dropout=0.1)
@@ -81,6 +82,7 @@ def test_new_experts_have_the_sizes_of_the_block(family):
     assert model(**inputs).logits.shape == dense.shape
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_generation_is_unchanged(family):
     model, inputs = tiny(family)
@@ -91,6 +93,7 @@ def test_generation_is_unchanged(family):
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_gradient_checkpointing_changes_nothing_and_counts_once(family):
     results = []
@@ -132,6 +135,7 @@ def test_dropout_stays_where_the_block_had_it():
     assert model.bert.encoder.layer[0].output.dropout.p == 0.2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "bert", "torch"])
 def test_dtype_mode_and_what_is_frozen_stay(family, dtype):

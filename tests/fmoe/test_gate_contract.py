@@ -125,6 +125,7 @@ def test_every_gate_has_its_traits():
     assert TRAITS.keys() == GATES.keys()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @every_top_k
@@ -328,6 +329,7 @@ def positions():
     torch.manual_seed(0)
 
 
+@pytest.mark.one_in(4)
 @with_and_without_capacity
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @every_gate

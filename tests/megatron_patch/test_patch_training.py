@@ -78,6 +78,7 @@ def alone(forks):
     return only(forks.run(1, trained, 1, False))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("expert_parallel", "distributed"),
     [

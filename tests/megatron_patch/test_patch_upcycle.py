@@ -59,6 +59,7 @@ def fmoefied(config, options, expert_parallel=1, steps=0):
     return {"before": before, "after": after, "dense": dense, "experts": experts, "losses": losses}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,6 +96,7 @@ def test_new_experts_where_asked_for(forks):
     assert not torch.equal(weight[0], weight[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("noise", [0.0, 0.1], ids=lambda noise: f"noise{noise}")
 @pytest.mark.parametrize("config", ["gelu+bias", "swiglu"])
 def test_expert_parallel_size_2_is_1_and_trains_on(forks, config, noise):
@@ -170,6 +172,7 @@ def refused(config, options, break_it=None):
     return "it was accepted"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "break_it", "parts"),
     [

@@ -106,6 +106,7 @@ def flip(path):
     path.write_bytes(data)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -225,6 +226,7 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     assert list(steps(folder)) == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

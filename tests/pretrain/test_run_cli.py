@@ -12,7 +12,7 @@ from pretrain.config import load_recipe
 from pretrain.tracking import read_metrics
 
 BIN = Path(sys.executable).parent
-TIMEOUT = 120
+TIMEOUT = 240
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def test_micro_batches_change_nothing(forks, alone):
     check(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected, {})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],

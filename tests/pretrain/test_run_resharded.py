@@ -132,6 +132,7 @@ def stage(folder, split, base, step):
 CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain in CHAINS if chain.startswith("EP")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("chain", "gate"), CASES)
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate):
     base = replace(RECIPE, model=replace(RECIPE.model, **GATES[gate], **MODELS.get(chain, {})))

@@ -12,6 +12,6 @@ def test_kill_in_mid_save_leaves_the_older_checkpoint(tmp_path, moments, at_leas
     """``at_least``: so many deaths were in the middle of a save, so that the test means something."""
     script = Path(__file__).with_name("kill_saves.py")
     command = [sys.executable, str(script), str(tmp_path), moments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= at_least

@@ -43,7 +43,7 @@ def test_offline_run_is_silent_resumes_and_is_read_by_leet(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             stdin=subprocess.DEVNULL,
         )
         assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
@@ -59,7 +59,7 @@ def test_offline_run_is_silent_resumes_and_is_read_by_leet(tmp_path):
         env=environment | {"WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert summary.returncode == 0, summary.stderr
     told = json.dumps(json.loads(summary.stdout))
