@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from megatron_patch import loss_scale
 from megatron_patch.patches import Patch, apply
 from megatron_patch.version import check_version
 
@@ -88,6 +89,18 @@ PATCHES = (
         "__init__",
         _without_fp8,
         "recomputation of norms reads a name that is unset without Transformer Engine (random.py:589)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "__init__",
+        loss_scale.share,
+        "fp16: dense parameters and experts have a scale each, and the loss has the first one's (optimizer.py:1139)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "prepare_grads",
+        loss_scale.settle_together,
+        "fp16: each part moves the scale by what it found, and each copy of a parameter by itself (optimizer.py:456)",
     ),
 )
 

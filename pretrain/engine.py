@@ -1,6 +1,7 @@
 """One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fmoe import end_step, random
 from fmoe.gates import skip_step
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
+from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer
 from pretrain import generators
 from pretrain.config import Recipe
@@ -37,13 +39,16 @@ Judge = Callable[[float, float], str | None]
 class StepResult:
     """Of one optimizer step, the same on every rank: mean loss of the global batch in nats a token, the gradient's
     norm before clipping, the learning rate that was used, why the step was skipped (None: it was made), whether any
-    rank asks to stop."""
+    rank asks to stop, what the loss was multiplied by (None: nothing but in fp16), whether the step was skipped because
+    a lower scale of the loss is to be tried."""
 
     loss: float
     grad_norm: float
     lr: float
     skipped: str | None = None
     asks_to_stop: bool = False
+    loss_scale: float | None = None
+    has_overflowed: bool = False
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
@@ -77,6 +82,7 @@ class Engine:
         asks_to_stop: set on any rank, e.g. by a signal, and found in the next `StepResult` of all ranks.
         on_progress: called at the begin of each micro batch, in training and validation.
         last_loss: mean loss of this rank's sequences in the last training step; zero before the last pipeline stage.
+        grad_scaler: of fp16; None in other precisions.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, build: Callable[..., nn.Module] = build_model):
@@ -89,6 +95,7 @@ class Engine:
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
         self.model = [self._wrap(index, chunk) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(self._optimizer_config(), self.model, make_optimizer(recipe))
+        self.grad_scaler = grad_scaler(self.optimizer)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -121,7 +128,7 @@ class Engine:
 
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
-        wrapped = Float16Module(config, chunk) if recipe.train.precision == "bf16" else chunk
+        wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=recipe.optimizer.distributed,
@@ -143,6 +150,9 @@ class Engine:
             adam_eps=recipe.optimizer.eps,
             clip_grad=recipe.optimizer.clip_grad,
             bf16=recipe.train.precision == "bf16",
+            fp16=recipe.train.precision == "fp16",
+            loss_scale=recipe.optimizer.loss_scale,
+            **recipe.optimizer.dynamic_scale,
             params_dtype=self.config.params_dtype,
             use_distributed_optimizer=recipe.optimizer.distributed,
             overlap_param_gather=recipe.parallel.overlap_parameters,
@@ -154,24 +164,47 @@ class Engine:
         Args:
             judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
                 Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
-                step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's.
+                step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's. It
+                is not asked about an overflow of fp16 that a lower scale of the loss may cure.
         """
+        scaler = self.grad_scaler
+        loss_scale = None if scaler is None else float(scaler.scale)
+        can_fall = scaler is not None and scaler.can_fall
         loss = self.backward(step, samples)
         self.scheduler.step(increment=step + 1 - self.scheduler.num_steps)
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
-        own_norm = float("inf") if self.optimizer.prepare_grads() else self.optimizer.get_grad_norm()
+        found_inf = self.optimizer.prepare_grads()  # the same on every rank
+        own_norm = float("inf") if found_inf else self.optimizer.get_grad_norm()
         # One reduction for all that ranks have to agree on. Sums keep what is not finite on any of them.
         sums = torch.cat([loss.view(1), loss.new_tensor([own_norm, self.asks_to_stop])])
         dist.all_reduce(sums)
         loss_sum, norm_sum, asks_to_stop = sums.tolist()
         mean_loss, grad_norm = loss_sum / self._num_losses, norm_sum / self.processes.world_size
-        reason = judge(mean_loss, grad_norm) if judge is not None else None
+        has_overflowed = found_inf and can_fall
+        if has_overflowed:
+            what = "an overflow" if math.isfinite(mean_loss) else "the loss is not finite"
+            reason = f"{what} at loss scale {loss_scale:g}, which is {float(scaler.scale):g} from here on"
+        else:
+            reason = judge(mean_loss, grad_norm) if judge is not None else None
+            if reason is None and found_inf:
+                reason = f"the gradient is not finite{self.scale_limit}"
         if reason is None:
             self._update(grad_norm)
             end_step(self.gpt, self.data_group)
         else:
             skip_step(self.gpt)
-        return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0)
+        return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0, loss_scale, has_overflowed)
+
+    @property
+    def scale_limit(self) -> str:
+        """What to add to "not finite" where no lower scale of the loss is left to be tried; empty without a scale."""
+        if self.grad_scaler is None:
+            return ""
+        own = self.recipe.optimizer
+        if own.loss_scale is not None:
+            return f" at optimizer.loss_scale={own.loss_scale:g}, which is fixed"
+        lowest = own.dynamic_scale["min_loss_scale"]
+        return f" at loss scale {float(self.grad_scaler.scale):g}, the lowest (optimizer.min_loss_scale={lowest:g})"
 
     def backward(self, step: int, samples: Samples, *, reduce: bool = True) -> Tensor:
         """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;

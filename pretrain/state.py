@@ -178,7 +178,10 @@ def optimizer_state(engine) -> dict[str, Any]:
     }
     if len(steps) > 1:
         raise RuntimeError(f"parameters were stepped {sorted(steps)} times; one number is saved for all of them")
-    return {"step": steps.pop() if steps else 0.0}
+    found: dict[str, Any] = {"step": steps.pop() if steps else 0.0}
+    if engine.grad_scaler is not None:
+        found["loss_scale"] = engine.grad_scaler.state_dict()
+    return found
 
 
 def schedule_state(engine) -> dict[str, Any]:
@@ -216,6 +219,8 @@ def load(engine, checkpoint: Checkpoint) -> None:
             if shard.has_master:
                 shard.main.copy_(cut(Moment("master")).view(shard.main.shape))
             shard.optimizer.state[shard.main] = restored(shard, step, cut)
+    if engine.grad_scaler is not None:
+        engine.grad_scaler.load_state_dict(checkpoint.state["optimizer"]["loss_scale"])
     # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
     engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
     _load_rank_state(engine, checkpoint)

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import resource
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from pretrain.engine import Engine
 from pretrain.inputs import Inputs
 from pretrain.peak import peak_flops
 from pretrain.process import Processes
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -78,6 +81,8 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self.step += 1
         self.is_stopping = result.asks_to_stop
+        if result.has_overflowed and self.processes.is_main:
+            logger.warning("step %d is skipped: %s", self.step, result.skipped)
         batches, length = self.recipe.batches, self.recipe.tokens_per_sequence
         tokens = batches.sequences(self.step - 1) * length
         metrics: Metrics = {
@@ -90,6 +95,8 @@ class Trainer:
             "mfu": self._flops_per_token * tokens / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
+        if result.loss_scale is not None:
+            metrics |= {"loss_scale": result.loss_scale, "skipped_steps": self.engine.grad_scaler.skipped}
         means = {name: 0.0 for name in ("drop_rate", "entropy", "balance_loss", "z_loss", "load_cv", "dead_experts")}
         for number, report in routing.items():
             layer = {

@@ -46,6 +46,7 @@ class StepGuard(Callback):
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._log_norms: deque[float] = deque(maxlen=config.spike_window)
         self._in_a_row = 0
+        self._has_skipped = False
 
     def judge(self, trainer, loss: float, grad_norm: float) -> str | None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -53,7 +54,7 @@ class StepGuard(Callback):
         else:
             what = "gradient" if math.isfinite(loss) else "loss"
             where = find_culprit(trainer.engine, trainer.step, trainer.inputs.train)
-            reason = f"the {what} is not finite, first in: {where}"
+            reason = f"the {what} is not finite{trainer.engine.scale_limit}, first in: {where}"
             if self.config.nonfinite == "stop":
                 raise Diverged(f"step {trainer.step + 1}: {reason}; nothing of the step was applied")
         if reason is None:
@@ -62,6 +63,7 @@ class StepGuard(Callback):
             self._log_norms.append(_log(grad_norm))
             return None
         self._in_a_row += 1
+        self._has_skipped = True
         if self._in_a_row > self.config.max_skips:
             raise Diverged(
                 f"step {trainer.step + 1}: {reason}; guard.max_skips={self.config.max_skips} steps before it were "
@@ -88,7 +90,9 @@ class StepGuard(Callback):
         return None
 
     def on_step(self, trainer, metrics: Metrics) -> None:
-        metrics["guard/skipped"] = int(self._in_a_row > 0)
+        # An overflow of fp16 is not asked about, and neither counts nor ends a row.
+        metrics["guard/skipped"] = int(self._has_skipped)
+        self._has_skipped = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "log_norms": list(self._log_norms), "in_a_row": self._in_a_row}

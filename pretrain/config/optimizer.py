@@ -12,6 +12,11 @@ _WANTS_WHOLE = {
     "adamw8bit": "quantizes blocks of 256 elements",
 }
 
+# The dynamic loss scale where the recipe does not say. That of the first step and the hysteresis are torch.amp's:
+# Megatron-core's own, 2^32, would skip the first 16 steps.
+_DYNAMIC_SCALE = {"initial_loss_scale": 2.0**16, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 1}
+_HIGHEST_SCALE = 2.0**127  # of float32, which scales are
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -57,6 +62,16 @@ class OptimizerConfig:
     """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
     distributed: bool = False
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
+    loss_scale: float | None = None
+    """Of train.precision=fp16: what the loss is multiplied by, the same in every step; None for a dynamic scale."""
+    initial_loss_scale: float | None = None
+    """The dynamic scale of the first step; None for 65,536."""
+    min_loss_scale: float | None = None
+    """The lowest dynamic scale; None for 1."""
+    loss_scale_window: int | None = None
+    """Steps without an overflow after which the dynamic scale doubles; None for 1,000."""
+    hysteresis: int | None = None
+    """Overflows since it last doubled from which on each halves the dynamic scale; None for 1, the first."""
 
     def lr_factor(self, global_batch: int) -> float:
         """What a batch of so many sequences multiplies the learning rate by."""
@@ -64,6 +79,32 @@ class OptimizerConfig:
             return 1.0
         ratio = global_batch / self.base_batch
         return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
+
+    @property
+    def dynamic_scale(self) -> dict[str, float | int]:
+        """Megatron-core's options of a dynamic loss scale."""
+        given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
+        return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
+
+    def check_loss_scale(self, precision: str) -> None:
+        """Raises UserError for a key of the loss scale that is of no use, or whose value cannot be."""
+        given = [name for name in ("loss_scale", *_DYNAMIC_SCALE) if getattr(self, name) is not None]
+        for name in given:
+            value = getattr(self, name)
+            if precision != "fp16":
+                raise UserError(f"optimizer.{name}={value} is for train.precision=fp16, not {precision}")
+            if name != "loss_scale" and self.loss_scale is not None:
+                raise UserError(
+                    f"optimizer.{name}={value} is for a dynamic scale, optimizer.loss_scale={self.loss_scale} is fixed"
+                )
+            if name.endswith("scale") and not 0 < value <= _HIGHEST_SCALE:
+                raise UserError(f"optimizer.{name}={value} is not above 0 and at most 2^127")
+        scale = self.dynamic_scale
+        if scale["min_loss_scale"] > scale["initial_loss_scale"]:
+            raise UserError(
+                f"optimizer.min_loss_scale={scale['min_loss_scale']} is more than "
+                f"optimizer.initial_loss_scale={scale['initial_loss_scale']}"
+            )
 
     def check(self) -> None:
         """Raises UserError for the first value that cannot be, alone or with another of the section."""

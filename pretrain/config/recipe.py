@@ -145,8 +145,8 @@ class TrainConfig:
     """Sequences of one forward pass of one process; the rest is accumulated."""
     seed: int = 1234
     """Of weights, data order and noise."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the model; masters and router are fp32 in any case."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the model; masters and router are fp32 in any case. fp16 scales the loss (optimizer.loss_scale)."""
     validation_every: int = 50
     """Steps between validations; one more is made at the end."""
     validation_sequences: int = 64
@@ -319,6 +319,7 @@ class Recipe:
                 "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
         optimizer.check()
+        optimizer.check_loss_scale(self.train.precision)
         if optimizer.name == "adafactor" and parallel.tensor > 1:
             raise UserError(
                 "optimizer.name=adafactor factors the second moments of whole matrices, which "
@@ -424,7 +425,7 @@ _POSITIVE = {
         "max_rows",
         "node_size",
     ),
-    "optimizer": ("decay_steps", "base_batch", "warmup_tokens"),
+    "optimizer": ("decay_steps", "base_batch", "warmup_tokens", "loss_scale_window", "hysteresis"),
     "train": (
         "steps",
         "global_batch",

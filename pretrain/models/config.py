@@ -8,13 +8,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pretrain.config import ModelConfig, Recipe
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
     """Megatron-core's description of the same model, dense; ``options`` are further fields of it."""
     model = recipe.model
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.train.precision]
+    dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
         # Its own default for a field of CUDA graphs is deprecated in 0.16.1.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
@@ -58,6 +59,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         # Whole matrices, of which ranks take their parts: the same weights at every split and on every device.
         use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gradient_accumulation_fusion=False,

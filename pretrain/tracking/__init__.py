@@ -24,6 +24,8 @@ Every number is for one optimizer step; names are paths, so that wandb and Tenso
 ``z_loss`` likewise)
 ``moe/load_cv``                  coefficient of variation of the experts' load, mean over the layers
 ``moe/dead_experts``             experts that no token reached in this step, mean over the layers
+``loss_scale``                   fp16: what the loss of this step was multiplied by
+``skipped_steps``                fp16: steps skipped for an overflow since the beginning
 ``guard/skipped``                1 for a step that a guard skipped, else 0
 ``guard/collapsed_layers``       layers whose router has collapsed, at the end of each window
 ===============================  =======================================================================

@@ -22,6 +22,8 @@ _FIELDS = (
     ("mfu", "mfu", ".0%"),
     ("moe/load_cv", "load_cv", ".2f"),
     ("moe/drop_rate", "dropped", ".1%"),
+    ("loss_scale", "loss_scale", "g"),
+    ("skipped_steps", "skipped", "d"),
 )
 _PROGRESS_KEYS = frozenset(["loss", "val/loss", "lr", "tokens_per_second", "mfu"])
 

@@ -43,7 +43,7 @@ def moved(index):
     return None, None
 
 
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(5))
 def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
     message, is_untouched = only(forks.run(1, moved, index))
     assert message is not None and is_untouched

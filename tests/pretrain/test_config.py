@@ -207,6 +207,11 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             weight_decay=0.0,
             clip_grad=0.5,
             distributed=True,
+            loss_scale=8.0,
+            initial_loss_scale=2.0**60,
+            min_loss_scale=2.0**-9,
+            loss_scale_window=3,
+            hysteresis=2,
         ),
         train=TrainConfig(
             steps=9,
@@ -216,7 +221,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             ramp_samples=50,
             micro_batch=2,
             seed=2**40,
-            precision="bf16",
+            precision="fp16",
             validation_every=3,
             validation_sequences=12,
             init_from="runs/x",
@@ -252,9 +257,11 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             expert=6,
             expert_tensor=1,
         ),
+        optimizer=replace(recipe.optimizer, loss_scale=None),
     )
     others = (
         Recipe(),
+        Recipe(train=TrainConfig(precision="fp16"), optimizer=OptimizerConfig(loss_scale=2.0**-3)),
         Recipe(data=DataConfig(document_mask=True)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
