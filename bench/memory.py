@@ -19,6 +19,7 @@ from pretrain.config import load_recipe
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "sgd", "adafactor", "adamw8bit")
 WHOLE = ("adafactor", "adamw8bit")
+PRECISIONS = ("fp32", "bf16", "fp16")
 COLUMNS = ("weights", "gradients", "masters", "state")
 
 
@@ -26,8 +27,9 @@ def main(argv: Sequence[str]) -> None:
     parser = options.parser("memory", __doc__)
     parser.add_argument("--recipe", default="quickstart", help="whose model to take")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     arguments = parser.parse_args(argv)
-    rows = ranks.run(2, _count_all, arguments.recipe, arguments.optimizers)
+    rows = ranks.run(2, _count_all, arguments.recipe, arguments.optimizers, arguments.precision)
     header = ["optimizer", "precision", "`distributed`", *COLUMNS, "in all"]
     cells = [header]
     for row in rows:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"{rows[0]['parameters']:,} parameters, 2 data parallel ranks; bytes a parameter on one of them\n\n{text}")
 
 
-def _count_all(name: str, optimizers: Sequence[str]) -> list[dict]:
+def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) -> list[dict]:
     from megatron_patch import cpu
 
     cpu.install()
@@ -60,13 +62,15 @@ def _count_all(name: str, optimizers: Sequence[str]) -> list[dict]:
     init_parallel(recipe, processes)
     rows = []
     for optimizer in optimizers:
-        for precision in ("fp32", "bf16"):
+        for precision in precisions:
             for distributed in (False, True):
                 if distributed and optimizer in WHOLE:
                     continue
+                loss_scale = 1.0 if precision == "fp16" else None  # a step that overflows makes no state
+                own = replace(recipe.optimizer, name=optimizer, distributed=distributed, loss_scale=loss_scale)
                 of_row = replace(
                     recipe,
-                    optimizer=replace(recipe.optimizer, name=optimizer, distributed=distributed),
+                    optimizer=own,
                     train=replace(recipe.train, precision=precision),
                 )
                 of_row.check()

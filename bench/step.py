@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     parser = options.parser("step", __doc__)
     parser.add_argument("--recipe", default="quickstart", help="whose model and batch to take")
     parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32", "bf16"])
     parser.add_argument(
         "--threads", type=int, default=None, help="of a process; by default the cores over the processes"
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -86,6 +87,27 @@ def _shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 yield Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
+
+
+def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
+    """Tells the optimizer that others have changed ``shard.main``, and puts ``state`` in the place of its own.
+
+    An optimizer that steps on the host has copies there of what it steps.
+    """
+    own, main = shard.optimizer, shard.main
+    if not isinstance(own, HybridDeviceOptimizer):
+        if state is not None:
+            own.state[main] = state
+        return
+    stepped = own.param_to_inner_param[main]
+    if stepped is not main:
+        stepped.data.copy_(main)
+    if state is None:
+        return
+    for part in own.sub_optimizers:
+        if any(stepped is parameter for group in part.param_groups for parameter in group["params"]):
+            part.state[stepped] = {name: value.to(stepped.device) for name, value in state.items()}
+            own.state[main] = part.state[stepped]
 
 
 def build_optimizer(

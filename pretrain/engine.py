@@ -156,6 +156,8 @@ class Engine:
             params_dtype=self.config.params_dtype,
             use_distributed_optimizer=recipe.optimizer.distributed,
             overlap_param_gather=recipe.parallel.overlap_parameters,
+            optimizer_cpu_offload=recipe.optimizer.cpu_offload > 0,
+            optimizer_offload_fraction=recipe.optimizer.cpu_offload,
         )
 
     def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
@@ -197,8 +199,8 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """What to add to "not finite" where no lower scale of the loss is left to be tried; empty without a scale."""
-        if self.grad_scaler is None:
+        """What to add to "not finite" where no lower scale of the loss is left to be tried; else empty."""
+        if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer
         if own.loss_scale is not None:

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError, require
 from fmoe.gates import build_gate
@@ -38,7 +40,7 @@ def open_inputs(recipe: Recipe) -> Inputs:
             kind of model takes.
     """
     data, model = recipe.data, recipe.model
-    _check_packages(recipe)
+    _check_machine(recipe)
     if model.num_experts:
         try:
             build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **gate_options(model))
@@ -78,12 +80,17 @@ def _naming(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {error}") from error
 
 
-def _check_packages(recipe: Recipe) -> None:
-    """Optional packages that the recipe asks for, before anything is done."""
+def _check_machine(recipe: Recipe) -> None:
+    """Optional packages and devices that the recipe asks for, before anything is done."""
     if recipe.tracking.wandb:
         require("wandb", "pretrain", "tracking.wandb=true")
     if recipe.tracking.tensorboard:
         require("tensorboard", "tensorboard", "tracking.tensorboard=true")
+    if recipe.optimizer.cpu_offload and not torch.cuda.is_available():
+        raise UserError(
+            f"optimizer.cpu_offload={recipe.optimizer.cpu_offload}: torch sees no GPU here, and all state is in host "
+            "memory already: use 0"
+        )
     if recipe.optimizer.name == "adamw8bit":
         require("torchao", "adamw8bit", "optimizer.name=adamw8bit")
 

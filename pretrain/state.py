@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from fmoe.errors import UserError
-from megatron_patch.optimizer import optimizers, shards
+from megatron_patch.optimizer import optimizers, renew, shards
 from pretrain import generators
 from pretrain.checkpoint import Checkpoint, Piece
 from pretrain.moments import Moment, restored, saved
@@ -218,7 +218,7 @@ def load(engine, checkpoint: Checkpoint) -> None:
 
             if shard.has_master:
                 shard.main.copy_(cut(Moment("master")).view(shard.main.shape))
-            shard.optimizer.state[shard.main] = restored(shard, step, cut)
+            renew(shard, restored(shard, step, cut))
     if engine.grad_scaler is not None:
         engine.grad_scaler.load_state_dict(checkpoint.state["optimizer"]["loss_scale"])
     # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
@@ -245,6 +245,7 @@ def load_weights(engine, checkpoint: Checkpoint) -> None:
         for shard in shards(engine.optimizer):
             if shard.has_master:
                 shard.main.copy_(shard.parameter.view(-1)[shard.start : shard.stop].view(shard.main.shape))
+            renew(shard)
 
 
 def _load_model(engine, checkpoint: Checkpoint, places: dict[int, list[_Place]]) -> None:

@@ -15,7 +15,6 @@ _WANTS_WHOLE = {
 # The dynamic loss scale where the recipe does not say. That of the first step and the hysteresis are torch.amp's:
 # Megatron-core's own, 2^32, would skip the first 16 steps.
 _DYNAMIC_SCALE = {"initial_loss_scale": 2.0**16, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 1}
-_HIGHEST_SCALE = 2.0**127  # of float32, which scales are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,9 @@ class OptimizerConfig:
     """Highest norm of the gradient, every expert counted once; 0 for no clipping."""
     distributed: bool = False
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
+    cpu_offload: float = 0.0
+    """Share of the moments of adamw, with masters of their own, that are kept and stepped in host memory (Megatron's
+    optimizer_offload_fraction); whole tensors, at least so much of them."""
     loss_scale: float | None = None
     """Of train.precision=fp16: what the loss is multiplied by, the same in every step; None for a dynamic scale."""
     initial_loss_scale: float | None = None
@@ -86,8 +88,13 @@ class OptimizerConfig:
         given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
         return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
 
-    def check_loss_scale(self, precision: str) -> None:
-        """Raises UserError for a key of the loss scale that is of no use, or whose value cannot be."""
+    def check_precision(self, precision: str) -> None:
+        """Raises UserError for a key that cannot be, or is of no use, with train.precision."""
+        if self.cpu_offload and precision == "fp32":
+            raise UserError(
+                f"optimizer.cpu_offload={self.cpu_offload} is for masters of train.precision=bf16 or fp16: in fp32 "
+                "megatron-core steps views of the weights, which it cannot offload"
+            )
         given = [name for name in ("loss_scale", *_DYNAMIC_SCALE) if getattr(self, name) is not None]
         for name in given:
             value = getattr(self, name)
@@ -97,8 +104,8 @@ class OptimizerConfig:
                 raise UserError(
                     f"optimizer.{name}={value} is for a dynamic scale, optimizer.loss_scale={self.loss_scale} is fixed"
                 )
-            if name.endswith("scale") and not 0 < value <= _HIGHEST_SCALE:
-                raise UserError(f"optimizer.{name}={value} is not above 0 and at most 2^127")
+            if name.endswith("scale") and not 2.0**-126 <= value <= 2.0**126:  # of which float32 has the inverse
+                raise UserError(f"optimizer.{name}={value} is not between 2^-126 and 2^126")
         scale = self.dynamic_scale
         if scale["min_loss_scale"] > scale["initial_loss_scale"]:
             raise UserError(
@@ -125,6 +132,15 @@ class OptimizerConfig:
             raise UserError(f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.base_batch")
         if self.lr_scaling == "none" and self.base_batch is not None:
             raise UserError(f"optimizer.base_batch={self.base_batch} is nothing at optimizer.lr_scaling=none")
+        if not self.cpu_offload <= 1:
+            raise UserError(f"optimizer.cpu_offload={self.cpu_offload} is not in [0, 1]")
+        if self.cpu_offload and self.name != "adamw":
+            raise UserError(
+                f"optimizer.cpu_offload={self.cpu_offload}: megatron-core steps Adam on the host, no "
+                f"optimizer.name={self.name}"
+            )
+        if self.cpu_offload and not self.distributed:
+            raise UserError(f"optimizer.cpu_offload={self.cpu_offload} is for optimizer.distributed=true")
         if self.distributed and self.name in _WANTS_WHOLE:
             raise UserError(
                 f"optimizer.name={self.name} {_WANTS_WHOLE[self.name]}, which the flat shards of "

@@ -319,7 +319,7 @@ class Recipe:
                 "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
             )
         optimizer.check()
-        optimizer.check_loss_scale(self.train.precision)
+        optimizer.check_precision(self.train.precision)
         if optimizer.name == "adafactor" and parallel.tensor > 1:
             raise UserError(
                 "optimizer.name=adafactor factors the second moments of whole matrices, which "
@@ -442,7 +442,17 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     "model": ("num_experts", "balance_loss", "z_loss", "init_std"),
-    "optimizer": ("min_lr", "warmup_steps", "weight_decay", "clip_grad", "eps", "beta1", "beta2", "momentum"),
+    "optimizer": (
+        "min_lr",
+        "warmup_steps",
+        "weight_decay",
+        "clip_grad",
+        "eps",
+        "beta1",
+        "beta2",
+        "momentum",
+        "cpu_offload",
+    ),
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),

@@ -207,6 +207,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             weight_decay=0.0,
             clip_grad=0.5,
             distributed=True,
+            cpu_offload=0.5,
             loss_scale=8.0,
             initial_loss_scale=2.0**60,
             min_loss_scale=2.0**-9,
@@ -257,11 +258,14 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             expert=6,
             expert_tensor=1,
         ),
-        optimizer=replace(recipe.optimizer, loss_scale=None),
+        optimizer=replace(recipe.optimizer, loss_scale=None, cpu_offload=0.0),
     )
     others = (
         Recipe(),
-        Recipe(train=TrainConfig(precision="fp16"), optimizer=OptimizerConfig(loss_scale=2.0**-3)),
+        Recipe(
+            train=TrainConfig(precision="fp16"),
+            optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
+        ),
         Recipe(data=DataConfig(document_mask=True)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
@@ -271,7 +275,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         path = tmp_path / f"{number}.toml"
         write_recipe(written, path)
         assert load_recipe(str(path)) == written
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(5)]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(6)]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)

@@ -62,8 +62,10 @@ def overflow_once(recipe, name):
     results, changed, unchanged = [], [], []
     for step in range(6):
         undo = overflow(engine, name) if step == 2 else lambda: None
+        engine.sync_parameters()
         before = values_of(engine)
         results.append(engine.train_step(step, Samples()))
+        engine.sync_parameters()
         after = values_of(engine)
         undo()
         same = {key for key in before if torch.equal(before[key], after[key])}
@@ -81,7 +83,7 @@ OVERFLOWS = {
     "EP2, expert": (Split(expert=2), EXPERT),
     "EP2, expert, after the reduction": (Split(expert=2), "after the reduction, expert"),
     "DP2, dense, after the reduction": (Split(data=2), "after the reduction, dense"),
-    "DP2 distributed, dense": (Split(data=2, distributed=True), DENSE),
+    "DP2 distributed, overlapped, dense": (Split(data=2, distributed=True, overlap=True), DENSE),
     "EP2 distributed, expert, after the reduction": (
         Split(expert=2, distributed=True),
         "after the reduction, expert",
@@ -349,6 +351,34 @@ def test_a_run_says_what_it_skipped_and_goes_on(forks, recipe_file, tmp_path):
     assert "at loss scale 512, the lowest (optimizer.min_loss_scale=512)" in ends[0].err
 
 
+# Steps, sections of the recipe, by how much the validation loss falls at least, in nats.
+TEXTS = {
+    "short": (40, {}, 1.0),
+    "long": (150, {"model": {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}}, 2.0),
+}
+
+
+@pytest.mark.parametrize("text", ["short", pytest.param("long", marks=pytest.mark.conformance)])
+def test_text_is_learned_as_in_fp32(forks, recipe_file, tmp_path, text):
+    count, sections, falls = TEXTS[text]
+    ends = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        recipe = recipe_file(
+            **sections,
+            train={"steps": count, "precision": precision, "global_batch": 8, "micro_batch": 8}
+            | {"validation_every": count, "validation_sequences": 32},
+            optimizer={"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 5},
+        )
+        (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / precision)
+        assert end.code == 0, end.err
+        rows = steps(tmp_path / precision)
+        ends[precision] = rows[count]["val/loss"]
+        print(text, precision, rows[0]["val/loss"], ends[precision], rows[count].get("skipped_steps"))
+        assert ends[precision] < rows[0]["val/loss"] - falls
+    assert rows[count]["skipped_steps"] <= 5
+    assert ends == pytest.approx(dict.fromkeys(ends, ends["fp32"]), rel=0.02)
+
+
 WRONG = {
     "fp32": ("fp32", {"loss_scale": 8.0}, "optimizer.loss_scale=8.0 is for train.precision=fp16, not fp32"),
     "bf16": ("bf16", {"hysteresis": 2}, "optimizer.hysteresis=2 is for train.precision=fp16, not bf16"),
@@ -357,16 +387,16 @@ WRONG = {
         {"loss_scale": 8.0, "initial_loss_scale": 16.0},
         "optimizer.initial_loss_scale=16.0 is for a dynamic scale, optimizer.loss_scale=8.0 is fixed",
     ),
-    "zero": ("fp16", {"loss_scale": 0.0}, "optimizer.loss_scale=0.0 is not above 0 and at most 2^127"),
+    "zero": ("fp16", {"loss_scale": 0.0}, "optimizer.loss_scale=0.0 is not between 2^-126 and 2^126"),
     "nan": (
         "fp16",
         {"initial_loss_scale": float("nan")},
-        "optimizer.initial_loss_scale=nan is not above 0 and at most 2^127",
+        "optimizer.initial_loss_scale=nan is not between 2^-126 and 2^126",
     ),
     "infinite": (
         "fp16",
         {"initial_loss_scale": float("inf")},
-        "optimizer.initial_loss_scale=inf is not above 0 and at most 2^127",
+        "optimizer.initial_loss_scale=inf is not between 2^-126 and 2^126",
     ),
     "window": ("fp16", {"loss_scale_window": 0}, "optimizer.loss_scale_window=0 is not positive"),
     "hysteresis": ("fp16", {"hysteresis": 0}, "optimizer.hysteresis=0 is not positive"),

@@ -1,5 +1,7 @@
 """T5, BERT and GPT with a document mask through the engine: the loss does not depend on how a global batch is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,18 @@ def check(found, alone, parallel):
 def test_micro_batches_change_nothing(forks, alone):
     kind, expected = alone
     check(values(forks.run(1, train, recipe_of(kind, micro_batch=1))), expected, {})
+
+
+def test_fp16_is_close(forks, alone):
+    kind, expected = alone
+    recipe = recipe_of(kind, micro_batch=8)
+    optimizer = replace(recipe.optimizer, initial_loss_scale=1024.0)
+    found = only(
+        forks.run(1, train, replace(recipe, train=replace(recipe.train, precision="fp16"), optimizer=optimizer))
+    )
+    for name, value in expected.items():
+        if name.startswith(("loss", "validation")):
+            assert found[name] == pytest.approx(value, rel=1e-2), name
 
 
 @pytest.mark.one_in(2)

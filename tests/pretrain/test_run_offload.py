@@ -1,0 +1,133 @@
+"""Optimizer state in host memory. There is no GPU here: Megatron-core's offload runs on tensors that say they are on
+one, so that copies, steps and checkpoints are its own; where the bytes lie is not shown."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import assert_close
+from forks import values
+from test_run_resharded import Split
+from test_run_split_engine import RECIPE, Samples, engine_of
+
+from fmoe import UserError
+from pretrain.config import OptimizerConfig, Recipe, TrainConfig
+
+
+def pretend_to_have_a_gpu():
+    """Within Megatron's offload tensors are on a GPU, but for those that it has brought to the host."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
+
+    class Torch:
+        """The module's torch, whose pinned memory needs no GPU."""
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *size, pin_memory, **options):
+            assert pin_memory
+            return torch.empty(*size, **options)
+
+    split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    own = {name: getattr(torch.Tensor, name) for name in ("is_cuda", "cpu", "pin_memory")}
+
+    def pretending(self, fraction):
+        torch.Tensor.is_cuda = property(lambda tensor: not getattr(tensor, "is_on_host", False))
+        torch.Tensor.cpu = lambda tensor: tensor.detach().clone()
+        torch.Tensor.pin_memory = mark
+        try:
+            return split(self, fraction)
+        finally:
+            for name, value in own.items():
+                setattr(torch.Tensor, name, value)
+
+    def mark(tensor):
+        tensor.is_on_host = True
+        return tensor
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = pretending
+    hybrid_optimizer.torch = Torch()
+
+
+def trained(folder, recipe, other):
+    """Losses and weights of five steps, the last two again from a checkpoint before them, and from another run's; which
+    share of the stepped elements is stepped on the host."""
+    from pretrain import state
+    from pretrain.checkpoint import open_checkpoint, save
+
+    pretend_to_have_a_gpu()
+    engine = engine_of(recipe)
+    losses = [engine.train_step(step, Samples()).loss for step in range(3)]
+    run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
+    save(folder, 3, state.pieces(engine), run_state, state.rank_state())
+    ends = []
+    for checkpoint in (folder, other, None):
+        results = [engine.train_step(step, Samples()) for step in range(3, 5)]
+        weights = {name: p.detach().clone() for name, p in engine.gpt.named_parameters()}
+        ends.append(([r.loss for r in results], weights))
+        if checkpoint is not None:
+            state.load(engine, open_checkpoint(checkpoint))
+    on_host, everywhere = 0, 0
+    for part in engine.optimizer.chained_optimizers:
+        everywhere += sum(p.numel() for group in part.optimizer.param_groups for p in group["params"])
+        copies = getattr(part.optimizer, "gpu_params_map_cpu_copy", {})
+        on_host += sum(part.optimizer.state[p]["exp_avg"].numel() for p in copies)
+    return losses, ends, on_host / everywhere
+
+
+@pytest.mark.parametrize(
+    ("precision", "fraction"), [("bf16", 0.5), pytest.param("fp16", 1.0, marks=pytest.mark.conformance)]
+)
+def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
+    base = Split(data=2, distributed=True, precision=precision).recipe(RECIPE)
+    offloaded = replace(base, optimizer=replace(base.optimizer, cpu_offload=fraction))
+    without = tmp_path / "without"
+    expected = values(forks.run(2, trained, without, base, without))
+    found = values(forks.run(2, trained, tmp_path / "with", offloaded, without))
+    for (losses, ends, share), (losses_0, (expected_end, *_), share_0) in zip(found, expected, strict=True):
+        assert share_0 == 0 and fraction <= share <= min(1, fraction + 0.3)
+        # torch steps those on the host by another kernel, which rounds otherwise; 16-bit weights show it now and then.
+        for last, weights in ends:
+            assert losses + last == pytest.approx(losses_0 + expected_end[0], rel=1e-4)
+            for name, weight in expected_end[1].items():
+                assert_close(weights[name], weight, 1e-3, name)
+        assert ends[0][0] == ends[1][0], "the run that went on from the checkpoint is another one"
+        assert all(torch.equal(weight, ends[1][1][name]) for name, weight in ends[0][1].items())
+
+
+WRONG = {
+    "share": ({"cpu_offload": 1.5, "distributed": True}, "optimizer.cpu_offload=1.5 is not in [0, 1]"),
+    "negative": ({"cpu_offload": -0.5, "distributed": True}, "optimizer.cpu_offload=-0.5 is not 0 or more"),
+    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 is for optimizer.distributed=true"),
+    "lamb": (
+        {"cpu_offload": 0.5, "distributed": True, "name": "lamb"},
+        "optimizer.cpu_offload=0.5: megatron-core steps Adam on the host, no optimizer.name=lamb",
+    ),
+    "fp32": (
+        {"cpu_offload": 0.5, "distributed": True},
+        "optimizer.cpu_offload=0.5 is for masters of train.precision=bf16 or fp16: in fp32 megatron-core steps views "
+        "of the weights, which it cannot offload",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_are_one_line(case):
+    options, says = WRONG[case]
+    with pytest.raises(UserError) as error:
+        Recipe(
+            optimizer=OptimizerConfig(**options), train=TrainConfig(precision="fp32" if case == "fp32" else "bf16")
+        ).check()
+    assert str(error.value) == says
+
+
+def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
+    recipe = recipe_file(
+        train={"precision": "bf16"}, optimizer={"lr": 1e-2, "warmup_steps": 2, "distributed": True, "cpu_offload": 0.5}
+    )
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run")
+    assert end.code == 2 and not (tmp_path / "run").exists()
+    assert end.err.count("\n") == 1
+    assert (
+        "optimizer.cpu_offload=0.5: torch sees no GPU here, and all state is in host memory already: use 0" in end.err
+    )
