@@ -21,6 +21,7 @@ from fmoe import UserError
 from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, is_matrix, is_stacked
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
+from megatron_patch import adapter
 from megatron_patch.version import check_version
 
 # What is put in the place of Megatron's Adam while its optimizer is built, and why it has to be.
@@ -128,6 +129,7 @@ def build_optimizer(
         UserError: megatron-core is outside the supported range or a name that is replaced has moved; an optimizer that
             wants whole tensors gets parts of them.
     """
+    adapter.install()
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
     with contextlib.nullcontext() if make is None else _standing_in(make):
         optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)

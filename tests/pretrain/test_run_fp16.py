@@ -10,7 +10,7 @@ import torch.distributed as dist
 from compare import relative_error
 from forks import only, values
 from test_run_guards import trainer_of, values_of
-from test_run_optim import NAMES, recipe_of
+from test_run_optim import OPTIMIZERS, SHARDED, recipe_of
 from test_run_resharded import ONE_D, Split
 from test_run_split_engine import RECIPE, Samples, engine_of
 from test_run_training import steps
@@ -171,12 +171,22 @@ def skipped_and_resumed(folder, recipe):
     return before, first, go(5, 9), run_state["optimizer"]["loss_scale"]
 
 
-@pytest.mark.parametrize("name", ["adamw", *NAMES])
-def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name):
+DISTRIBUTED = [
+    pytest.param(name, True, marks=[] if name == "lamb" else pytest.mark.conformance, id=f"{name} distributed")
+    for name in ("adamw", *SHARDED)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
+)
+def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name, distributed):
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
     base = RECIPE if name == "adamw" else recipe_of(name)
     if name == "adamw8bit":
         base = replace(base, model=replace(base.model, ffn_hidden_size=64))
-    recipe = fp16(Split(), base, initial_loss_scale=2.0**19, loss_scale_window=2)
+    recipe = fp16(Split(distributed=distributed), base, initial_loss_scale=2.0**19, loss_scale_window=2)
     before, first, second, state = only(forks.run(1, skipped_and_resumed, tmp_path, recipe))
     assert before[0][3] is not None and state["skipped"] > 0, "the scale is too high for a first step"
     assert first == second
