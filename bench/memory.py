@@ -92,7 +92,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
 def _tensors(engine) -> dict[str, list[Tensor]]:
     from megatron_patch.optimizer import optimizers, shards
 
-    buffers = [*engine.model.buffers, *engine.model.expert_parallel_buffers]
+    buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     states = [state for part in optimizers(engine.optimizer) for state in part.optimizer.state.values()]
     return {
         "weights": list(engine.gpt.parameters()),
