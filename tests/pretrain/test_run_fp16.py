@@ -94,6 +94,7 @@ OVERFLOWS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", OVERFLOWS)
 def test_an_overflow_on_one_rank_skips_one_step_on_both(forks, case):
     split, name = OVERFLOWS[case]
@@ -177,6 +178,7 @@ DISTRIBUTED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
 )
