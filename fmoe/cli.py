@@ -53,7 +53,19 @@ def run(program: str, command) -> int:
 
 # Import names of the `pretrain` extra: a command that needs one of them ends with the extra's name, not a traceback.
 _PACKAGES_OF_PRETRAIN = frozenset(
-    ["megatron", "datasets", "numpy", "psutil", "rich", "safetensors", "sentencepiece", "tokenizers", "tyro", "wandb"]
+    [
+        "megatron",
+        "datasets",
+        "matplotlib",
+        "numpy",
+        "psutil",
+        "rich",
+        "safetensors",
+        "sentencepiece",
+        "tokenizers",
+        "tyro",
+        "wandb",
+    ]
 )
 
 

@@ -23,12 +23,15 @@ _VALIDATION_SEED = 0
 @dataclass(frozen=True)
 class Inputs:
     """Training and validation samples (None: no validation), the training corpus's unigram entropy in nats, and the
-    SHA-256 of its tokens, a file each; None where it was prepared without."""
+    SHA-256 of its tokens, of those of the validation, a file each, and of the tokenizer; None where a corpus was
+    prepared without."""
 
     train: Samples
     validation: Samples | None
     unigram_entropy: float
     fingerprints: tuple[str | None, ...] = ()
+    validation_fingerprints: tuple[str | None, ...] = ()
+    tokenizer_fingerprint: str | None = None
 
 
 def open_inputs(recipe: Recipe) -> Inputs:
@@ -61,14 +64,13 @@ def open_inputs(recipe: Recipe) -> Inputs:
         train = [_corpus(prefix, tokenizer) for prefix in data.train]
         samples = build_samples(recipe, train, tokenizer, recipe.train.seed, data.weights)
         entropy = unigram_entropy(train, model.vocab_size)
-    validation = None
+    validation, corpora = None, []
     if data.validation:
         with _naming("data.validation"):
             corpora = [_corpus(prefix, tokenizer) for prefix in data.validation]
             validation = build_samples(recipe, corpora, tokenizer, _VALIDATION_SEED)
             unigram_entropy(corpora, model.vocab_size)  # meets every token: none may lie beyond the vocabulary
-    fingerprints = tuple(corpus.description.get("sha256", {}).get("bin") for corpus in train)
-    return Inputs(samples, validation, entropy, fingerprints)
+    return Inputs(samples, validation, entropy, _fingerprints(train), _fingerprints(corpora), tokenizer.fingerprint)
 
 
 @contextlib.contextmanager
@@ -93,6 +95,10 @@ def _check_machine(recipe: Recipe) -> None:
         )
     if recipe.optimizer.name == "adamw8bit":
         require("torchao", "adamw8bit", "optimizer.name=adamw8bit")
+
+
+def _fingerprints(corpora: list[IndexedCorpus]) -> tuple[str | None, ...]:
+    return tuple(corpus.description.get("sha256", {}).get("bin") for corpus in corpora)
 
 
 def _corpus(prefix: str, tokenizer: Tokenizer) -> IndexedCorpus:

@@ -186,7 +186,8 @@ def _say(lines: list[str]) -> None:
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Writes ``run.json``: versions, sizes, and which experts each rank holds, read from the layers themselves."""
+    """Writes ``run.json``: versions, sizes, what the data are, and which experts each rank holds, read from the layers
+    themselves."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor([layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0])
     everyone = [torch.empty_like(mine, device=processes.device) for _ in range(processes.world_size)]
@@ -201,10 +202,18 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
         "experts_of_rank": held,
         "params": recipe.num_params(),
         "active_params": recipe.num_active_params(),
+        "flops_per_token": recipe.flops_per_token(),
+        "data": {
+            "tokenizer": trainer.inputs.tokenizer_fingerprint,
+            "train": trainer.inputs.fingerprints,
+            "validation": trainer.inputs.validation_fingerprints,
+        },
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }
-    (folder / "run.json").write_text(json.dumps(text, indent=1) + "\n")
+    temporary = folder / "run.json.tmp"
+    temporary.write_text(json.dumps(text, indent=1) + "\n")
+    temporary.replace(folder / "run.json")  # at once: `fmoe compare` reads runs while they go on
     lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active a token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

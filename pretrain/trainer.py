@@ -90,6 +90,7 @@ class Trainer:
             "lr": result.lr,
             "grad_norm": result.grad_norm,
             "tokens": batches.first(self.step) * length,
+            "flops": self._flops_per_token * batches.first(self.step) * length,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             "mfu": self._flops_per_token * tokens / seconds / peak,

@@ -39,7 +39,9 @@ def load_recipe(name: str, overrides: Sequence[str] = (), program: str = "python
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"recipe {path} cannot be read: {error}") from error
-    recipe = _override(_build(Recipe, values, ""), overrides, program)
+    recipe = _build(Recipe, values, "")
+    if overrides:  # tyro is slow, and `fmoe compare` reads many recipes
+        recipe = _override(recipe, overrides, program)
     recipe.check()
     return recipe
 

@@ -8,6 +8,8 @@ Every number is for one optimizer step; names are paths, so that wandb and Tenso
 ``lr``                           learning rate of this step
 ``grad_norm``                    norm of the whole gradient before clipping
 ``tokens``                       tokens trained on since the beginning, over all ranks
+``flops``                        floating point operations of all steps so far, forward and backward, over all ranks:
+                                 ``tokens`` times ``flops_per_token`` of ``run.json`` (`pretrain.config.counts`)
 ``tokens_per_second``            tokens of this step over its seconds, over all ranks
 ``step_seconds``                 wall-clock seconds of this step
 ``mfu``                          model FLOPs on active parameters over the peak of the devices, 0 to 1

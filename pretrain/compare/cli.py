@@ -1,0 +1,48 @@
+"""``fmoe compare``: what runs reached, and how soon one reached what another ended with."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fmoe.errors import UserError
+from pretrain.compare import figure, table
+from pretrain.compare.groups import group_runs
+from pretrain.compare.runs import check_comparable, read_run
+
+
+def main(argv: list[str]) -> int:
+    """Prints the tables; see docs/pretraining.md.
+
+    Raises:
+        UserError: a folder that holds no run, or one without a validation; runs whose losses mean different things;
+            a figure that cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fmoe compare",
+        description="Final validation losses of runs, and the steps and tokens at which one reaches the final loss of "
+        "another. Runs that differ in their seed alone are one row: mean, standard deviation, lowest and highest.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, the curves too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="draw the curves: a file that ends in .svg or .png")
+    arguments = parser.parse_args(argv)
+    if arguments.out is not None:
+        figure.check_path(arguments.out)
+    seen: set[Path] = set()
+    for folder in arguments.runs:
+        if (place := folder.resolve()) in seen:
+            raise UserError(f"{folder} is given twice")
+        seen.add(place)
+    runs = [read_run(folder) for folder in arguments.runs]
+    check_comparable(runs)
+    groups = group_runs(runs)
+    if arguments.json:
+        print(json.dumps(table.values(groups), indent=1, allow_nan=False))
+    else:
+        print(table.text(groups))
+    if arguments.out is not None:
+        figure.draw(groups, arguments.out)
+        print(f"curves: {arguments.out}", file=sys.stderr)
+    return 0

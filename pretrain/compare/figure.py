@@ -1,0 +1,73 @@
+"""Validation loss against tokens, as a picture."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from fmoe.errors import UserError, require
+from pretrain.compare.groups import Group
+from pretrain.data.files import replacing
+
+FORMATS = (".svg", ".png")
+
+
+def check_path(path: Path) -> None:
+    """Raises UserError for a file that `draw` cannot write, as far as its name tells, or without matplotlib."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--out {path} ends in none of {', '.join(FORMATS)}")
+    require("matplotlib", "pretrain", "fmoe compare --out")
+
+
+def draw(groups: Sequence[Group], path: Path) -> None:
+    """Writes the curves: the mean of a group, and a band from the lowest to the highest of its seeds. On the left all
+    of training, both axes logarithmic, without the untrained model; on the right its second half.
+
+    Raises:
+        UserError: see `check_path`; the file cannot be written.
+    """
+    check_path(path)
+    import matplotlib
+    from matplotlib.figure import Figure  # without pyplot: no window, no backend to choose, no state
+
+    whole = Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = whole.subplots(1, 2)
+    longest = max(group.last.tokens for group in groups)
+    for group in groups:
+        points = [point for point in group.curve if point.tokens > 0]
+        tokens = [point.tokens for point in points]
+        label = group.name if len(group.runs) == 1 else f"{group.name} ({len(group.runs)} seeds)"
+        for axes in (left, right):
+            (line,) = axes.plot(tokens, [point.mean for point in points], marker=".", label=label)
+            if len(group.runs) > 1:
+                lows, highs = [point.low for point in points], [point.high for point in points]
+                axes.fill_between(tokens, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
+    left.set_ylabel("validation loss, nats a token")
+    if any(point.tokens > 0 and 0 < point.mean < math.inf for group in groups for point in group.curve):
+        left.set(xscale="log", yscale="log")
+        left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        left.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    _second_half(right, groups, longest)
+    for axes in (left, right):
+        axes.set_xlabel("tokens")
+        axes.grid(alpha=0.3, which="both")
+    right.legend()
+    # The same curves are the same bytes, and text stays text.
+    settings = {"svg.hashsalt": "fmoe", "svg.fonttype": "none"}
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
+    with matplotlib.rc_context(settings), replacing(path) as (file,):
+        whole.savefig(file, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)
+
+
+def _second_half(axes, groups: Sequence[Group], longest: int) -> None:
+    seen = [
+        bound
+        for group in groups
+        for point in group.curve
+        if point.tokens > 0 and 2 * point.tokens >= longest
+        for bound in (point.low, point.high)
+        if math.isfinite(bound)
+    ]
+    axes.set_xlim(longest / 2 or None, 1.02 * longest or None)
+    if seen:
+        margin = 0.05 * (max(seen) - min(seen)) or 0.01
+        axes.set_ylim(min(seen) - margin, max(seen) + margin)

@@ -1,0 +1,156 @@
+"""Runs of one recipe as one curve, and where a curve reaches a loss."""
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fmoe.errors import UserError
+from pretrain.compare.runs import Run
+
+
+@dataclass(frozen=True)
+class Point:
+    """Validation losses of a group after a step, one a run; tokens of training until then."""
+
+    step: int
+    tokens: int
+    losses: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """NaN if one is."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n - 1); None of one run."""
+        if len(self.losses) < 2:
+            return None
+        return statistics.stdev(self.losses) if all(map(math.isfinite, self.losses)) else math.nan
+
+    @property
+    def low(self) -> float:
+        """NaN if one is."""
+        return math.nan if any(map(math.isnan, self.losses)) else min(self.losses)
+
+    @property
+    def high(self) -> float:
+        """NaN if one is."""
+        return math.nan if any(map(math.isnan, self.losses)) else max(self.losses)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where a curve is at or below a loss for the first time."""
+
+    step: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        name: what the names of their folders have in common.
+        runs: in the order of their seeds.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def curve(self) -> tuple[Point, ...]:
+        """Validations that all runs have made: of runs that are at different steps, up to the first one's last."""
+        of_run = [{validation.step: validation for validation in run.validations} for run in self.runs]
+        common = sorted(set.intersection(*map(set, of_run)))
+        return tuple(
+            Point(step, of_run[0][step].tokens, tuple(validations[step].loss for validations in of_run))
+            for step in common
+        )
+
+    @property
+    def last(self) -> Point:
+        """What the group ended with, or has come to."""
+        return self.curve[-1]
+
+    @property
+    def flops_per_token(self) -> float:
+        """See `Run`."""
+        return self.runs[0].flops_per_token
+
+    @property
+    def flops(self) -> float:
+        """Of the training of one run until `last`."""
+        return self.flops_per_token * self.last.tokens
+
+    @property
+    def unfinished(self) -> tuple[Run, ...]:
+        """Runs that have not made all their steps."""
+        return tuple(run for run in self.runs if not run.is_finished)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Groups in the order in which their first runs come. A second run of one recipe and one seed begins another group:
+    the same numbers twice are no spread.
+
+    Raises:
+        UserError: runs of one group have no step at which all were validated.
+    """
+    members: list[tuple[dict, list[Run]]] = []
+    for run in runs:
+        keys, seed = run.keys(), run.recipe.train.seed
+        for there, group in members:
+            if keys == there and all(seed != other.recipe.train.seed for other in group):
+                group.append(run)
+                break
+        else:
+            members.append((keys, [run]))
+    names = [_name([run.folder.resolve().name for run in group]) for _, group in members]
+    groups = []
+    for (_, group), name in zip(members, names, strict=True):
+        name = name if name and names.count(name) == 1 else str(group[0].folder)
+        groups.append(Group(name, tuple(sorted(group, key=lambda run: run.recipe.train.seed))))
+    for group in groups:
+        if not group.curve:
+            folders = ", ".join(str(run.folder) for run in group.runs)
+            raise UserError(f"{folders} differ in train.seed alone, but have no validated step in common")
+    return groups
+
+
+def reach(curve: Sequence[Point], loss: float) -> Reach | None:
+    """Where the mean of a curve is at or below a loss for the first time, by linear interpolation between the
+    validation before and the one that is. The first validation, and one after a loss that is not finite, is taken as
+    it is. None if it is never, or the loss is not finite.
+    """
+    before: Point | None = None
+    for point in curve if math.isfinite(loss) else ():
+        if point.mean <= loss:
+            if before is None or not math.isfinite(before.mean):
+                return Reach(point.step, point.tokens)
+            share = (before.mean - loss) / (before.mean - point.mean)
+            step = before.step + share * (point.step - before.step)
+            return Reach(step, before.tokens + share * (point.tokens - before.tokens))
+        before = point
+    return None
+
+
+def differing_keys(groups: Sequence[Group]) -> list[str]:
+    """Keys of the recipe in which groups differ, corpora by content."""
+    keys = [group.runs[0].keys() for group in groups]
+    return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
+
+
+def _name(folders: Sequence[str]) -> str:
+    if len(folders) == 1:
+        return folders[0]
+    common = folders[0]
+    for name in folders[1:]:
+        size = next((i for i, (a, b) in enumerate(zip(common, name, strict=False)) if a != b), len(name))
+        common = common[:size]
+    if any(name[len(common) : len(common) + 1].isdigit() for name in folders):
+        common = common.rstrip("0123456789")  # of 11 and 12 the 1 is no name
+    return re.sub(r"((^|[-_.= ])(seed|s))?[-_.= ]*$", "", common)
