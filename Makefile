@@ -14,10 +14,11 @@ TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
 endif
 
-.PHONY: help train test conformance lint bench corpus clean
+.PHONY: help train compare test conformance lint bench corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
+	@echo "make compare set up, train a dense GPT and Mixture-of-Experts ones of equal active FLOPs, compare their losses"
 	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
@@ -27,6 +28,9 @@ help:
 
 train: $(VENV)/.train corpus
 	$(BIN)/fmoe train quickstart --resume auto --parallel.expert $(PROCESSES) $(ARGS)
+
+compare: $(VENV)/.train corpus
+	$(BIN)/python -m bench convergence $(ARGS)
 
 corpus: $(VENV)/.train
 	FMOE=$(BIN)/fmoe bash data/pylib/prepare.sh

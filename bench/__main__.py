@@ -9,6 +9,7 @@ from fmoe.errors import EXIT_USAGE, UserError, known_names
 # Each module has `main(argv: list[str]) -> int | None`.
 BENCHMARKS = {
     "checkpoint": "bench.checkpoint",
+    "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
     "layer": "bench.layer",
     "memory": "bench.memory",

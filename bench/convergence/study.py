@@ -1,0 +1,199 @@
+"""Trains every recipe with every seed, some runs at once; a second call goes on where the first ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fmoe.errors import UserError
+from pretrain.config import Recipe, load_recipe
+from pretrain.exit_codes import EXIT_REQUEUE
+from pretrain.supervise import die_with_parent
+from pretrain.tracking import read_metrics
+
+LOG = "log.txt"
+
+
+@dataclass
+class Job:
+    """A run: its recipe, its folder, and the process that trains it, if one does."""
+
+    name: str
+    recipe_name: str
+    options: list[str]
+    recipe: Recipe
+    process: subprocess.Popen | None = None
+    rows: list[dict] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.recipe.run.folder)
+
+    @property
+    def step(self) -> int:
+        """The last that was logged when it was last looked at; 0 for none."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are made, and nobody is still writing."""
+        return self.process is None and self.step >= self.recipe.train.steps
+
+    @property
+    def loss(self) -> float | None:
+        """The last validation's."""
+        return next((row["val/loss"] for row in reversed(self.rows) if "val/loss" in row), None)
+
+    def look(self) -> None:
+        """Reads how far it is."""
+        path = self.folder / "metrics.jsonl"
+        self.rows = read_metrics(path) if path.exists() else []
+
+
+def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job]:
+    """The runs, those of one recipe side by side, so that runs at once take equally long.
+
+    Raises:
+        UserError: a recipe that cannot be, or another than that of the run which is there already.
+    """
+    jobs = []
+    for recipe_name in recipes:
+        for seed in seeds:
+            name = f"{Path(recipe_name).stem}-seed{seed}"
+            options = ["--run.folder", str(folder / name), "--train.seed", str(seed)]
+            recipe = load_recipe(recipe_name, options)
+            if recipe.parallel.world_size != 1:
+                raise UserError(f"{recipe_name} is for {recipe.parallel.world_size} processes; here a run is one")
+            job = Job(name, recipe_name, options, recipe)
+            _check_same(job)
+            jobs.append(job)
+    return jobs
+
+
+def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.0) -> int:
+    """Trains what is not finished yet, the first ones first; says how far all are every so many seconds.
+
+    Returns:
+        0, or the exit code of a run that failed (its last lines are printed), or `EXIT_REQUEUE` after SIGTERM or
+        SIGINT, when all have saved a checkpoint.
+    """
+    for job in jobs:
+        job.look()
+    waiting = [job for job in jobs if not job.is_done]
+    began, told, done = time.monotonic(), time.monotonic(), sum(job.step for job in jobs)
+    with _stopping() as received:
+        try:
+            while waiting or _running(jobs):
+                while waiting and not received and len(_running(jobs)) < at_once:
+                    _start(waiting.pop(0), threads)
+                time.sleep(0.2)
+                for job in _running(jobs):
+                    if (code := job.process.poll()) is None:
+                        continue
+                    job.process = None
+                    job.look()
+                    if code and not received:
+                        return _failed(job, code)
+                    _say(f"{job.name}: {_describe(job)}")
+                if received:
+                    break
+                if time.monotonic() - told >= every:
+                    told = time.monotonic()
+                    for job in _running(jobs):
+                        job.look()
+                    _say(_progress(jobs, done, told - began))
+        finally:
+            _stop(jobs)
+    if received:
+        _say("stopped; the same command goes on")
+        return EXIT_REQUEUE
+    return 0
+
+
+def _check_same(job: Job) -> None:
+    path = job.folder / "config.toml"
+    if path.exists() and load_recipe(str(path)) != job.recipe:
+        raise UserError(
+            f"{job.folder} holds a run of another recipe than {job.recipe_name}: remove it, or name another --folder"
+        )
+
+
+def command(job: Job) -> list[str]:
+    """What trains a run, from its beginning or its newest checkpoint."""
+    return [sys.executable, "-m", "pretrain", job.recipe_name, *job.options, "--resume", "auto"]
+
+
+def _start(job: Job, threads: int) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with (job.folder / LOG).open("ab") as log:
+        # A session of its own: Ctrl-C in a terminal comes to this process, which asks each run once to stop.
+        job.process = subprocess.Popen(
+            command(job),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+    _say(f"{job.name}: {'goes on from the newest checkpoint' if job.step else 'begins'}, {job.folder / LOG}")
+
+
+def _running(jobs: Sequence[Job]) -> list[Job]:
+    return [job for job in jobs if job.process is not None]
+
+
+def _stop(jobs: Sequence[Job]) -> None:
+    for job in _running(jobs):
+        job.process.terminate()
+    for job in _running(jobs):
+        job.process.wait()
+        job.process = None
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[list[int]]:
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _failed(job: Job, code: int) -> int:
+    lines = (job.folder / LOG).read_text(errors="replace").splitlines()[-20:]
+    _say("\n".join(lines))
+    _say(f"{job.name} ended with code {code}: {job.folder / LOG}")
+    return code if code > 0 else 128 - code
+
+
+def _describe(job: Job) -> str:
+    loss = "" if job.loss is None else f", validation loss {job.loss:.4f}"
+    return f"step {job.step} of {job.recipe.train.steps}{loss}"
+
+
+def _progress(jobs: Sequence[Job], done_before: int, seconds: float) -> str:
+    steps = sum(job.recipe.train.steps for job in jobs)
+    done = sum(job.step for job in jobs)
+    left = ""
+    if done > done_before:
+        left = f", about {seconds * (steps - done) / (done - done_before) / 60:.0f} min left"
+    running = "; ".join(f"{job.name} {_describe(job)}" for job in _running(jobs))
+    return f"{done * 100 // steps}%{left}: {running}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
