@@ -62,6 +62,9 @@ def notes(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         for run in group.unfinished:
             said.append(f"{run.folder} is not finished: step {run.step} of {run.recipe.train.steps}")
+        for run in group.runs:
+            if (path := run.recipe.train.init_from) is not None:
+                said.append(f"{run.folder} began with the weights of {path}, whose training is not counted")
         if not math.isfinite(group.last.mean):
             said.append(f"the last validation of {group.name} is not finite")
     sizes: dict[str, list[str]] = {}

@@ -334,6 +334,12 @@ def test_other_training_data_and_other_amounts(make, capsys):
     assert note.startswith("validated on different amounts of the same text: 2 sequences of 8 tokens in ")
 
 
+def test_a_warm_start_is_told(make, capsys):
+    warm = make("warm", {0: 5, 40: 4}, train={"init_from": "runs/first"})
+    (note,) = compared(capsys, warm)["notes"]
+    assert note == f"{warm} began with the weights of runs/first, whose training is not counted"
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png", "SVG"])
 def test_figure(make, capsys, tmp_path, suffix):
     pytest.importorskip("matplotlib")
