@@ -28,6 +28,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
     check_path(path)
     import matplotlib
     from matplotlib.figure import Figure  # without pyplot: no window, no backend to choose, no state
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     whole = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = whole.subplots(1, 2)
@@ -44,11 +45,14 @@ def draw(groups: Sequence[Group], path: Path) -> None:
     left.set_ylabel("validation loss, nats a token")
     if any(point.tokens > 0 and 0 < point.mean < math.inf for group in groups for point in group.curve):
         left.set(xscale="log", yscale="log")
+        left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.xaxis.set_minor_formatter(NullFormatter())
         left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         left.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
     _second_half(right, groups, longest)
     for axes in (left, right):
         axes.set_xlabel("tokens")
+        axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3, which="both")
     right.legend()
     # The same curves are the same bytes, and text stays text.
