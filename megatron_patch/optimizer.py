@@ -111,6 +111,14 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
             own.state[main] = part.state[stepped]
 
 
+def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
+    """The model's parameters that one of `optimizers` is for, in the order of its layout."""
+    if isinstance(part, DistributedOptimizer):
+        # In the order of the buffers, which all data parallel ranks have alike; not only what this rank holds.
+        return [parameter for buffer in part.buffers for parameter in buffer.params]
+    return [shard.parameter for shard in _shards_of(part)]
+
+
 def build_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[nn.Module], make: Make | None = None, **options
 ) -> MegatronOptimizer:
@@ -158,13 +166,8 @@ def _refuse_parts(optimizer: Optimizer, shard: Shard) -> None:
 
 def _layout(part: MegatronOptimizer) -> Layout:
     """In which the squares of norms are summed over the ranks that hold the other parts."""
-    found = list(_shards_of(part))
-    if isinstance(part, DistributedOptimizer):
-        # In the order of the buffers, which all data parallel ranks have alike; not only what this rank holds.
-        parameters = [parameter for buffer in part.buffers for parameter in buffer.params]
-        over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,)
-    else:
-        parameters, over = [shard.parameter for shard in found], ()
+    found, parameters = list(_shards_of(part)), parameters_of(part)
+    over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     return Layout(
         [Blocks.of(parameter, (*over, *_tensor_groups(parameter))) for parameter in parameters],

@@ -20,6 +20,7 @@ from pretrain.callbacks import (
     StepGuard,
     Stopping,
     Tracking,
+    TrustRatios,
     Validation,
     Watchdog,
 )
@@ -94,6 +95,8 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     callbacks = _guards(recipe)
     if inputs.validation is not None:
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
+    if recipe.optimizer.has_trust_ratios and recipe.tracking.trust_every:
+        callbacks.append(TrustRatios(recipe.tracking.trust_every))
     callbacks.append(
         Tracking(
             lambda: build_trackers(

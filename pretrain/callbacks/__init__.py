@@ -6,6 +6,7 @@ from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.guards import StepGuard
 from pretrain.callbacks.stopping import Stopping
 from pretrain.callbacks.tracking import Tracking
+from pretrain.callbacks.trust import TrustRatios
 from pretrain.callbacks.validation import Validation
 from pretrain.callbacks.watchdog import Watchdog
 
@@ -16,6 +17,7 @@ __all__ = [
     "StepGuard",
     "Stopping",
     "Tracking",
+    "TrustRatios",
     "Validation",
     "Watchdog",
 ]

@@ -75,6 +75,11 @@ class OptimizerConfig:
     hysteresis: int | None = None
     """Overflows since it last doubled from which on each halves the dynamic scale; None for 1, the first."""
 
+    @property
+    def has_trust_ratios(self) -> bool:
+        """Whether it scales the update of each matrix."""
+        return self.name in ("lamb", "lars")
+
     def lr_factor(self, global_batch: int) -> float:
         """What a batch of so many sequences multiplies the learning rate by."""
         if self.lr_scaling == "none":

@@ -218,6 +218,8 @@ class TrackingConfig:
     """TensorBoard event files."""
     console_every: int = 10
     """Steps between lines on a console that is no terminal."""
+    trust_every: int = 10
+    """Steps between summaries of lamb's and lars' trust ratios; 0 for none."""
     project: str = "fmoe"
     """Name of the project there."""
 
@@ -456,5 +458,6 @@ _NOT_NEGATIVE = {
     "train": ("seed",),
     "checkpoint": ("every", "keep"),
     "parallel": ("shadow",),
+    "tracking": ("trust_every",),
     "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
 }

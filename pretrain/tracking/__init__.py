@@ -28,6 +28,9 @@ Every number is for one optimizer step; names are paths, so that wandb and Tenso
 ``moe/dead_experts``             experts that no token reached in this step, mean over the layers
 ``loss_scale``                   fp16: what the loss of this step was multiplied by
 ``skipped_steps``                fp16: steps skipped for an overflow since the beginning
+``trust/dense_min`` (and         lowest, median and highest trust ratio of lamb or lars over the dense matrices,
+``_median``, ``_max``)           every ``tracking.trust_every`` steps
+``trust/experts_min`` (and so)   the same over the experts' matrices, one an expert
 ``guard/skipped``                1 for a step that a guard skipped, else 0
 ``guard/collapsed_layers``       layers whose router has collapsed, at the end of each window
 ===============================  =======================================================================

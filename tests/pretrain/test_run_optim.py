@@ -59,7 +59,8 @@ CASES = [
 
 
 def trained(recipe):
-    """Losses and norms of five steps, and the pieces of a checkpoint: weights and the optimizer's state."""
+    """Losses and norms of five steps, the pieces of a checkpoint (weights and the optimizer's state), trust ratios."""
+    from megatron_patch.trust import trust_ratios
     from pretrain import state
 
     engine = engine_of(recipe)
@@ -67,13 +68,14 @@ def trained(recipe):
     pieces = [
         (p.name, p.shape, p.offset, p.block, p.start, p.stop, p.data.detach().clone()) for p in state.pieces(engine)
     ]
-    return [(result.loss, result.grad_norm) for result in results], pieces
+    ratios = [of_kind.sort().values for of_kind in trust_ratios(engine.optimizer)]
+    return [(result.loss, result.grad_norm) for result in results], pieces, ratios
 
 
 def assembled(ranks):
     """The tensors that the pieces of all ranks make; NaN where there is none."""
     tensors = {}
-    for _, pieces in ranks:
+    for _, pieces, _ in ranks:
         for name, shape, offset, block, start, stop, data in pieces:
             whole = tensors.setdefault(name, torch.full(shape, torch.nan))
             for box in Region.of(offset, block, start, stop).boxes:
@@ -99,12 +101,15 @@ def alone(forks):
 
 @pytest.mark.parametrize(("name", "split"), CASES)
 def test_processes_equal_one(forks, alone, name, split):
-    """Losses, norms, weights and every moment."""
+    """Losses, norms, weights, every moment and the trust ratios."""
     expected, split = alone(name), SPLITS[split]
     recipe = split.recipe(recipe_of(name))
     recipe = replace(recipe, train=replace(recipe.train, steps=RECIPE.train.steps))
     ranks = values(forks.run(split.parallel.world_size, trained, recipe))
-    for losses, _ in ranks:
+    for losses, _, ratios in ranks:
+        for found, wanted, kind in zip(ratios, expected[0][2], ("dense", "experts"), strict=True):
+            assert len(wanted) == (0 if name not in ("lamb", "lars") else 16 if kind == "experts" else 7)
+            assert_close(found, wanted, 1e-5, f"trust ratios, {kind}")
         for found, wanted in zip(losses, expected[0][0], strict=True):
             assert found == pytest.approx(wanted, rel=1e-5)
     found, wanted = assembled(ranks), assembled(expected)
@@ -180,7 +185,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision)
     assert quantized == (4 if name == "adamw8bit" else 0)
 
 
-def trust_ratios():
+def ratios_of_a_step():
     """Of dense parameters and of experts, by the shape of the parameter they are of."""
     engine = engine_of(recipe_of("lamb"))
     engine.train_step(0, Samples())
@@ -188,7 +193,7 @@ def trust_ratios():
 
 
 def test_trust_ratios_are_there_to_be_tracked(forks):
-    dense, experts = only(forks.run(1, trust_ratios))
+    dense, experts = only(forks.run(1, ratios_of_a_step))
     assert [len(ratios) for ratios in experts] == [4] * 4, "weights in and out of two layers, four experts each"
     assert {len(ratios) for ratios in dense} == {0, 1}
     assert all(len(set(ratios.tolist())) == 4 for ratios in experts)

@@ -1,0 +1,66 @@
+"""Trust ratios of the whole model, wherever its parts are."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from fmoe.optim.trust import TrustOptimizer
+from fmoe.parallel.gradients import is_expert
+from megatron_patch.optimizer import optimizers, parameters_of
+
+
+def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
+    """Trust ratios of the last step of LAMB or LARS, each once, however the model is split.
+
+    Collective over all ranks; reads sizes on the host.
+
+    Returns:
+        Those of dense matrices, and of experts' (one for each expert of each stacked weight), float32 on the device of
+        the parameters: the same values on every rank, in an order that depends on the split. Empty before the first
+        step, and for other optimizers.
+    """
+    mine: dict[bool, list[Tensor]] = {False: [], True: []}
+    for of_experts, ratios in _held(optimizer):
+        mine[of_experts].append(ratios)
+    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
+    vectors = [torch.cat([torch.empty(0, device=device), *mine[kind]]) for kind in (False, True)]
+    sizes = torch.tensor([len(vector) for vector in vectors], device=device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    found = []
+    for vector, size in zip(vectors, sizes.tolist(), strict=True):
+        padded = vector.new_full((size,), torch.nan)
+        padded[: len(vector)] = vector
+        everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, padded)
+        together = torch.cat(everyone)
+        found.append(together[~together.isnan()])
+    return found[0], found[1]
+
+
+def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
+    """(is it of experts, ratios) of each parameter that this rank is the first to hold."""
+    for part in optimizers(optimizer):
+        if not isinstance(part.optimizer, TrustOptimizer):
+            continue
+        for parameter, ratios in zip(parameters_of(part), part.optimizer.trust_ratios(), strict=True):
+            if isinstance(part, DistributedOptimizer):  # a block is known where a piece of it is stepped
+                ratios = ratios.nan_to_num(nan=-1.0)
+                dist.all_reduce(ratios, dist.ReduceOp.MAX, group=part.data_parallel_group)
+                ratios[ratios < 0] = torch.nan
+            # `shared`: the embedding's copy on the last pipeline stage.
+            if _is_first_copy(parameter) and not getattr(parameter, "shared", False):
+                yield is_expert(parameter), ratios
+
+
+def _is_first_copy(parameter: Tensor) -> bool:
+    """Whether the ranks before this one hold no part of the same blocks."""
+    if is_expert(parameter):
+        return (
+            parallel_state.get_expert_data_parallel_rank() == 0 and parallel_state.get_expert_tensor_parallel_rank() == 0
+        )
+    return parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0

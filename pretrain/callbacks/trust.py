@@ -1,0 +1,26 @@
+"""Trust ratios of LAMB and LARS."""
+
+import torch
+
+from megatron_patch.trust import trust_ratios
+from pretrain.callbacks.base import Callback, Metrics
+
+
+class TrustRatios(Callback):
+    """Adds ``trust/dense_min``, ``trust/experts_median``, ... every so many steps and after the last.
+
+    Of the whole model, each dense matrix and each expert's matrix once; nothing is read or reduced in the steps between,
+    nor after a step that a guard skipped.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def on_step(self, trainer, metrics: Metrics) -> None:
+        if metrics.get("guard/skipped") or (trainer.step % self.every and not trainer.is_last):
+            return
+        for name, ratios in zip(("dense", "experts"), trust_ratios(trainer.engine.optimizer), strict=True):
+            if len(ratios):
+                quantiles = torch.quantile(ratios, ratios.new_tensor([0.0, 0.5, 1.0]))
+                for which, value in zip(("min", "median", "max"), quantiles.tolist(), strict=True):
+                    metrics[f"trust/{name}_{which}"] = value
