@@ -11,6 +11,7 @@ BENCHMARKS = {
     "checkpoint": "bench.checkpoint",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "large_batch": "bench.large_batch",
     "layer": "bench.layer",
     "memory": "bench.memory",
     "optim": "bench.optim",
