@@ -9,6 +9,7 @@ A finished run leaves its figure: the same command again goes on, a run that was
 
 import json
 import math
+import os
 import resource
 import shutil
 import sys
@@ -79,7 +80,7 @@ class Size:
     seeds: tuple[int, ...] = (1, 2, 3)
     rates: int = 3
     beyond: int = 4
-    validation: int = 2048
+    validation: int = 1024
     library: str = ""
 
 
@@ -126,8 +127,11 @@ class Study:
 
     def run(self) -> None:
         """Makes the corpus and all runs that are missing."""
+        # On the host everywhere: so small a model is no faster on a GPU, which a forked child could not open anyway.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._make_corpus()
         import pretrain.session  # noqa: F401  megatron-core, once for all children
+
         for contender, rate, seed in self._missing():
             figure = self._run(contender, rate, seed)
             self.figures.append(figure)

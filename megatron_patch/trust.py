@@ -47,11 +47,13 @@ def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
     for part in optimizers(optimizer):
         if not isinstance(part.optimizer, TrustOptimizer):
             continue
-        for parameter, ratios in zip(parameters_of(part), part.optimizer.trust_ratios(), strict=True):
-            if isinstance(part, DistributedOptimizer):  # a block is known where a piece of it is stepped
-                ratios = ratios.nan_to_num(nan=-1.0)
-                dist.all_reduce(ratios, dist.ReduceOp.MAX, group=part.data_parallel_group)
-                ratios[ratios < 0] = torch.nan
+        found = part.optimizer.trust_ratios()
+        if isinstance(part, DistributedOptimizer):  # a block is known where a piece of it is stepped
+            together = torch.cat(found).nan_to_num(nan=-1.0)
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=part.data_parallel_group)
+            together[together < 0] = torch.nan
+            found = list(together.split([len(ratios) for ratios in found]))
+        for parameter, ratios in zip(parameters_of(part), found, strict=True):
             # `shared`: the embedding's copy on the last pipeline stage.
             if _is_first_copy(parameter) and not getattr(parameter, "shared", False):
                 yield is_expert(parameter), ratios
@@ -61,6 +63,7 @@ def _is_first_copy(parameter: Tensor) -> bool:
     """Whether the ranks before this one hold no part of the same blocks."""
     if is_expert(parameter):
         return (
-            parallel_state.get_expert_data_parallel_rank() == 0 and parallel_state.get_expert_tensor_parallel_rank() == 0
+            parallel_state.get_expert_data_parallel_rank() == 0
+            and parallel_state.get_expert_tensor_parallel_rank() == 0
         )
     return parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -9,8 +9,8 @@ from pretrain.callbacks.base import Callback, Metrics
 class TrustRatios(Callback):
     """Adds ``trust/dense_min``, ``trust/experts_median``, ... every so many steps and after the last.
 
-    Of the whole model, each dense matrix and each expert's matrix once; nothing is read or reduced in the steps between,
-    nor after a step that a guard skipped.
+    Of the whole model, each dense matrix and each expert's matrix once. Nothing is read or reduced in the steps
+    between, nor after a step that a guard skipped.
     """
 
     def __init__(self, every: int):
