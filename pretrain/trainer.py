@@ -31,6 +31,7 @@ class Trainer:
     Attributes:
         step: steps done, skipped ones included.
         is_stopping: a rank was asked to stop: this step is the last of this process.
+        was_skipped: the last step changed nothing.
         recipe, processes, engine, inputs: what callbacks need.
     """
 
@@ -38,7 +39,7 @@ class Trainer:
         self.recipe, self.processes, self.inputs, self.callbacks = recipe, processes, inputs, callbacks
         self.engine = Engine(recipe, processes)
         self.step = 0
-        self.is_stopping = False
+        self.is_stopping = self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
 
     @property
@@ -81,6 +82,7 @@ class Trainer:
         seconds = time.perf_counter() - begin
         self.step += 1
         self.is_stopping = result.asks_to_stop
+        self.was_skipped = result.skipped is not None
         if result.has_overflowed and self.processes.is_main:
             logger.warning("step %d is skipped: %s", self.step, result.skipped)
         batches, length = self.recipe.batches, self.recipe.tokens_per_sequence

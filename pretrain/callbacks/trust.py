@@ -10,14 +10,14 @@ class TrustRatios(Callback):
     """Adds ``trust/dense_min``, ``trust/experts_median``, ... every so many steps and after the last.
 
     Of the whole model, each dense matrix and each expert's matrix once. Nothing is read or reduced in the steps
-    between, nor after a step that a guard skipped.
+    between, nor after a step that was skipped.
     """
 
     def __init__(self, every: int):
         self.every = every
 
     def on_step(self, trainer, metrics: Metrics) -> None:
-        if metrics.get("guard/skipped") or (trainer.step % self.every and not trainer.is_last):
+        if trainer.was_skipped or (trainer.step % self.every and not trainer.is_last):
             return
         for name, ratios in zip(("dense", "experts"), trust_ratios(trainer.engine.optimizer), strict=True):
             if len(ratios):
