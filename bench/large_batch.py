@@ -84,7 +84,7 @@ class Size:
     library: str = ""
 
 
-QUICK = Size(steps=64, seeds=(1, 2), rates=2, beyond=0, validation=128, library="importlib")
+QUICK = Size(steps=64, seeds=(1, 2), rates=1, beyond=0, validation=128, library="importlib")
 
 
 @dataclass(frozen=True)
