@@ -47,8 +47,8 @@ class SwitchRouter(TopKRouter):
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         if not self.training or not self.jitter:
             return x_TD
-        noise_TD = groups.own_uniform16(x_TD.shape[1], "switch jitter", x_TD.device)
-        return x_TD * noise_TD.mul_(2 * self.jitter).add_(1 - self.jitter).to(x_TD.dtype)
+        noise_TD = groups.own_uniform16(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
+        return x_TD * noise_TD.mul_(2 * self.jitter).add_(1 - self.jitter)
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         weight_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
