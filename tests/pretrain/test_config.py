@@ -239,7 +239,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             collapse_dead=0.5,
             hang_minutes=0.5,
         ),
-        tracking=TrackingConfig(wandb=False, tensorboard=True, console_every=2, project="none"),
+        tracking=TrackingConfig(wandb=False, tensorboard=True, console_every=2, trust_every=3, project="none"),
     )
     default = asdict(Recipe())
     for section, values in asdict(recipe).items():
