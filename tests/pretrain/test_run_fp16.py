@@ -363,16 +363,17 @@ def test_a_run_says_what_it_skipped_and_goes_on(forks, recipe_file, tmp_path):
     assert "at loss scale 512, the lowest (optimizer.min_loss_scale=512)" in ends[0].err
 
 
-# Steps, sections of the recipe, by how much the validation loss falls at least, in nats.
+# Steps, sections of the recipe, by how much the validation loss falls at least, in nats, and how near to that of fp32
+# it ends: a few steps that fp16 skips at the beginning are much of forty.
 TEXTS = {
-    "short": (40, {}, 1.0),
-    "long": (150, {"model": {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}}, 2.0),
+    "short": (40, {}, 1.0, 0.08),
+    "long": (150, {"model": {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}}, 2.0, 0.03),
 }
 
 
 @pytest.mark.parametrize("text", ["short", pytest.param("long", marks=pytest.mark.conformance)])
 def test_text_is_learned_as_in_fp32(forks, recipe_file, tmp_path, text):
-    count, sections, falls = TEXTS[text]
+    count, sections, falls, near = TEXTS[text]
     ends = {}
     for precision in ("fp32", "bf16", "fp16"):
         recipe = recipe_file(
@@ -388,7 +389,7 @@ def test_text_is_learned_as_in_fp32(forks, recipe_file, tmp_path, text):
         print(text, precision, rows[0]["val/loss"], ends[precision], rows[count].get("skipped_steps"))
         assert ends[precision] < rows[0]["val/loss"] - falls
     assert rows[count]["skipped_steps"] <= 5
-    assert ends == pytest.approx(dict.fromkeys(ends, ends["fp32"]), rel=0.02)
+    assert ends == pytest.approx(dict.fromkeys(ends, ends["fp32"]), rel=near)
 
 
 WRONG = {
