@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import frame, options, report
+from bench.samples import Tokens
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 
@@ -135,13 +136,3 @@ class _Savers:
         self._writer.wait()
         for path in self._folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class Tokens:
-    """Samples of uniform tokens."""
-
-    def __init__(self, recipe: Recipe):
-        self._shape, self._vocab = recipe.model.sequence_length + 1, recipe.model.vocab_size
-
-    def __getitem__(self, n: int) -> np.ndarray:
-        return np.random.default_rng(n).integers(0, self._vocab, self._shape)

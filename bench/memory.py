@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import options, ranks, report
-from bench.checkpoint import Tokens
+from bench.samples import Tokens
 from pretrain.config import load_recipe
 
 OPTIMIZERS = ("adamw", "lamb", "lars", "sgd", "adafactor", "adamw8bit")

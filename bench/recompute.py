@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench import frame, options, report
-from bench.checkpoint import Tokens
+from bench.samples import Tokens
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 

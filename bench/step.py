@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from bench import frame, options, ranks, report
+from bench.samples import Tokens
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 from pretrain.process import Processes
@@ -117,7 +117,7 @@ def _stepper(recipe: Recipe, processes, build):
     from pretrain.engine import Engine
 
     engine = Engine(recipe, processes, **({} if build is None else {"build": build}))
-    samples = _RandomTokens(recipe)
+    samples = Tokens(recipe)
     step = 0
 
     def run() -> float:
@@ -128,16 +128,6 @@ def _stepper(recipe: Recipe, processes, build):
         return result.loss
 
     return run
-
-
-class _RandomTokens:
-    """Samples of uniform tokens: the same for every contender."""
-
-    def __init__(self, recipe: Recipe):
-        self._shape, self._vocab = recipe.model.sequence_length + 1, recipe.model.vocab_size
-
-    def __getitem__(self, n: int) -> np.ndarray:
-        return np.random.default_rng(n).integers(0, self._vocab, self._shape)
 
 
 def _megatron_moe(recipe: Recipe):

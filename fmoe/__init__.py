@@ -1,12 +1,13 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
 from fmoe.adapters import register_adapter
+from fmoe.auxiliary import collect_losses
 from fmoe.dispatch import DispatchPlan
 from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import FMoELinear, register_expert
 from fmoe.gates import attach_end_step, end_step, register_gate
-from fmoe.layer import FMoE, collect_losses
+from fmoe.layer import FMoE
 from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.patch import fmoefy

@@ -181,7 +181,7 @@ class RoutingGroups:
         compute alike and for this rank's tokens alone. Where this rank has all tokens, ``x_TX`` itself."""
         if self._parts is None:
             return x_TX
-        return self._parts.whole_alike(x_TX.unflatten(0, (-1, self._rows))).flatten(0, 1)
+        return self._parts.whole(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
 
     @property
     def _rows(self) -> int:

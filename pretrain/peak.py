@@ -5,6 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from pretrain.models.config import DTYPES
+
 # Dense FLOP/s by name and precision, from the vendors' data sheets (fp32 without TF32).
 _GPUS = {
     "A100": {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12},
@@ -12,7 +14,6 @@ _GPUS = {
     "H200": {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
     "B200": {"fp16": 2250e12, "bf16": 2250e12, "fp32": 80e12},
 }
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
@@ -24,7 +25,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
         known = next((rates[precision] for gpu, rates in _GPUS.items() if gpu in name), None)
     # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 20 seconds for what tells no more.
     size = 256 if device.type == "cpu" and precision == "fp16" else 1024
-    rate = known or _measure(device, _DTYPES[precision], size)
+    rate = known or _measure(device, DTYPES[precision], size)
     total = torch.tensor([rate], dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return float(total)

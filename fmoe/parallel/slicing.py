@@ -61,29 +61,18 @@ def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """The parts of all ranks, each of which uses all of it: gradients are summed and go back to where they belong."""
+    """The parts of all ranks. ``alike``: all make the same of it, and each has the whole gradient of its own part; else
+    the gradients of all are summed."""
 
     @staticmethod
-    def forward(ctx, x, full, parts):
-        ctx.parts = parts
+    def forward(ctx, x, full, parts, alike):
+        ctx.parts, ctx.alike = parts, alike
         return parts.gather(x) if full is None else full.detach().view_as(full)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.parts.reduce_scatter(grad), None, None
-
-
-class _WholeAlike(torch.autograd.Function):
-    """The parts of all ranks, of all of which each computes the same: it has the whole gradient of its own part."""
-
-    @staticmethod
-    def forward(ctx, x, parts):
-        ctx.parts = parts
-        return parts.gather(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.parts.own(grad), None
+        own = ctx.parts.own(grad) if ctx.alike else ctx.parts.reduce_scatter(grad)
+        return own, None, None, None
 
 
 class _SumOwn(torch.autograd.Function):
@@ -153,18 +142,15 @@ class Parts:
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
         return out[: self.lengths[self.group.rank()]]
 
-    def whole(self, x: Tensor, full: Tensor | None = None) -> Tensor:
+    def whole(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
         """All parts, from this rank's ``x``; the gradients of all ranks are summed.
 
         Args:
             full: the value, where this rank has it anyway: nothing is sent forward.
+            alike: for a result that is the same on all ranks and a part that only ``x`` goes into: each rank has the
+                whole gradient of its ``x``, and nothing is sent backward.
         """
-        return _Whole.apply(x, full, self)
-
-    def whole_alike(self, x: Tensor) -> Tensor:
-        """All parts, from this rank's ``x``, for a result that is the same on all ranks and a part that only ``x`` goes
-        into: nothing is sent in the backward pass."""
-        return _WholeAlike.apply(x, self)
+        return _Whole.apply(x, full, self, alike)
 
     def sum_own(self, x: Tensor) -> Tensor:
         """This rank's part of the sum over ranks; the inverse of `whole` in what is sent."""

@@ -1,11 +1,11 @@
 """A run, described: the recipe's sections (`recipe`) and how one is read (`load`)."""
 
 from pretrain.config.load import load_recipe, write_recipe
+from pretrain.config.model import ModelConfig
 from pretrain.config.recipe import (
     CheckpointConfig,
     DataConfig,
     GuardConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     Recipe,

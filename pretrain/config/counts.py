@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pretrain.config.recipe import ModelConfig
+    from pretrain.config.model import ModelConfig
 
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from fmoe.errors import UserError
 
 if TYPE_CHECKING:
-    from pretrain.config.recipe import ModelConfig
+    from pretrain.config.model import ModelConfig
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:

@@ -1,0 +1,15 @@
+"""Made up data for training steps."""
+
+import numpy as np
+
+from pretrain.config import Recipe
+
+
+class Tokens:
+    """Samples of uniform tokens for a recipe, the same for every contender."""
+
+    def __init__(self, recipe: Recipe):
+        self._shape, self._vocab = recipe.model.sequence_length + 1, recipe.model.vocab_size
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        return np.random.default_rng(n).integers(0, self._vocab, self._shape)
