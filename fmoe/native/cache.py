@@ -6,7 +6,6 @@ which the kernel releases with the process.
 """
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,6 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fmoe.errors import BuildError
+
+with suppress(ImportError):  # on Windows, where `build` ends before it is needed
+    import fcntl
 
 KEEP = 8  # entries of a folder; the least recently used go
 

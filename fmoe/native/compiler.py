@@ -25,8 +25,8 @@ _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
 # From the least to the most: what is compiled for several of them is linked in this order. See `isas`.
 _X86_64 = {
     "default": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
 }
 
 

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 import torch
 from fmoe import native
+from fmoe.native import compiler
 
 assert native.load(), native.why()
 assert native.available() and native.describe().startswith("built (")
@@ -24,6 +25,7 @@ maps = Path("/proc/self/maps").read_text()
 assert path in maps
 runtimes = set(re.findall(r"\S*/lib(?:gomp|omp|iomp5)[^/\s]*", maps))
 assert len(runtimes) == 1, runtimes
+assert torch.ops.fmoe_native.isa() == compiler.current_isa()
 print(path)
 """
 
@@ -35,6 +37,15 @@ def test_it_builds_and_loads_beside_one_openmp_library():
         path = done.stdout.strip()
         dynamic = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
         assert "libtorch_cpu" in dynamic and not re.search(r"libi?g?omp|RPATH|RUNPATH", dynamic)
+
+
+@pytest.mark.parametrize("isa", ["default", "avx2"])
+def test_torch_lowers_the_instruction_set(isa):
+    """Of its own kernels and ours alike, so that all can be tested on one machine."""
+    code = "import torch; from fmoe import native; native.load(); print(torch.ops.fmoe_native.isa())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": isa}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0 and done.stdout.split()[-1] in ("default", isa), done.stdout + done.stderr
 
 
 @pytest.mark.conformance
