@@ -19,6 +19,10 @@ class MissingPackageError(UserError, ImportError):
     """An optional package is not installed. The message names the extra that brings it."""
 
 
+class BuildError(RuntimeError):
+    """The native backend cannot be built or loaded on this machine. The message is one line: what failed and why."""
+
+
 def known_names(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the known ones, and the nearest to it."""
     known = list(known)

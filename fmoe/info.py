@@ -24,12 +24,15 @@ _EXTRAS = {
 
 def lines() -> list[str]:
     """The report, a line a fact."""
+    from fmoe import native
+
     report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         report.append(f"devices: {', '.join(names)} (nccl)")
     else:
         report.append(f"devices: cpu, {torch.get_num_threads()} threads (gloo)")
+    report.append(f"native: {native.describe()}")
     for extra, packages in _EXTRAS.items():
         found = {package: _version(package) for package in packages}
         missing = [package for package, number in found.items() if number is None]

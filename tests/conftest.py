@@ -1,6 +1,7 @@
 """Fixtures for all tests: processes that last the session, text to train on."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,22 @@ from forks import ForkServer
 from rank_pool import RankPool
 from slices import thin
 
+from fmoe.errors import BuildError
+from fmoe.native import build
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items):
     thin(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_backend():
+    """Built before the first test, so that none waits for a compiler; without one all take the torch path."""
+    with suppress(BuildError):
+        build.library()
 
 
 @pytest.fixture(scope="session")
