@@ -71,6 +71,8 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
         loss_scale: gives the factor between auxiliary losses and the backward pass; None for `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
+        backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "torch", or
+            "auto", native where it can be.
         check: look for NaN in what the gate decides (a host sync on a GPU).
         name: how errors and warnings call the layer.
         seed: key of this layer's weights and noise; None draws one from torch's default generator, on the first worker
@@ -113,6 +115,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
         loss_scale: Callable[[], float | Tensor] | None = None,
         group_size: int | None = None,
         sequence_first: bool = False,
+        backend: str = "auto",
         check: bool = False,
         name: str = "FMoE",
         seed: int | None = None,
@@ -174,8 +177,9 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
             dict(gate_options or {}),
             expert,
             dict(expert_options or {}),
+            backend,
         )
-        self._shared_arguments = (shared_expert, shared_gate, expert_options)
+        self._shared_arguments = (shared_expert, shared_gate, {**(expert_options or {}), "backend": backend})
         self.build()
         self.top_k = getattr(self.gate, "top_k", top_k)
         unknown = (loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
@@ -196,7 +200,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
 
     def build(self) -> None:
         """Makes gate, experts and shared expert under the layer's seed, which draws the same weights at every split."""
-        gate, top_k, gate_options, expert, expert_options = self._build_arguments
+        gate, top_k, gate_options, expert, expert_options, backend = self._build_arguments
         with random.keyed("gate", self.seed):
             self.gate = build_gate(gate or "naive", self.d_model, self.num_experts, top_k, **gate_options)
         if hasattr(self.gate, "set_worker"):
@@ -211,6 +215,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
                 self.seed,
                 expert_options,
                 self.expert_tensor_group,
+                backend,
             )
         shared, is_gated, options = self._shared_arguments
         self.shared = None

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from fmoe import end_step, random
+from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
 from fmoe.metrics import LayerReport
 from megatron_patch import MegatronFMoE
@@ -128,6 +129,9 @@ class Engine:
 
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
+        for module in chunk.modules():
+            if isinstance(module, FFNExperts):  # nobody but their own operation has a gradient of them, unless lent
+                module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

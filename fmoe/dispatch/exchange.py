@@ -27,6 +27,10 @@ class Experts(Protocol):
         """Rows of each input tensor, sorted by expert, and how many each expert has -> rows of each output tensor."""
         ...
 
+    def mix(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
+        """Where this worker has all experts: permute, a call and combine, in one; None where that cannot be."""
+        ...
+
     def lend(self, local: int) -> list[Tensor]:
         """The parameters of one of them (`fmoe.dispatch.shadow`)."""
         ...
@@ -128,6 +132,8 @@ class _Stay:
         self._plan, self._counts = plan, plan.counts
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
+        if (outputs := experts.mix(inputs, weight_TK, self._plan)) is not None:
+            return outputs
         num_rows = sum(self._counts)
         rows = experts([self._plan.permute(x, num_rows) for x in inputs], self._counts)
         return [self._plan.combine(out, weight_TK) for out in rows]

@@ -13,7 +13,7 @@ from torch import nn
 
 from fmoe import random
 from fmoe.errors import UserError, known_names
-from fmoe.experts.ffn import FFNExperts
+from fmoe.experts.ffn import BACKENDS, FFNExperts
 from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.runner import Runner
@@ -43,21 +43,31 @@ def build_experts(
     seed: int,
     options: Mapping[str, Any],
     tensor_group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
 ) -> nn.Module:
     """This worker's experts, those of the global ids ``local``, each drawn under its id.
 
     Args:
         tensor_group: ranks that the hidden units of each are spread over.
+        backend: one of `fmoe.experts.ffn.BACKENDS`; others than feed-forward experts know "auto" and "torch" alone.
 
     Raises:
         UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options
-            for experts that take none, a ``tensor_group`` for others than feed-forward experts.
+            for experts that take none, a ``tensor_group`` for others than feed-forward experts, a backend that cannot be.
     """
     count = local.stop - local.start
+    if backend not in BACKENDS:
+        raise UserError(f"backend={backend!r} is not known; {known_names(backend, BACKENDS)}")
+    factory = EXPERTS.get(expert, expert) if isinstance(expert, str) else expert
+    fixed = factory.keywords if isinstance(factory, functools.partial) else {}
+    made_by = getattr(factory, "func", factory)
+    is_ffn = isinstance(made_by, type) and issubclass(made_by, FFNExperts)
+    if backend == "native" and not is_ffn:
+        raise UserError(f"backend='native' is for ffn, swiglu and geglu, not for expert={expert!r}")
+    if backend != "auto" and is_ffn:
+        options = {**options, "backend": backend}
     if tensor_group is not None:
-        factory = EXPERTS.get(expert, expert) if isinstance(expert, str) else expert
-        fixed = factory.keywords if isinstance(factory, functools.partial) else {}
-        if getattr(factory, "func", factory) is not FFNExperts:
+        if made_by is not FFNExperts:
             raise UserError(f"expert={expert!r} cannot be spread over expert_tensor_group: ffn, swiglu and geglu can")
         options = {**fixed, **options, "group": tensor_group}
         return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)

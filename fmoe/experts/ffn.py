@@ -6,16 +6,21 @@ Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import random
+from fmoe import native, random
 from fmoe.errors import UserError
 from fmoe.experts.stacked import Stacked
 from fmoe.ops import expert_ffn, grouped_linear
+from fmoe.ops import native as native_ops
 from fmoe.ops.activations import gate
+
+if TYPE_CHECKING:
+    from fmoe.dispatch.plan import DispatchPlan
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -25,6 +30,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+
+BACKENDS = ("auto", "native", "torch")
 
 
 class FFNExperts(Stacked):
@@ -40,10 +47,13 @@ class FFNExperts(Stacked):
         first_expert: global id of the first of them; each expert's weights are drawn under its global id.
         seed: key of the layer, for the same purpose.
         dropout: of the hidden units in training ("expert dropout", Switch section 2.4).
+        backend: "native" for the C++ operations (docs/native.md), "torch", or "auto": native on the CPU, where it can
+            be built. It is built here, when there is none yet.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
 
+    into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.ops.native.expert_ffn`)
     hidden_parts = 1  # ranks that the hidden units are spread over (`ShardedFFNExperts`)
 
     def __init__(
@@ -56,6 +66,7 @@ class FFNExperts(Stacked):
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        backend: str = "auto",
         first_expert: int = 0,
         seed: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
@@ -72,13 +83,31 @@ class FFNExperts(Stacked):
             raise UserError(f"dropout={dropout} is not in [0, 1)")
         self.num_experts, self.d_model, self.d_hidden, self.dropout = num_experts, d_model, d_hidden, dropout
         self.activation, self.gated = activation, gated
+        self.backend = backend
         self.first_expert, self.seed = first_expert, seed
         self.init_method, self.output_init_method = init_method, output_init_method
         self.weight_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated), d_model))
         self.weight_out = nn.Parameter(torch.empty(num_experts, d_model, d_hidden))
         self.bias_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated))) if bias else None
         self.bias_out = nn.Parameter(torch.empty(num_experts, d_model)) if bias else None
+        self._prepare_backend()
         self.reset_parameters()
+
+    def _prepare_backend(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UserError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
+        if self.backend == "auto":
+            if self.weight_in.device.type == "cpu" and not torch.cuda.is_available():
+                native.load()  # what it cannot do it says once, on the logger
+        elif self.backend == "native":
+            if not native_ops.knows(self.activation):
+                raise UserError(
+                    f"backend='native' has no activation {self.activation!r}, only {', '.join(ACTIVATIONS)}"
+                )
+            if self.dropout:
+                raise UserError(f"backend='native' has no dropout of hidden units (dropout={self.dropout})")
+            if not native.load():
+                raise UserError(f"backend='native' cannot be: {native.why()}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -157,13 +186,13 @@ class FFNExperts(Stacked):
         counts_L: Tensor | Sequence[int],
         keys_R: Tensor | None,
     ) -> Tensor:
-        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
-        device = rows_RD.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            rows_RD = rows_RD.to(dtype)
-            parameters = tuple(None if p is None else p.to(dtype) for p in parameters)
+        rows_RD, parameters = _autocast(rows_RD, parameters)
         weight_in, bias_in, weight_out, bias_out = parameters
+        if self._is_native(rows_RD, parameters):
+            return native_ops.expert_ffn(
+                *(rows_RD, *parameters, counts_L, self.activation, self.gated), into_main_grad=self.into_main_grad
+            )
+        counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         if not (self.dropout and self.training) and next(_parameters_of(self.activation), None) is None:
             return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
         hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
@@ -175,6 +204,35 @@ class FFNExperts(Stacked):
                 hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: "DispatchPlan") -> Tensor | None:
+        """All of a worker that has every expert, in one operation; None where the backend has none.
+
+        Returns:
+            ``sum_k weight_tk * output of expert (t, k)``, [T, D].
+        """
+        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        x_TD, parameters = _autocast(x_TD, parameters)
+        if not self._is_native(x_TD, parameters):
+            return None
+        return native_ops.expert_ffn(
+            *(x_TD, *parameters, plan.count_E, self.activation, self.gated),
+            plan=plan,
+            weight_TK=weight_TK,
+            into_main_grad=self.into_main_grad,
+        )
+
+    def _is_native(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> bool:
+        if self.backend == "torch" or not native.is_loaded() or (self.dropout and self.training):
+            return False
+        if native_ops.takes(rows_RD, self.activation, *parameters):
+            return True
+        if self.backend == "native":
+            raise UserError(
+                f"backend='native' is for float32 and bfloat16 on the CPU: rows are {rows_RD.dtype} on "
+                f"{rows_RD.device}, weights {self.weight_in.dtype}"
+            )
+        return False
+
     def own_hidden(self, x_RH: Tensor) -> Tensor:
         """Of something that hidden units have, what this rank's have."""
         return x_RH
@@ -185,6 +243,14 @@ class FFNExperts(Stacked):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
+
+
+def _autocast(rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    device = rows_RD.device.type
+    if not torch.is_autocast_enabled(device):
+        return rows_RD, parameters
+    dtype = torch.get_autocast_dtype(device)
+    return rows_RD.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
 
 
 def _parameters_of(activation: Activation) -> Iterator[nn.Parameter]:

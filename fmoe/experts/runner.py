@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fmoe.compat.fastmoe import FastMoEMembers
 from fmoe.errors import UserError
+from fmoe.experts.ffn import FFNExperts
 
 if TYPE_CHECKING:
+    from fmoe.dispatch.plan import DispatchPlan
     from fmoe.layer import FMoE
+
+# Of a module: where somebody wants to see rows or outputs as they are between the steps.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Runner:
@@ -33,6 +39,20 @@ class Runner:
             *rows, keys_R1 = rows
             return self._flat(self._layer.experts(self._nested(rows), counts_L, keys_R1.squeeze(1)), sum(counts))
         return self._flat(self._layer.expert_fn(self._nested(rows), counts_L), sum(counts))
+
+    def mix(self, inputs: list[Tensor], weight_TK: Tensor, plan: "DispatchPlan") -> list[Tensor] | None:
+        """Permute, call and combine in one, where these experts can (`FFNExperts.mix`) and nobody looks on between."""
+        experts = self._layer.experts
+        is_plain = (
+            isinstance(experts, FFNExperts)
+            and getattr(experts.forward, "__func__", None) is FFNExperts.forward
+            and getattr(self._layer.expert_fn, "__func__", None) is FastMoEMembers.expert_fn
+            and self._inputs.is_leaf()
+            and not self._has_keys
+            and not any(getattr(experts, hooks) for hooks in _HOOKS)
+        )
+        out = experts.mix(inputs[0], weight_TK, plan) if is_plain else None
+        return None if out is None else self._flat(out, inputs[0].shape[0])
 
     def lend(self, local: int) -> list[Tensor]:
         """The parameters of local expert ``local``."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fmoe.errors import BuildError, UserError
+from fmoe.ops.native import register
 
 logger = logging.getLogger("fmoe")
 
@@ -100,12 +101,14 @@ def _load() -> _Outcome:
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
     sanitize = _sanitizers()
     try:
-        return _Outcome(_load_library(sanitize))
+        path = _load_library(sanitize)
     except BuildError as error:
         # Of the processes of a machine one says it aloud.
         level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
         logger.log(level, "no native CPU backend: %s; experts run on the torch path", error)
         return _Outcome(reason=str(error))
+    register()
+    return _Outcome(path)
 
 
 def _load_library(sanitize: tuple[str, ...]) -> Path:

@@ -48,7 +48,7 @@ class Sources:
     libraries: tuple[str, ...] = ("torch_cpu", "c10")
 
 
-SHIPPED = Sources(Path(__file__).parent / "src", once=("moe.cpp",), by_isa=("kernels.cpp",))
+SHIPPED = Sources(Path(__file__).parent / "src", once=("moe.cpp",), by_isa=("kernels.cpp", "gemm.cpp"))
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,22 @@ from fmoe.errors import BuildError, UserError
 CANDIDATES = ("c++", "g++", "clang++")
 SANITIZERS = ("address", "undefined")
 
-_ALWAYS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pipe")
+_ALWAYS = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-pipe",
+)
 _OPTIMIZED = ("-O3", "-DNDEBUG")
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
 # From the least to the most: what is compiled for several of them is linked in this order. See `isas`.
 _X86_64 = {
     "default": (),
     "avx2": ("-mavx2", "-mfma"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
 }
 
 

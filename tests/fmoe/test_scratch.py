@@ -47,7 +47,13 @@ def test_a_layer_computes_the_same(monkeypatch, capacity):
     def train():
         torch.manual_seed(0)
         layer = fmoe.FMoE(
-            d_model=16, num_experts=4, d_hidden=8, top_k=2, gate_options={"capacity_factor": capacity}, seed=1
+            d_model=16,
+            num_experts=4,
+            d_hidden=8,
+            top_k=2,
+            gate_options={"capacity_factor": capacity},
+            backend="torch",
+            seed=1,
         )
         x = torch.randn(32, 16, requires_grad=True)
         for _ in range(3):

@@ -1,0 +1,239 @@
+// GEMMs of few rows: a block of b, rearranged to panels of [k, COLUMNS], stays in the second cache while tiles of a,
+// [k, up to ROWS], pass by.
+#include "scalars.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fmoe {
+namespace FMOE_JOIN(isa_, FMOE_ISA) {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 12;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, ROWS = 6;
+#else
+constexpr int LANES = 4, ROWS = 6;
+#endif
+constexpr int COLUMNS = 2 * LANES;
+typedef float Vector __attribute__((vector_size(LANES * 4)));
+typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Lanes __attribute__((vector_size(LANES * 4)));
+
+template <class T>
+INLINE Vector load_vector(const T* p) {
+  if constexpr (sizeof(T) == 4) {
+    return *reinterpret_cast<const Loose*>(p);
+  } else {
+    alignas(64) float x[LANES];
+    SIMD for (int j = 0; j < LANES; j++) x[j] = load(p + j);
+    return *reinterpret_cast<const Vector*>(x);
+  }
+}
+
+#if !defined(__clang__)  // which has no shuffle by a vector of lanes; it goes the plain way below
+
+// Rows become columns: at each step the blocks off the diagonal of all 2 s by 2 s blocks change places.
+template <int STEP>
+INLINE void transpose(Vector (&x)[LANES]) {
+  if constexpr (STEP < LANES) {
+    Lanes low, high;
+    for (int j = 0; j < LANES; j++) {
+      low[j] = j & STEP ? LANES + j - STEP : j;
+      high[j] = j & STEP ? LANES + j : j + STEP;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+      if (i & STEP) continue;
+      Vector a = x[i], b = x[i + STEP];
+      x[i] = __builtin_shuffle(a, b, low);
+      x[i + STEP] = __builtin_shuffle(a, b, high);
+    }
+    transpose<STEP * 2>(x);
+  }
+}
+#endif
+
+// to[k][COLUMNS] = b[., begin: begin + COLUMNS], zero beyond n.
+template <class T>
+static void pack_panel(Strided<T> b, int64_t begin, int64_t n, int64_t k, float* to) {
+  const int64_t size = n - begin < COLUMNS ? n - begin : COLUMNS;
+  const T* from = b.data + begin * b.column;
+  if (size == COLUMNS && b.column == 1) {
+    for (int64_t i = 0; i < k; i++) {
+      SIMD for (int64_t j = 0; j < COLUMNS; j++) to[i * COLUMNS + j] = load(from + i * b.row + j);
+    }
+    return;
+  }
+  int64_t done = 0;
+#if !defined(__clang__)
+  if (size == COLUMNS && b.row == 1) {
+    for (; done + LANES <= k; done += LANES) {
+      for (int64_t half = 0; half < COLUMNS; half += LANES) {
+        Vector x[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) x[j] = load_vector(from + (half + j) * b.column + done);
+        transpose<1>(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) *reinterpret_cast<Loose*>(to + (done + i) * COLUMNS + half) = x[i];
+      }
+    }
+  }
+#endif
+  for (int64_t i = done; i < k; i++) {
+    for (int64_t j = 0; j < size; j++) to[i * COLUMNS + j] = load(from + i * b.row + j * b.column);
+    for (int64_t j = size; j < COLUMNS; j++) to[i * COLUMNS + j] = 0;
+  }
+}
+
+// The panels of columns begin to end, one after the other. Rows of b that lie in one piece are read in one piece.
+template <class T>
+static void pack_block(Strided<T> b, int64_t begin, int64_t end, int64_t n, int64_t k, float* to) {
+  if (b.column != 1) {
+    for (int64_t j = begin; j < end; j += COLUMNS) pack_panel(b, j, n, k, to + (j - begin) * k);
+    return;
+  }
+  const int64_t whole = begin + (end - begin) / COLUMNS * COLUMNS;
+  for (int64_t i = 0; i < k; i++) {
+    const T* from = b.data + i * b.row;
+    for (int64_t j = begin; j < whole; j += COLUMNS) {
+      float* panel = to + (j - begin) * k + i * COLUMNS;
+      SIMD for (int64_t c = 0; c < COLUMNS; c++) panel[c] = load(from + j + c);
+    }
+  }
+  if (whole < end) pack_panel(b, whole, n, k, to + (whole - begin) * k);
+}
+
+// to[k][rows] = a[begin: begin + rows, .]
+static void pack_tile(Strided<float> a, int64_t begin, int64_t rows, int64_t k, float* to) {
+  const float* from = a.data + begin * a.row;
+  if (a.row == 1) {
+    for (int64_t i = 0; i < k; i++)
+      for (int64_t r = 0; r < rows; r++) to[i * rows + r] = from[i * a.column + r];
+  } else {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t i = 0; i < k; i++) to[i * rows + r] = from[r * a.row + i];
+  }
+}
+
+// sum[M][COLUMNS] = a tile by a panel
+template <int M>
+static void multiply(int64_t k, const float* a, const float* b, float* sum) {
+  Vector low[M], high[M];
+#pragma GCC unroll 12
+  for (int r = 0; r < M; r++) low[r] = high[r] = Vector{};
+  for (int64_t i = 0; i < k; i++, a += M, b += COLUMNS) {
+    const Vector first = *reinterpret_cast<const Loose*>(b), second = *reinterpret_cast<const Loose*>(b + LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < M; r++) {
+      low[r] += a[r] * first;
+      high[r] += a[r] * second;
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < M; r++) {
+    *reinterpret_cast<Loose*>(sum + r * COLUMNS) = low[r];
+    *reinterpret_cast<Loose*>(sum + r * COLUMNS + LANES) = high[r];
+  }
+}
+
+using Multiply = void (*)(int64_t, const float*, const float*, float*);
+static const Multiply multiply_of[] = {
+    nullptr,     multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>,
+#if defined(__AVX512F__)
+    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
+#endif
+};
+
+constexpr int64_t BLOCK = 1 << 16;  // floats of b that are rearranged at a time
+constexpr int64_t FAR = 1 << 18;    // floats of out from which it is written past the caches
+
+static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// How much of b is a block: [depth, width]. Rows of b and of out that lie in one piece are taken whole where they can be:
+// for a wide b that is done by adding up parts of k, but only if out is near.
+static void block_of(int64_t m, int64_t n, int64_t k, bool by_rows, bool can_add, int64_t& depth, int64_t& width) {
+  if (by_rows && can_add && m * n <= 2 * BLOCK) {
+    width = round_up(n, COLUMNS);
+    depth = BLOCK / width < 32 ? 32 : BLOCK / width;
+    if (depth > k) depth = k;
+  } else {
+    depth = k;
+    width = BLOCK / (k < 1 ? 1 : k) / COLUMNS * COLUMNS;
+    if (width < COLUMNS) width = COLUMNS;
+    if (width > n) width = round_up(n, COLUMNS);
+  }
+}
+
+static int64_t gemm_work(int64_t m, int64_t n, int64_t k) {
+  int64_t wide = 0, deep = 0, width, depth;
+  block_of(m, n, k, true, true, depth, width);
+  wide = depth * width;
+  block_of(m, n, k, false, false, depth, width);
+  deep = depth * width;
+  return m * k + (wide > deep ? wide : deep) + ROWS * COLUMNS + 64;
+}
+
+template <class O>
+INLINE void put(O* to, const float* from, int64_t size, bool add, bool is_far) {
+  if (add) {
+    SIMD for (int64_t c = 0; c < size; c++) store(to + c, load(to + c) + from[c]);
+    return;
+  }
+#if defined(__AVX512F__)
+  if constexpr (sizeof(O) == 4) {
+    if (is_far && size == COLUMNS && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+      _mm512_stream_ps(to, _mm512_loadu_ps(from));
+      _mm512_stream_ps(to + LANES, _mm512_loadu_ps(from + LANES));
+      return;
+    }
+  }
+#endif
+  (void)is_far;
+  if (size == COLUMNS) {
+    SIMD for (int64_t c = 0; c < COLUMNS; c++) store(to + c, from[c]);
+  } else {
+    for (int64_t c = 0; c < size; c++) store(to + c, from[c]);
+  }
+}
+
+template <class B, class O>
+static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add, float* work) {
+  // Tiles of nearly the same number of rows: one of few would wait for its sums.
+  const int64_t tiles = (m + ROWS - 1) / ROWS;
+  int64_t depth, width;
+  block_of(m, n, k, b.column == 1, sizeof(O) == 4, depth, width);
+  float* sum = work + (16 - (reinterpret_cast<uintptr_t>(work) / 4) % 16) % 16;
+  float* block = sum + ROWS * COLUMNS;
+  float* packed = block + depth * width;
+  for (int64_t t = 0; t < tiles; t++) {
+    const int64_t begin = t * m / tiles, end = (t + 1) * m / tiles;
+    pack_tile(a, begin, end - begin, k, packed + begin * k);
+  }
+  const bool is_far = m * n >= FAR;
+  for (int64_t i = 0; i < k || i == 0; i += depth) {
+    const int64_t deep = k - i < depth ? k - i : depth;
+    for (int64_t j = 0; j < n; j += width) {
+      const int64_t end = n - j < width ? n : j + width;
+      const Strided<B> part = {b.data + i * b.row, b.row, b.column};
+      pack_block(part, j, end, n, deep, block);
+      for (int64_t t = 0; t < tiles; t++) {
+        const int64_t begin = t * m / tiles, rows = (t + 1) * m / tiles - begin;
+        for (int64_t c = j; c < end; c += COLUMNS) {
+          multiply_of[rows](deep, packed + begin * k + i * rows, block + (c - j) * deep, sum);
+          const int64_t size = n - c < COLUMNS ? n - c : COLUMNS;
+          for (int64_t r = 0; r < rows; r++) put(out + (begin + r) * row + c, sum + r * COLUMNS, size, add || i, is_far);
+        }
+      }
+    }
+  }
+#if defined(__AVX512F__)
+  if (is_far) _mm_sfence();
+#endif
+}
+
+extern const Gemms gemms = {gemm<float, float>, gemm<bf16, float>, gemm<float, bf16>, gemm<bf16, bf16>, gemm_work};
+
+}  // namespace FMOE_JOIN(isa_, FMOE_ISA)
+}  // namespace fmoe

@@ -1,0 +1,104 @@
+// Memory that is used again: for tensors, and for what a thread needs while it computes an expert.
+#pragma once
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include <mutex>
+#include <vector>
+
+namespace fmoe {
+namespace {
+
+using at::Tensor;
+
+// Large blocks, used again: malloc would map fresh pages for each and give them back, and the first touch of a page costs
+// more than anything that is done with it. Blocks that were of no use for a while go back to the system.
+class Pool {
+ public:
+  static Pool& get() {
+    static Pool* pool = new Pool;  // never destroyed: tensors may outlive it
+    return *pool;
+  }
+
+  Tensor take(at::IntArrayRef sizes, at::TensorOptions options) {
+    size_t bytes = options.dtype().itemsize() * c10::multiply_integers(sizes);
+    if (bytes < SMALLEST) return at::empty(sizes, options);
+    Block block = find(bytes);
+    return at::from_blob(block.data, sizes, [block](void*) { Pool::get().give(block); }, options);
+  }
+
+ private:
+  static constexpr size_t SMALLEST = 1 << 20, PAGE = 2 << 20;
+  static constexpr uint64_t PATIENCE = 256;
+  struct Block {
+    void* data;
+    size_t bytes;
+    uint64_t used = 0;
+  };
+
+  Block find(size_t bytes) {
+    std::vector<Block> old;
+    Block found{nullptr, 0};
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+      clock_++;
+      auto best = free_.end();
+      for (auto it = free_.begin(); it != free_.end(); ++it)
+        if (it->bytes >= bytes && it->bytes < 2 * bytes + PAGE && (best == free_.end() || it->bytes < best->bytes)) best = it;
+      if (best != free_.end()) {
+        found = *best;
+        free_.erase(best);
+      }
+      for (auto it = free_.begin(); it != free_.end();) {
+        if (clock_ - it->used > PATIENCE) {
+          old.push_back(*it);
+          it = free_.erase(it);
+        } else {
+          ++it;
+        }
+      }
+    }
+    for (auto& block : old) munmap(block.data, block.bytes);
+    if (found.data) return found;
+    // What a router decides changes from step to step: a little more fits the next one too.
+    size_t size = (bytes + bytes / 8 + PAGE - 1) / PAGE * PAGE;
+    void* data = mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK_WITH(OutOfMemoryError, data != MAP_FAILED, "fmoe: no memory for ", size, " bytes");
+    auto begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE;  // where huge pages can lie
+    if (begin > uintptr_t(data)) munmap(data, begin - uintptr_t(data));
+    if (auto rest = uintptr_t(data) + PAGE - begin; rest > 0) munmap((void*)(begin + size), rest);
+#ifdef MADV_HUGEPAGE
+    madvise((void*)begin, size, MADV_HUGEPAGE);
+#endif
+    return {(void*)begin, size};
+  }
+
+  void give(Block block) {
+    std::lock_guard<std::mutex> guard(lock_);
+    block.used = clock_;
+    free_.push_back(block);
+  }
+
+  std::mutex lock_;
+  std::vector<Block> free_;
+  uint64_t clock_ = 0;
+};
+
+// Memory of a thread for one expert, by purpose.
+enum Slot { ROWS, GRAD, W_IN, W_OUT, BEFORE, ACTIVE, D_ACTIVE, D_HIDDEN, OUT, SCALES, WORK, NUM_SLOTS };
+
+template <class C>
+C* scratch(Slot slot, int64_t size) {
+  static thread_local Tensor slots[NUM_SLOTS];
+  auto& block = slots[slot];
+  int64_t bytes = size * int64_t(sizeof(C)) + 64;
+  if (!block.defined() || block.numel() < bytes) {
+    block = Tensor();
+    block = Pool::get().take({bytes}, at::TensorOptions().dtype(at::kByte));
+  }
+  return static_cast<C*>(block.data_ptr());
+}
+
+}  // namespace
+}  // namespace fmoe

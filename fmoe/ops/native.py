@@ -1,0 +1,188 @@
+"""Experts' feed-forward blocks by the native extension (`fmoe.native`): one operation forward, one backward.
+
+The operations are torch custom ops with fake kernels and a derivative, so that autocast, checkpointing and
+torch.compile take them like any other. `fmoe.native.load` comes first.
+
+Shape letters: T tokens, K choices, M rows (assignments kept, sorted by expert), L experts, D width, H hidden width, P
+height of the first map (H, twice that where it is gated).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
+    from fmoe.dispatch.plan import DispatchPlan
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def takes(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
+    """Whether the native operations know these: of one dtype, float32 or bfloat16, in memory of the CPU."""
+    given = [rows, *(p for p in parameters if p is not None)]
+    return knows(activation) and all(
+        t.device.type == "cpu" and t.dtype == rows.dtype and t.dtype in _DTYPES for t in given
+    )
+
+
+def knows(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the extension computes it."""
+    return _code(activation) is not None
+
+
+def expert_ffn(
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Tensor | Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
+    *,
+    plan: "DispatchPlan | None" = None,
+    weight_TK: Tensor | None = None,
+    into_main_grad: bool = False,
+) -> Tensor:
+    """`fmoe.ops.expert_ffn`; with a plan, of tokens: gathered, computed and combined, [T, D] -> [T, D].
+
+    Args:
+        plan: with ``weight_TK``; ``rows_MD`` are then tokens [T, D].
+        into_main_grad: gradients of the two matrices are added to their ``main_grad``, and marked as Megatron marks
+            them (``grad_added_to_main_grad``), where they have one in float32. Gradients that the same weights get from
+            elsewhere are then lost: for who knows that there are none.
+    """
+    order = place = None
+    if plan is not None:
+        order, place, weight_TK = plan.order_N, plan.place_TK, weight_TK.float().contiguous()
+    counts = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64, device="cpu")
+    out, _ = torch.ops.fmoe_native.expert_ffn(
+        rows_MD.contiguous(),
+        order,
+        place,
+        weight_TK,
+        counts,
+        w_in_LPD.contiguous(),
+        None if b_in_LP is None else b_in_LP.contiguous(),
+        w_out_LDH.contiguous(),
+        None if b_out_LD is None else b_out_LD.contiguous(),
+        _code(activation),
+        gated,
+        _is_wide,
+        into_main_grad,
+    )
+    return out
+
+
+def _code(activation: Callable) -> int | None:
+    """The extension's number of an activation (kernels.h); None for one that it does not know."""
+    if activation is F.gelu:
+        return 0
+    if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
+        return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
+    return {F.relu: 2, F.silu: 3}.get(activation)
+
+
+# Whether bf16 is multiplied in float32: where the processor has no bf16 GEMMs, torch's are several times slower.
+_is_wide = False
+
+
+def register() -> None:
+    """Derivatives and fake kernels; called once, when the extension is loaded."""
+    global _is_wide
+    _is_wide = not torch.ops.fmoe_native.has_bf16_gemm()
+    torch.library.register_fake("fmoe_native::expert_ffn", _fake)
+    torch.library.register_fake("fmoe_native::expert_ffn_backward", _fake_backward)
+    torch.library.register_autograd("fmoe_native::expert_ffn", _backward, setup_context=_keep)
+
+
+def _fake(x, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, into_main_grad=False):
+    rows = x.shape[0] if order is None else torch.library.get_ctx().new_dynamic_size()
+    return torch.empty_like(x), x.new_empty(rows, w_in.shape[1])
+
+
+def _fake_backward(
+    grad,
+    x,
+    hidden,
+    order,
+    place,
+    weight,
+    count,
+    w_in,
+    b_in,
+    w_out,
+    b_out,
+    activation,
+    gated,
+    wide,
+    needs,
+    sum_in,
+    sum_out,
+):
+    def like(needed, tensor):
+        return torch.empty_like(tensor) if needed and tensor is not None else x.new_empty(0)
+
+    return (
+        like(needs[0], x),
+        like(needs[1], weight),
+        like(needs[2] and sum_in is None, w_in),
+        like(needs[3], b_in),
+        like(needs[4] and sum_out is None, w_out),
+        like(needs[5], b_out),
+    )
+
+
+def _keep(ctx, inputs, output):
+    x, order, place, weight, count, w_in, b_in, w_out, b_out, *ctx.options = inputs
+    ctx.save_for_backward(x, order, place, weight, count, w_in, b_in, w_out, b_out, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, _grad_hidden):
+    nothing = [None] * 13
+    if grad is None:
+        return tuple(nothing)
+    x, order, place, weight, count, w_in, b_in, w_out, b_out, hidden = ctx.saved_tensors
+    activation, gated, wide, into_main_grad = ctx.options
+    # Where each of the six lies among the arguments.
+    places = {"x": 0, "weight": 3, "w_in": 5, "b_in": 6, "w_out": 7, "b_out": 8}
+    needs = [ctx.needs_input_grad[i] for i in places.values()]
+    sums = [None, None]
+    if into_main_grad:
+        sums = [_main_grad(w) if n else None for w, n in ((w_in, needs[2]), (w_out, needs[4]))]
+    gradients = list(
+        torch.ops.fmoe_native.expert_ffn_backward(
+            grad.contiguous(),
+            *(x, hidden, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, needs, *sums),
+        )
+    )
+    for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
+        if total is not None:
+            w.grad_added_to_main_grad = True
+            gradients[number] = torch.empty_like(
+                w
+            )  # Megatron's hooks wait for one; nobody reads it, no page is touched
+    for place_of, needed, gradient in zip(places.values(), needs, gradients, strict=True):
+        if needed:
+            nothing[place_of] = gradient
+    return tuple(nothing)
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """Megatron's accumulator of a parameter, where gradients can be added to it."""
+    total = getattr(weight, "main_grad", None)
+    usable = (
+        hasattr(weight, "grad_added_to_main_grad")
+        and isinstance(total, Tensor)
+        and total.dtype == torch.float32
+        and total.device.type == "cpu"
+        and total.is_contiguous()
+        and total.shape == weight.shape
+    )
+    return total if usable else None

@@ -1,0 +1,269 @@
+"""The native operations against a float64 reference: values and gradients, over random shapes."""
+
+import random
+
+import pytest
+import torch
+from compare import assert_close
+from torch.nn import functional as F
+
+from fmoe import native
+from fmoe.dispatch import DispatchPlan
+from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.ops import native as ops
+from fmoe.ops import reference
+from fmoe.routing import Routing
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def loaded():
+    if not native.load():
+        pytest.skip(native.why())
+
+
+@pytest.fixture(params=[1, 2], ids="threads{}".format)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[0, 1 << 30], ids=["library GEMMs", "own GEMMs"])
+def gemms(request):
+    before = torch.ops.fmoe_native.few_rows(request.param)
+    yield
+    torch.ops.fmoe_native.few_rows(before)
+
+
+class Case:
+    """Tokens, decisions and weights, drawn from a seed."""
+
+    def __init__(self, seed, dtype=torch.float32, counts=None):
+        draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+        tokens = draw.choice([0, 1, 7, 40, 150, 400])
+        experts = draw.choice([1, 3, 8, 17])
+        top_k = experts if seed % 7 == 0 else draw.randint(1, min(4, experts))
+        width, hidden = draw.randint(5, 70), draw.randint(5, 90)
+        self.gated, bias, self.activation = bool(seed % 2), seed // 2 % 2, list(ACTIVATIONS.values())[seed % 4]
+        expert_TK = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k]
+        if counts == "one":  # a hot expert, that all threads have to compute
+            expert_TK[:, 0], expert_TK[:, 1:] = 0, -1
+        expert_TK[torch.rand(expert_TK.shape, generator=g) < draw.choice([0, 0, 0.3, 1.0])] = -1
+        self.plan = DispatchPlan.from_routing(Routing(expert_TK, torch.rand(expert_TK.shape)), experts)
+
+        def normal(*shape, scale=1.0):
+            return (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+        height = hidden * (1 + self.gated)
+        self.inputs = {
+            "x": normal(tokens, width),
+            "w_in": normal(experts, height, width, scale=width**-0.5),
+            "b_in": normal(experts, height) if bias else None,
+            "w_out": normal(experts, width, hidden, scale=hidden**-0.5),
+            "b_out": normal(experts, width) if bias else None,
+            "weight": torch.rand(expert_TK.shape, generator=g),
+        }
+        self.grad = normal(tokens, width)
+
+    def run(self, compute, dtype=None, **options):
+        """Output and gradients of what ``compute`` makes of the inputs."""
+        t = {
+            name: None if v is None else v.to(dtype or v.dtype).clone().requires_grad_()
+            for name, v in self.inputs.items()
+        }
+        y = compute(self, **t, **options)
+        y.backward(self.grad.to(y.dtype))
+        grads = {name: v.grad if v.grad is not None else torch.zeros_like(v) for name, v in t.items() if v is not None}
+        return {"y": y.detach(), **grads}
+
+
+def by_reference(case, x, w_in, b_in, w_out, b_out, weight):
+    rows = reference.permute(x, case.plan, sum(case.plan.counts))
+    out = reference.expert_ffn(rows, w_in, b_in, w_out, b_out, case.plan.counts, case.activation, case.gated)
+    return reference.combine(out, weight, case.plan)
+
+
+def fused(case, x, w_in, b_in, w_out, b_out, weight, **options):
+    sizes = (case.plan.count_E, case.activation, case.gated)
+    return ops.expert_ffn(x, w_in, b_in, w_out, b_out, *sizes, plan=case.plan, weight_TK=weight, **options)
+
+
+def by_rows(case, x, w_in, b_in, w_out, b_out, weight):
+    rows = case.plan.permute(x, sum(case.plan.counts))
+    out = ops.expert_ffn(rows, w_in, b_in, w_out, b_out, case.plan.counts, case.activation, case.gated)
+    return case.plan.combine(out, weight)
+
+
+def check(case, compute, tolerance):
+    expected, found = case.run(by_reference, torch.float64), case.run(compute)
+    for name, value in expected.items():
+        # One number or two may be what is left of terms that cancel.
+        assert_close(found[name], value, tolerance * (10 if value.numel() < 4 else 1), name)
+
+
+@pytest.mark.parametrize("compute", [fused, by_rows])
+@pytest.mark.parametrize("part", range(10))
+def test_float32_over_random_shapes(part, compute, threads, gemms):
+    for seed in range(part * 20, part * 20 + 20):
+        check(Case(seed), compute, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["float GEMMs", "bf16 GEMMs"])
+@pytest.mark.parametrize("part", range(10))
+def test_bfloat16_over_random_shapes(part, wide, gemms, monkeypatch):
+    monkeypatch.setattr(ops, "_is_wide", wide)
+    for seed in range(part * 20, part * 20 + 20):
+        case = Case(seed, torch.bfloat16)
+        if case.activation is F.relu:  # whose derivative jumps where a pre-activation is rounded across zero
+            case.activation = F.silu
+        check(case, fused, TOLERANCE[torch.bfloat16])
+
+
+def test_a_hot_expert_is_computed_by_all_threads():
+    torch.set_num_threads(2)
+    try:
+        for seed in range(0, 40, 2):
+            check(Case(seed, counts="one"), fused, TOLERANCE[torch.float32])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_long_experts_pass_in_parts():
+    """More rows than a part, weights' gradients summed over parts."""
+    g = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2500, 16, generator=g), torch.randn(2500, 16, generator=g)
+    weights = [torch.randn(2, 24, 16, generator=g), torch.randn(2, 16, 24, generator=g)]
+    results = []
+    for compute, dtype in ((ops.expert_ffn, torch.float32), (reference.expert_ffn, torch.float64)):
+        t = [v.to(dtype).requires_grad_() for v in (x.clone(), *(w.clone() for w in weights))]
+        y = compute(t[0], t[1], None, t[2], None, [2400, 100], F.gelu)
+        y.backward(grad.to(dtype))
+        results.append([y.detach(), *(v.grad for v in t)])
+    for name, found, expected in zip(("y", "x", "w_in", "w_out"), *results, strict=True):
+        assert_close(found, expected, 1e-5, name)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("wide", [True, False], ids=["float GEMMs", "bf16 GEMMs"])
+def test_gradients_are_added_to_main_grad(dtype, wide, gemms, monkeypatch):
+    monkeypatch.setattr(ops, "_is_wide", wide)
+    case = next(
+        c for c in (Case(seed, dtype) for seed in range(1, 99)) if sum(c.plan.counts) > 0 and c.activation is F.silu
+    )
+    plain = case.run(fused)
+    start = {name: torch.randn(case.inputs[name].shape) for name in ("w_in", "w_out")}
+    made = {}
+
+    def accumulating(case, w_in, w_out, **others):
+        for name, w in (("w_in", w_in), ("w_out", w_out)):
+            w.main_grad, w.grad_added_to_main_grad = start[name].clone(), False
+            made[name] = w
+        return fused(case, w_in=w_in, w_out=w_out, into_main_grad=True, **others)
+
+    found = case.run(accumulating)
+    for name, w in made.items():
+        assert w.grad_added_to_main_grad
+        expected = start[name].double() + plain[name].double()
+        assert_close(w.main_grad - start[name], expected - start[name], 1e-5 if dtype is torch.float32 else 1e-2, name)
+    for name in ("y", "x", "weight"):
+        assert torch.equal(found[name], plain[name])
+
+
+def test_what_needs_no_gradient_gets_none():
+    case = next(c for c in map(Case, range(2, 99, 4)) if c.inputs["b_in"] is not None and sum(c.plan.counts) > 9)
+    whole = case.run(fused)
+    for names in (["x"], ["weight"], ["w_in"], ["b_out"], ["b_in", "w_out"]):
+        t = {name: v.clone().requires_grad_(name in names) for name, v in case.inputs.items()}
+        fused(case, **t).backward(case.grad)
+        for name, v in t.items():
+            assert (v.grad is not None) == (name in names)
+            if name in names:
+                assert_close(v.grad, whole[name], 1e-6, name)
+
+
+def test_memory_that_was_used_before_is_written_whole():
+    """Large enough for the pool: NaN that lay there shows nowhere."""
+    g = torch.Generator().manual_seed(0)
+    plan = DispatchPlan.from_routing(Routing(torch.randint(-1, 3, (3000, 2), generator=g), torch.rand(3000, 2)), 5)
+    for poison in (False, True):
+        t = [
+            torch.randn(s, generator=g).requires_grad_() for s in ((3000, 128), (5, 256, 128), (5, 128, 256), (3000, 2))
+        ]
+        y = ops.expert_ffn(t[0], t[1], None, t[2], None, plan.count_E, F.gelu, plan=plan, weight_TK=t[3])
+        y.sum().backward()
+        for v in (y.detach(), *(v.grad for v in t)):
+            assert v.isfinite().all()
+            if poison:
+                v.fill_(float("nan"))
+        if not poison:
+            for v in (y.detach(), *(v.grad for v in t)):
+                v.fill_(float("nan"))
+        del y, t
+
+
+def test_determinism():
+    case = Case(5)
+    first = case.run(fused)
+    for _ in range(20):
+        again = case.run(fused)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_torch_takes_them_as_its_own(gemms):
+    """Schema, fake kernels and derivative (torch.library.opcheck), and a graph without a break."""
+    case = next(c for c in map(Case, range(99)) if sum(c.plan.counts) > 20 and c.inputs["b_in"] is not None)
+    t = {name: v.clone().requires_grad_() for name, v in case.inputs.items()}
+    weights = (t["w_in"], t["b_in"], t["w_out"], t["b_out"], 3, case.gated, True)
+    routed = (case.plan.order_N, case.plan.place_TK, t["weight"], case.plan.count_E)
+    torch.library.opcheck(torch.ops.fmoe_native.expert_ffn.default, (t["x"], *routed, *weights))
+    rows = torch.randn(sum(case.plan.counts), t["x"].shape[1], requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.fmoe_native.expert_ffn.default, (rows, None, None, None, case.plan.count_E, *weights)
+    )
+    expected = case.run(fused)
+
+    def plain(x, w_in, b_in, w_out, b_out, weight):
+        return fused(case, x, w_in, b_in, w_out, b_out, weight)
+
+    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    found = case.run(lambda case, **t: compiled(**t))
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-6, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": torch.tensor([9, -9])},
+        {"count": torch.tensor([4, 3])},
+        {"count": torch.tensor([3.0, 3.0])},
+        {"order": torch.tensor([0, 1, 2, 3, 4, 6])},
+        {"order": torch.tensor([0, 1, 2, 3, 4, -1])},
+        {"place": torch.tensor([[0, 1], [2, 3], [4, -5]])},
+        {"w_out": torch.ones(2, 5, 5)},
+        {"w_in": torch.ones(2, 4, 4, dtype=torch.bfloat16)},
+        {"b_in": torch.ones(2, 5)},
+        {"activation": 7},
+        {"weight": torch.ones(3, 2, dtype=torch.float64)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_cannot_be_is_refused_before_memory_is_touched(change):
+    arguments = {
+        "x": torch.ones(3, 4),
+        "order": torch.arange(6),
+        "place": torch.arange(6).view(3, 2),
+        "weight": torch.ones(3, 2),
+        "count": torch.tensor([3, 3]),
+        "w_in": torch.ones(2, 4, 4),
+        "b_in": torch.ones(2, 4),
+        "w_out": torch.ones(2, 4, 4),
+        "b_out": None,
+        "activation": 0,
+    }
+    torch.ops.fmoe_native.expert_ffn(**arguments, gated=False, wide=True)
+    with pytest.raises(RuntimeError, match="fmoe"):
+        torch.ops.fmoe_native.expert_ffn(**{**arguments, **change}, gated=False, wide=True)
