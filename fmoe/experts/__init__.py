@@ -53,7 +53,8 @@ def build_experts(
 
     Raises:
         UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options
-            for experts that take none, a ``tensor_group`` for others than feed-forward experts, a backend that cannot be.
+            for experts that take none, a ``tensor_group`` for others than feed-forward experts, a backend that cannot
+            be.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:
