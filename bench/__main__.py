@@ -12,7 +12,7 @@ BENCHMARKS = {
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
     "large_batch": "bench.large_batch",
-    "layer": "bench.layer",
+    "layer": "bench.layer.main",
     "memory": "bench.memory",
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",
