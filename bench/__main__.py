@@ -8,6 +8,7 @@ from fmoe.errors import EXIT_USAGE, UserError, known_names
 
 # Each module has `main(argv: list[str]) -> int | None`.
 BENCHMARKS = {
+    "allocator": "bench.allocator",
     "checkpoint": "bench.checkpoint",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",

@@ -190,9 +190,10 @@ def measure(
                 if min_seconds is not None:
                     # The fastest: the first call compiles, allocates and tunes.
                     calls[name] = max(1, math.ceil(min_seconds / min(warm)))
-        begin, number = clock(), 0
+        number = 0
         while number < rounds:
-            if max_seconds is not None and number >= LEAST_ROUNDS and clock() - begin > max_seconds:
+            taken = math.fsum(calls[name] * second for name, of_one in seconds.items() for second in of_one)
+            if max_seconds is not None and number >= LEAST_ROUNDS and taken >= max_seconds:
                 break
             number += 1
             gc.collect()

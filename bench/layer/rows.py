@@ -135,7 +135,7 @@ class Settings:
     patience: float = 5.0
     without: Sequence[str] = ()
     peaks: Peaks | None = None
-    layers: Mapping[str, Layer] = field(default_factory=contenders.layers)
+    layers: Mapping[str, Layer] = field(default_factory=lambda: contenders.layers())
 
 
 def measure(point: Point, settings: Settings) -> Row:
