@@ -60,8 +60,9 @@ def main(argv: Sequence[str]) -> None:
     if arguments.child is not None:
         _child(arguments)
         return
-    if arguments.rounds < 2 or arguments.steps < 1:
-        raise UserError(f"--rounds {arguments.rounds} must be at least 2, --steps {arguments.steps} at least 1")
+    for option, least in (("rounds", 2), ("steps", 1)):
+        if getattr(arguments, option) < least:
+            raise UserError(f"--{option} {getattr(arguments, option)} must be at least {least}")
     names = list(dict.fromkeys([AS_IT_IS, *arguments.settings]))
     rows = []
     for workload in arguments.workloads:

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a row; then it has fewer rounds, at least 3")
     parser.add_argument(
-        "--patience", type=float, default=5.0, help="seconds of a step beyond which those quadratic in E are left out"
+        "--patience", type=float, default=15.0, help="seconds of a step beyond which those quadratic in E are left out"
     )
     parser.add_argument(
         "--peak", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (a process for each)"

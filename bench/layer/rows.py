@@ -132,7 +132,7 @@ class Settings:
     warmup: int = 1
     seed: int = 0
     seconds: float = 60.0
-    patience: float = 5.0
+    patience: float = 15.0
     without: Sequence[str] = ()
     peaks: Peaks | None = None
     layers: Mapping[str, Layer] = field(default_factory=lambda: contenders.layers())
