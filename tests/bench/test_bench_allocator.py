@@ -19,7 +19,7 @@ def seconds(monkeypatch):
         asked.append((workload, precision, dict(variables)))
         name = next(name for name, of_it in allocator.SETTINGS.items() if of_it == variables)
         second = 1.0 if name == allocator.AS_IT_IS else 0.5
-        return {"seconds": second, "system": 0.25, "faults": 1234.0, "peak": 5e8}
+        return {"seconds": second, "cpu": 2.0, "system": 0.25, "faults": 1234.0, "peak": 5e8}
 
     monkeypatch.setattr(allocator, "_run", run)
     return asked
@@ -75,7 +75,7 @@ def test_a_process_writes_what_it_measured(monkeypatch, tmp_path):
     allocator.main(argv)
     assert calls == ["bf16"] * (allocator._WARMUP + 5)
     result = json.loads(out.read_text())
-    assert result.keys() == {"seconds", "system", "faults", "peak"} and 0 <= result["system"] <= 1
+    assert result.keys() == {"seconds", "cpu", "system", "faults", "peak"} and 0 <= result["system"] <= 1
     assert result["peak"] > 10e6
 
 
