@@ -8,11 +8,12 @@ from fmoe.errors import EXIT_USAGE, UserError, known_names
 
 # Each module has `main(argv: list[str]) -> int | None`.
 BENCHMARKS = {
+    "allocator": "bench.allocator",
     "checkpoint": "bench.checkpoint",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
     "large_batch": "bench.large_batch",
-    "layer": "bench.layer",
+    "layer": "bench.layer.main",
     "memory": "bench.memory",
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",

@@ -20,6 +20,7 @@ from bench.intervals import Interval, quartiles, trimmed_mean_interval
 from fmoe.errors import UserError
 
 Step = Callable[[], Any]
+LEAST_ROUNDS = 3  # of those asked for, however long they take
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Measurement:
     Attributes:
         label: the row of the report, e.g. a shape and a dtype.
         reference: the contender that the others are compared with.
-        rounds, warmup, seed, min_seconds: as given to `measure`.
+        rounds: that were run.
+        warmup, seed, min_seconds: as given to `measure`.
         unit: of the contenders' work.
         seconds: per contender, the seconds of one call in each round.
         calls: per contender, how many calls a round's time is the mean of.
@@ -109,6 +111,7 @@ def measure(
     reference: str,
     seed: int = 0,
     min_seconds: float | None = None,
+    max_seconds: float | None = None,
     label: str = "",
     unit: str = "tokens",
     clock: Callable[[], float] = time.perf_counter,
@@ -126,6 +129,8 @@ def measure(
         seed: of the order within the rounds.
         min_seconds: a run repeats a call until it takes about so long. The number of calls follows from the warm-up,
             of which this needs one, and stays the same in all rounds. None: a run is one call.
+        max_seconds: no further round begins once the rounds have taken so long, but for the first `LEAST_ROUNDS`. Not
+            for ranks that measure together, which would not stop together.
         label, unit: see `Measurement`.
         clock: seconds.
         sync: waits for the device, e.g. ``torch.cuda.synchronize``; called before every reading of the clock.
@@ -139,6 +144,7 @@ def measure(
     Raises:
         UserError: a number is out of range, or the reference is no contender.
     """
+    assert max_seconds is None or agree is None
     _check(contenders, rounds=rounds, warmup=warmup, reference=reference, min_seconds=min_seconds)
     order = random.Random(seed)
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -184,7 +190,12 @@ def measure(
                 if min_seconds is not None:
                     # The fastest: the first call compiles, allocates and tunes.
                     calls[name] = max(1, math.ceil(min_seconds / min(warm)))
-        for number in range(1, rounds + 1):
+        number = 0
+        while number < rounds:
+            taken = math.fsum(calls[name] * second for name, of_one in seconds.items() for second in of_one)
+            if max_seconds is not None and number >= LEAST_ROUNDS and taken >= max_seconds:
+                break
+            number += 1
             gc.collect()
             for name in order.sample(list(steps), len(steps)):
                 with reported(name, f"round {number}"):
@@ -193,7 +204,7 @@ def measure(
     return Measurement(
         label=label,
         reference=reference,
-        rounds=rounds,
+        rounds=number,
         warmup=warmup,
         seed=seed,
         min_seconds=min_seconds,

@@ -30,7 +30,12 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write(
-    measurements: Sequence[Measurement], out_dir: Path, title: str, machine: dict[str, Any] | None = None
+    measurements: Sequence[Measurement],
+    out_dir: Path,
+    title: str,
+    machine: dict[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    means: bool = True,
 ) -> tuple[Path, Path]:
     """Writes ``NAME.json`` and ``NAME.md`` and prints the latter, NAME being the title in lower case with dashes.
 
@@ -39,20 +44,29 @@ def write(
         out_dir: created where it is missing; reports of the same name are replaced.
         title: of the report.
         machine: as from `describe_machine`, which is asked by default.
+        notes: Markdown lines below the table.
+        means: whether geometric means over the rows mean anything.
 
     Returns:
         The paths of the two files.
     """
     facts = describe_machine() if machine is None else machine
     out_dir.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    name = file_name(title)
     json_path, markdown_path = out_dir / f"{name}.json", out_dir / f"{name}.md"
     values = {"title": title, "machine": facts, "measurements": [row.to_json() for row in measurements]}
+    if notes:
+        values["notes"] = list(notes)
     json_path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
-    text = markdown(measurements, title, facts)
+    text = markdown(measurements, title, facts, notes, means)
     markdown_path.write_text(text)
     print(text)
     return json_path, markdown_path
+
+
+def file_name(title: str) -> str:
+    """Of the files of a report, without their ending."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def read(path: Path) -> list[Measurement]:
@@ -60,7 +74,13 @@ def read(path: Path) -> list[Measurement]:
     return [Measurement.from_json(values) for values in json.loads(path.read_text())["measurements"]]
 
 
-def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str, Any]) -> str:
+def markdown(
+    measurements: Sequence[Measurement],
+    title: str,
+    machine: dict[str, Any],
+    notes: Sequence[str] = (),
+    means: bool = True,
+) -> str:
     """The report as Markdown, its columns padded so that it reads as a table in a terminal as well."""
     has_label = any(row.label for row in measurements)
     units = list(dict.fromkeys(row.unit for row in measurements if row.work))
@@ -78,7 +98,9 @@ def markdown(measurements: Sequence[Measurement], title: str, machine: dict[str,
                 + [row.facts.get(name, {}).get(fact, "") for fact in facts]
             )
     lines = [f"# {title}", "", *table(cells), ""]
-    lines += _notes(measurements)
+    lines += _notes(measurements, means)
+    if notes:
+        lines += ["", *notes]
     lines += ["", "Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
     return "\n".join(lines) + "\n"
 
@@ -91,7 +113,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.4g} ns"
 
 
-def _notes(measurements: Sequence[Measurement]) -> list[str]:
+def _notes(measurements: Sequence[Measurement], means: bool) -> list[str]:
     settings = dict.fromkeys(
         f"{row.rounds} rounds after {row.warmup} warm-up runs, order shuffled with seed {row.seed}"
         for row in measurements
@@ -102,10 +124,10 @@ def _notes(measurements: Sequence[Measurement]) -> list[str]:
         "the contender is faster. Geometric mean, a fifth trimmed on either side, and Student's interval. "
         f"{'; '.join(settings)}."
     ]
-    if len(measurements) > 1:
+    if len(measurements) > 1 and means:
         names = dict.fromkeys(name for row in measurements for name in row.seconds if name != row.reference)
-        means = {name: geometric_mean_of_ratios(measurements, name) for name in names}
-        notes += ["", *(f"* geometric mean over {len(measurements)} rows: {n} {m}" for n, m in means.items() if m)]
+        over_rows = {name: geometric_mean_of_ratios(measurements, name) for name in names}
+        notes += ["", *(f"* geometric mean over {len(measurements)} rows: {n} {m}" for n, m in over_rows.items() if m)]
     failures = [
         f"* failed{f' ({row.label})' if row.label else ''}: {name}, {reason}"
         for row in measurements

@@ -60,6 +60,14 @@ def test_every_round_runs_every_contender_once_in_shuffled_order():
     assert rounds != orders(seed=1)
 
 
+@pytest.mark.parametrize(("most", "rounds"), [(0.5, 3), (15.0, 5), (100.0, 20)], ids=["least", "enough", "all"])
+def test_rounds_end_when_they_have_taken_long(most, rounds):
+    clock = FakeClock()
+    contenders = [clock.contender("slow", 2.0), clock.contender("fast", 1.0)]
+    result = measure(contenders, rounds=20, warmup=2, reference="slow", clock=clock, max_seconds=most)
+    assert result.rounds == len(result.seconds["slow"]) == len(result.seconds["fast"]) == rounds
+
+
 def test_drift_of_the_machine_cancels_in_the_ratio():
     clock = FakeClock()
     contenders = [

@@ -1,0 +1,212 @@
+"""``python -m bench allocator``: what huge pages and the allocator's settings do to a training step, and to a layer.
+
+Such settings are read when a process begins: so every run is a process of its own, and a round starts one for each
+setting, in an order shuffled anew. A process's time is the median of its steps, which follow some that are not timed.
+"""
+
+import argparse
+import ctypes.util
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bench import frame, options, report
+from bench.samples import Tokens
+from fmoe.errors import UserError
+
+AS_IT_IS = "as it is"
+_GIB = 1 << 30
+_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(_GIB), "MALLOC_TRIM_THRESHOLD_": str(8 * _GIB)}
+_OF_TORCH, _OF_GLIBC = {"THP_MEM_ALLOC_ENABLE": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+SETTINGS: dict[str, dict[str, str]] = {
+    AS_IT_IS: {},
+    "huge pages by torch": _OF_TORCH,
+    "huge pages by glibc": _OF_GLIBC,
+    "memory kept": _KEPT,
+    "memory kept, huge pages by torch": _KEPT | _OF_TORCH,
+    "memory kept, huge pages by glibc": _KEPT | _OF_GLIBC,
+}
+_WARMUP = 3
+
+
+def settings() -> dict[str, dict[str, str]]:
+    """All of them; other allocators where this machine has them."""
+    found = dict(SETTINGS)
+    for name in ("jemalloc", "tcmalloc"):
+        library = ctypes.util.find_library(name)
+        if library is not None:
+            found[name] = {"LD_PRELOAD": library}
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("allocator", __doc__, rounds=6, warmup=0)
+    known = settings()
+    parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known))
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--steps", type=int, default=8, help="timed, of a process")
+    parser.add_argument("--threads", type=int, default=None, help="by default all cores")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # this process is one of a round
+    arguments = parser.parse_args(argv)
+    if arguments.child is not None:
+        _child(arguments)
+        return
+    for option, least in (("rounds", 2), ("steps", 1)):
+        if getattr(arguments, option) < least:
+            raise UserError(f"--{option} {getattr(arguments, option)} must be at least {least}")
+    names = list(dict.fromkeys([AS_IT_IS, *arguments.settings]))
+    rows = []
+    for workload in arguments.workloads:
+        for precision in arguments.precision:
+            rows.append(_measure(workload, precision, {name: known[name] for name in names}, arguments))
+            print(rows[-1].label, {name: str(rows[-1].ratio(name)) for name in names}, flush=True)
+    notes = [
+        "* `CPU a step`: of all threads; `system`: the part of it in the kernel; `faults`: pages mapped in a step.",
+        "* `peak`: the most resident memory of the process, all that is loaded included.",
+        f"* transparent huge pages of this machine: {_huge_pages()}.",
+    ]
+    report.write(rows, arguments.out, "allocator", notes=notes)
+
+
+def _measure(workload: str, precision: str, chosen: Mapping[str, Mapping[str, str]], arguments) -> frame.Measurement:
+    order = random.Random(arguments.seed)
+    results: dict[str, list[dict]] = {name: [] for name in chosen}
+    for _ in range(arguments.rounds):
+        for name in order.sample(list(chosen), len(chosen)):
+            results[name].append(_run(workload, precision, chosen[name], arguments))
+    facts = {}
+    for name, of_setting in results.items():
+        mean = {key: statistics.median(result[key] for result in of_setting) for key in of_setting[0]}
+        facts[name] = {
+            "CPU a step": report.duration(mean["cpu"]),
+            "system": f"{mean['system']:.1%}",
+            "faults": f"{mean['faults']:,.0f}",
+            "peak, MB": f"{mean['peak'] / 1e6:,.0f}",
+        }
+    return frame.Measurement(
+        label=f"{workload}, {precision}",
+        reference=AS_IT_IS,
+        rounds=arguments.rounds,
+        warmup=_WARMUP,
+        seed=arguments.seed,
+        min_seconds=None,
+        unit="tokens",
+        seconds={name: [result["seconds"] for result in of_setting] for name, of_setting in results.items()},
+        calls=dict.fromkeys(results, arguments.steps),
+        facts=facts,
+    )
+
+
+def _run(workload: str, precision: str, variables: Mapping[str, str], arguments) -> dict[str, float]:
+    every = {variable for setting in settings().values() for variable in setting}
+    environment = {key: value for key, value in os.environ.items() if key not in every} | dict(variables)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-W", "ignore", "-m", "bench", "allocator", "--child", str(out)]
+        command += ["--workloads", workload, "--precision", precision, "--steps", str(arguments.steps)]
+        if arguments.threads is not None:
+            command += ["--threads", str(arguments.threads)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{workload}, {precision}, {dict(variables)}: code {done.returncode}\n{done.stdout}")
+        return json.loads(out.read_text())
+
+
+def _child(arguments) -> None:
+    import torch
+
+    from pretrain import process
+
+    torch.set_num_threads(arguments.threads or len(os.sched_getaffinity(0)))
+    try:
+        step = WORKLOADS[arguments.workloads[0]](arguments.precision[0])
+        for _ in range(_WARMUP):
+            step()
+        before, seconds = resource.getrusage(resource.RUSAGE_SELF), []
+        for _ in range(arguments.steps):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+    finally:
+        process.stop()
+    system, user = after.ru_stime - before.ru_stime, after.ru_utime - before.ru_utime
+    result = {
+        "seconds": statistics.median(seconds),
+        "cpu": (user + system) / arguments.steps,
+        "system": system / max(system + user, 1e-9),
+        "faults": (after.ru_minflt - before.ru_minflt) / arguments.steps,
+        "peak": after.ru_maxrss * 1024,
+    }
+    arguments.child.write_text(json.dumps(result))
+
+
+def _training_step(precision: str) -> Callable[[], object]:
+    """A step of the quickstart's model, in one process."""
+    from dataclasses import replace
+
+    from megatron_patch import cpu
+    from pretrain import process
+    from pretrain.config import load_recipe
+
+    processes = process.start()
+    cpu.install()
+    from pretrain.engine import Engine, init_parallel
+
+    recipe = load_recipe("quickstart")
+    recipe = replace(
+        recipe,
+        parallel=replace(recipe.parallel, expert=1, data=1),
+        train=replace(recipe.train, precision=precision),
+    )
+    init_parallel(recipe, processes)
+    engine, samples = Engine(recipe, processes), Tokens(recipe)
+    step = -1
+
+    def run() -> None:
+        nonlocal step
+        step += 1
+        engine.train_step(step, samples)
+        engine.routing()
+
+    return run
+
+
+def _layer_step(name: str) -> Callable[[str], Callable[[], object]]:
+    """Forward and backward of our layer at a shape of ``bench layer``."""
+
+    def setup(precision: str) -> Callable[[], object]:
+        from bench.layer.contenders import OURS, layer_step, layers
+        from bench.layer.problem import SHAPES, Problem
+        from bench.layer.rows import PRECISIONS
+
+        known = layers()
+        ours = next(known[ours] for ours in OURS if ours in known)
+        return layer_step(ours, Problem(SHAPES[name], PRECISIONS[precision]), backward=True)
+
+    return setup
+
+
+WORKLOADS: dict[str, Callable[[str], Callable[[], object]]] = {
+    "training step": _training_step,
+    "layer A": _layer_step("A"),
+    "layer D": _layer_step("D"),
+}
+
+
+def _huge_pages() -> str:
+    """The kernel's setting, e.g. madvise."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "none"
+    return text.partition("[")[2].partition("]")[0]

@@ -1,0 +1,168 @@
+"""Mixture-of-Experts layers to time against each other: the same weights, top-k routing, no biases.
+
+A contender's step is forward (and backward) of one batch, after which gradients are let go, as an optimizer with
+``zero_grad(set_to_none=True)`` does. Shape letters: T tokens, D width, H hidden width, E experts, K experts a token,
+N assignments.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench.layer.problem import Problem
+
+OURS = ("fmoe native", "fmoe torch")  # the first that a run has is the one that its goals are of
+BRUTE_FORCE = "brute force"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A contender.
+
+    Args:
+        build: the layer of a problem, a module from [T, D] to [T, D].
+        needs: a package that is not installed everywhere.
+        is_dropless: every assignment is computed. Others are shown, but are no peers.
+        is_quadratic: its time grows with the square of the number of experts: it gets fewer rounds, if any.
+        takes_choices: computes the problem's given choices where it has some.
+    """
+
+    build: Callable[[Problem], nn.Module]
+    needs: str | None = None
+    is_dropless: bool = True
+    is_quadratic: bool = False
+    takes_choices: bool = True
+
+    def is_installed(self) -> bool:
+        return self.needs is None or find_spec(self.needs) is not None
+
+
+class Router(nn.Module):
+    """Softmax, top-k, renormalised: what every peer here does. Given choices are taken instead of the best ones."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.weight = nn.Parameter(problem.router_ED.clone())
+        self.top_k, self.expert_TK = problem.shape.top_k, problem.expert_TK
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        probs_TE = F.linear(x_TD, self.weight).float().softmax(-1)
+        if self.expert_TK is None:
+            weight_TK, expert_TK = probs_TE.topk(self.top_k, dim=-1)
+        else:
+            weight_TK, expert_TK = probs_TE.gather(1, self.expert_TK), self.expert_TK
+        return expert_TK, (weight_TK / weight_TK.sum(-1, keepdim=True)).to(x_TD.dtype)
+
+
+class _Stacks(nn.Module):
+    """A router and the experts' weights in two stacks."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.shape, self.router = problem.shape, Router(problem)
+        self.w_in = nn.Parameter(problem.w_in_EPD.clone())
+        self.w_out = nn.Parameter(problem.w_out_EDH.clone())
+
+
+class BruteForce(_Stacks):
+    """A mask for every expert over stacked weights: the layer that FastMoE's authors compare with."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        expert_TK, weight_TK = self.router(x_TD)
+        rows_ND = x_TD.repeat_interleave(self.shape.top_k, 0)
+        expert_N = expert_TK.reshape(-1)
+        out_ND = torch.empty_like(rows_ND)
+        for e in range(self.shape.num_experts):
+            mine = expert_N == e
+            out_ND[mine] = self.shape.act(rows_ND[mine] @ self.w_in[e].t()) @ self.w_out[e].t()
+        return (out_ND.view(*expert_TK.shape, -1) * weight_TK.unsqueeze(-1)).sum(1)
+
+
+class SortedSlices(_Stacks):
+    """Sort, a GEMM a slice, scatter back: what one writes by hand."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        shape = self.shape
+        expert_TK, weight_TK = self.router(x_TD)
+        expert_N = expert_TK.reshape(-1)
+        order_N = expert_N.argsort(stable=True)
+        counts = torch.bincount(expert_N, minlength=shape.num_experts).tolist()
+        parts = x_TD.index_select(0, order_N // shape.top_k).split(counts)
+        outs = [
+            F.linear(shape.act(F.linear(part, w_in)), w_out)
+            for part, w_in, w_out in zip(parts, self.w_in.unbind(0), self.w_out.unbind(0), strict=True)
+        ]
+        out_ND = torch.cat(outs) * weight_TK.reshape(-1)[order_N].unsqueeze(-1)
+        return torch.zeros_like(x_TD).index_add(0, order_N // shape.top_k, out_ND)
+
+
+def ours(problem: Problem, **options) -> nn.Module:
+    """``FMoE`` of a problem, without auxiliary losses, which the peers do not compute either."""
+    import fmoe
+
+    shape = problem.shape
+    layer = fmoe.FMoE(
+        d_model=shape.d_model,
+        num_experts=shape.num_experts,
+        d_hidden=shape.d_hidden,
+        top_k=shape.top_k,
+        gate="naive" if problem.skew is None else Router(problem),
+        expert="swiglu" if shape.gated else "ffn",
+        expert_options={"bias": False},
+        loss_weights={"balance": 0.0, "z": 0.0},
+        seed=0,
+        **options,
+    ).to(problem.dtype)
+    with torch.no_grad():
+        layer.gate.weight.copy_(problem.router_ED)
+        layer.experts.weight_in.copy_(problem.w_in_EPD)
+        layer.experts.weight_out.copy_(problem.w_out_EDH)
+    return layer
+
+
+def _backends() -> dict[str, Layer]:
+    """Ours, one for each backend that FMoE can be told to take."""
+    import fmoe
+
+    if "backend" not in inspect.signature(fmoe.FMoE).parameters:
+        return {OURS[1]: Layer(ours)}
+    return {name: Layer(functools.partial(ours, backend=name.removeprefix("fmoe "))) for name in OURS}
+
+
+def layers() -> dict[str, Layer]:
+    """All contenders by name, whether they are installed or not."""
+    from bench.layer import peers
+
+    return {
+        **_backends(),
+        "HF grouped_mm": Layer(peers.hugging_face("grouped_mm"), "transformers"),
+        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_quadratic=True),
+        "megatron-core SequentialMLP": Layer(peers.megatron, "megatron"),
+        "Tutel dropless": Layer(peers.tutel, "tutel", takes_choices=False),
+        "DeepSpeed, capacity 1": Layer(peers.deepspeed, "deepspeed", is_dropless=False, takes_choices=False),
+        "sorted slices": Layer(SortedSlices),
+        BRUTE_FORCE: Layer(BruteForce, is_quadratic=True),
+    }
+
+
+def layer_step(layer: Layer, problem: Problem, backward: bool) -> Callable[[], None]:
+    """Setup of a contender: forward without gradients, or forward and backward, over the problem's batch."""
+    module = layer.build(problem).train()
+    x_TD, grad_TD = problem.x_TD, problem.grad_TD
+
+    def step() -> None:
+        if not backward:
+            with torch.no_grad():
+                module(x_TD)
+            return
+        leaf = x_TD.detach().requires_grad_()
+        module(leaf).backward(grad_TD)
+        module.zero_grad(set_to_none=True)
+
+    return step

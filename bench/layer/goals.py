@@ -1,0 +1,111 @@
+"""What this project asks of its layer, forward and backward, and whether a run has met it.
+
+A goal is met where the estimate is: its interval is in the table. Where the run has both of our backends the goals are
+of the native one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.layer import contenders, limits
+from bench.layer.rows import Row, speedup
+from bench.layer.sweeps import curve_label, same_curve
+
+OF_THE_LIMIT = {
+    "fp32": {"A": 0.85, "B": 0.90, "C": 0.90, "D": 0.85},
+    "bf16": {"A": 0.68, "B": 0.90, "C": 0.90, "D": 0.90},
+}
+OVER_THE_PEER = {
+    "fp32": dict.fromkeys("ABCD", 1.1),
+    "bf16": {"A": 1.4, "B": 1.2, "C": 1.2, "D": 1.4},
+}
+ENOUGH_OF_THE_LIMIT = 0.95  # whatever the peer reaches
+OVER_BRUTE_FORCE = {("A", "bf16"): 47.0}
+BELOW_GROUPED_MM = {"D": 2.5}
+GROUPED_MM = "HF grouped_mm"
+# Of an assignment: expert, order and inverse in int64, the weight and what else comes to 8 bytes. Of an expert: where
+# its rows begin.
+INDEX_BYTES, OFFSET_BYTES = 32, 16
+MOST_AT_SKEW = {4.0: 1.15}
+MOST_OVER_SPLIT = 1.15
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One of them and what was measured."""
+
+    what: str
+    is_met: bool
+
+    def __str__(self) -> str:
+        return f"* {'met' if self.is_met else 'MISSED'}: {self.what}"
+
+
+def of_shapes(rows: Sequence[Row]) -> list[Goal]:
+    """At the shapes A to D."""
+    return [goal for row in rows if row.point.backward and row.ours for goal in _of_row(row)]
+
+
+def _of_row(row: Row) -> Iterator[Goal]:
+    shape, precision, ours = row.point.problem.shape, row.point.precision, row.ours
+    head = f"{row.point.label}: {ours}"
+    of_limit = row.timed.ratio(ours)
+    least = OF_THE_LIMIT[precision].get(shape.name)
+    if least is not None and of_limit is not None:
+        yield Goal(f"{head} at {of_limit} of the {limits.DENSE} (at least {least})", of_limit.estimate >= least)
+    factor, peer = OVER_THE_PEER[precision].get(shape.name), row.best_peer
+    over_peer = speedup(row.timed, ours, peer)
+    if factor is not None and over_peer is not None and of_limit is not None:
+        is_met = over_peer.estimate >= factor or of_limit.estimate >= ENOUGH_OF_THE_LIMIT
+        bound = f"at least {factor}, or {ENOUGH_OF_THE_LIMIT} of the {limits.DENSE}"
+        yield Goal(f"{head} {over_peer} times as fast as the best dropless peer, {peer} ({bound})", is_met)
+    least = OVER_BRUTE_FORCE.get((shape.name, precision))
+    if least is not None and row.slow is not None:
+        over_brute = speedup(row.slow, ours, contenders.BRUTE_FORCE)
+        if over_brute is not None:
+            what = f"{head} {over_brute} times as fast as {contenders.BRUTE_FORCE} (at least {least:g})"
+            yield Goal(what, over_brute.estimate >= least)
+    yield from _of_memory(row, head)
+
+
+def _of_memory(row: Row, head: str) -> Iterator[Goal]:
+    shape, ours = row.point.problem.shape, row.ours
+    if ours not in row.saved or shape.name not in OF_THE_LIMIT[row.point.precision]:
+        return
+    saved = row.saved[ours]
+    rows = shape.rows * shape.height * row.point.problem.dtype.itemsize
+    most = rows + INDEX_BYTES * shape.rows + OFFSET_BYTES * (shape.num_experts + 1)
+    own = saved.total - saved.router
+    yield Goal(
+        f"{head} saves {own / 1e6:.2f} MB for backward, and its router {saved.router / 1e6:.2f} MB "
+        f"(without the router at most T K P elements and indices, {most / 1e6:.2f} MB)",
+        own <= most,
+    )
+    least = BELOW_GROUPED_MM.get(shape.name)
+    if least is not None and GROUPED_MM in row.saved:
+        below = row.saved[GROUPED_MM].total / saved.total
+        what = f"{head} saves {below:.2f} times less for backward than {GROUPED_MM}, routers included"
+        yield Goal(f"{what} (at least {least})", below >= least)
+
+
+def of_sweep(sweep: str, rows: Sequence[Row]) -> list[Goal]:
+    """Along an axis."""
+    goals = []
+    for curve in same_curve([row for row in rows if row.point.backward and row.ours]):
+        head = f"{curve_label(curve)}: {curve[0].ours}"
+        if sweep == "experts":
+            over = {row.point.value: speedup(row.timed, row.ours, limits.SPLIT) for row in curve}
+            times = {value: 1 / ratio.estimate for value, ratio in over.items() if ratio is not None}
+            if times:
+                worst = max(times, key=times.__getitem__)
+                what = f"{head} at most {times[worst]:.3f} times the {limits.SPLIT} (at {worst:g} experts; at most "
+                goals.append(Goal(f"{what}{MOST_OVER_SPLIT})", times[worst] <= MOST_OVER_SPLIT))
+        if sweep == "skew":
+            even = next((row for row in curve if row.point.value == 1), None)
+            for row in curve:
+                most = MOST_AT_SKEW.get(row.point.value)
+                if most is not None and even is not None and row.ours == even.ours:
+                    ratio = row.timed.median(row.ours) / even.timed.median(row.ours)
+                    what = f"{head} takes {ratio:.3f} times as long at {row.point.value:g}x skew (at most {most})"
+                    goals.append(Goal(what, ratio <= most))
+    return goals

@@ -1,0 +1,51 @@
+"""The experts' FLOPs as GEMMs and nothing else, into memory that is there already: what no layer can be faster than.
+
+Shape letters: N rows (assignments), D width, H hidden width, P height of the first matrix, E experts.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from bench.layer.problem import Problem, even_counts
+
+DENSE, SPLIT = "GEMM limit", "GEMM limit over E"
+
+
+def dense(problem: Problem, backward: bool) -> Callable[[], None]:
+    """Setup of the limit: one dense expert over all rows."""
+    return _gemms(problem, backward, [problem.shape.rows])
+
+
+def split(problem: Problem, backward: bool) -> Callable[[], None]:
+    """Setup of the limit of as many weights as there are experts: one expert's GEMMs after the other's, over as even
+    rows as can be."""
+    return _gemms(problem, backward, even_counts(problem.shape.rows, problem.shape.num_experts))
+
+
+def _gemms(problem: Problem, backward: bool, counts: list[int]) -> Callable[[], None]:
+    shape = problem.shape
+    n, d, h, p, e = shape.rows, shape.d_model, shape.d_hidden, shape.height, len(counts)
+    new = functools.partial(torch.ones, dtype=problem.dtype)
+    x, hidden, act, y = (new(n, width).normal_(0, width**-0.5) for width in (d, p, h, d))
+    d_act, d_x = new(n, h), new(n, d)
+    w_in, w_out = new(e, p, d).normal_(0, d**-0.5), new(e, d, h).normal_(0, h**-0.5)
+    d_w_in, d_w_out = new(e, p, d), new(e, d, h)
+    # Cut beforehand: the limit has no Python beyond its calls.
+    rows = list(zip(*(tensor.split(counts) for tensor in (x, hidden, act, y, d_act, d_x)), strict=True))
+    experts = list(zip(rows, w_in, w_out, d_w_in, d_w_out, strict=True))
+
+    def step() -> None:
+        for (x, hidden, act, y, _, _), w_in, w_out, _, _ in experts:
+            torch.mm(x, w_in.t(), out=hidden)
+            torch.mm(act, w_out.t(), out=y)
+        if not backward:
+            return
+        for (x, hidden, act, y, d_act, d_x), w_in, w_out, d_w_in, d_w_out in experts:
+            torch.mm(y, w_out, out=d_act)
+            torch.mm(y.t(), act, out=d_w_out)
+            torch.mm(hidden, w_in, out=d_x)
+            torch.mm(hidden.t(), x, out=d_w_in)
+
+    return step

@@ -1,0 +1,131 @@
+"""``python -m bench layer``: one Mixture-of-Experts layer against the peers that are installed, and against its limits.
+
+The reference of every row is the GEMM limit: the same FLOPs as dense GEMMs into memory that is there already. A
+contender's ratio is so the fraction of the limit that it reaches.
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from bench import options, report
+from bench.layer import contenders, goals, limits, sweeps
+from bench.layer.memory import Peaks
+from bench.layer.problem import SHAPES, Problem
+from bench.layer.rows import PASSES, PRECISIONS, Point, Row, Settings, measure
+from fmoe.errors import UserError, known_names
+from pretrain import process
+
+_COLUMNS = (
+    f"`{limits.SPLIT}`: the same GEMMs over the weights of E experts, one after the other, rows as even as can be.",
+    "`saved`: what autograd keeps of the forward pass, each memory once, parameters and the input apart; "
+    "T K P elements are the first matrix's outputs of all assignments.",
+    "`peak`: what two steps add at most to the resident memory of a process of their own: gradients, activations, "
+    "scratch.",
+    "A row's contenders have the same weights, tokens and choices; brute force and others that are quadratic in E are "
+    f"timed apart, beside the {limits.DENSE} and ours, in 3 rounds.",
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    settings = Settings(
+        rounds=arguments.rounds,
+        warmup=arguments.warmup,
+        seed=arguments.seed,
+        seconds=arguments.seconds,
+        patience=arguments.patience,
+        without=arguments.without,
+        peaks=Peaks() if arguments.peak else None,
+    )
+    for name in arguments.without:
+        if name not in settings.layers:
+            raise UserError(f"--without {name!r}: {known_names(name, settings.layers)}")
+    runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # all that is wrong is met here
+    try:
+        for sweep, of_run in runs.items():
+            rows = []
+            for point in of_run:
+                rows.append(measure(point, settings))
+                print(f"{point.label}: {_progress(rows[-1])}", flush=True)
+            write(sweep, rows, arguments)
+    finally:
+        process.stop()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.parser("layer", __doc__, rounds=10, warmup=1)
+    parser.add_argument(
+        "--shapes", default=None, help=f"of {', '.join(SHAPES)}, by comma; A,B,C,D if not given, and S for sweeps"
+    )
+    parser.add_argument("--sweep", nargs="+", choices=list(sweeps.SWEEPS), help="along these axes instead")
+    parser.add_argument("--values", nargs="+", type=float, help="of the sweeps, instead of their own")
+    parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--passes", nargs="+", choices=list(PASSES), default=["forward+backward"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[2], help="e.g. 1 2 for rows of both")
+    parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a row; then it has fewer rounds, at least 3")
+    parser.add_argument(
+        "--patience", type=float, default=15.0, help="seconds of a step beyond which those quadratic in E are left out"
+    )
+    parser.add_argument(
+        "--peak", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (a process for each)"
+    )
+    return parser
+
+
+def points(sweep: str | None, arguments: argparse.Namespace) -> list[Point]:
+    """What a run is to measure.
+
+    Raises:
+        UserError: a shape is not known, a value cannot be.
+    """
+    for count in arguments.threads:
+        if count < 1:
+            raise UserError(f"--threads {count} must be at least 1")
+    if arguments.values and sweep is None:
+        raise UserError("--values without --sweep: of what?")
+    found = []
+    for name in (arguments.shapes or ("A,B,C,D" if sweep is None else "S")).split(","):
+        if name not in SHAPES:
+            raise UserError(f"--shapes has {name!r}; {known_names(name, SHAPES)}")
+        for precision in arguments.precision:
+            for passes in arguments.passes:
+                for threads in arguments.threads:
+                    for value in [None] if sweep is None else arguments.values or sweeps.SWEEPS[sweep].values:
+                        problem = _problem(sweep, SHAPES[name], PRECISIONS[precision], value, arguments.seed)
+                        found.append(Point(problem, precision, passes, threads, value))
+    return found
+
+
+def _problem(sweep: str | None, shape, dtype, value: float | None, seed: int) -> Problem:
+    if sweep is None:
+        return Problem(shape, dtype, seed=seed)
+    return sweeps.SWEEPS[sweep].problem(shape, dtype, value, seed)
+
+
+def write(sweep: str | None, rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """Table, JSON, and the picture of a sweep."""
+    title = "layer" if sweep is None else f"layer, sweep of {sweep}"
+    asked = goals.of_shapes(rows) if sweep is None else goals.of_sweep(sweep, rows)
+    notes = [f"* {line}" for line in _COLUMNS]
+    notes += [f"* {line}" for line in dict.fromkeys(line for row in rows for line in row.left_out)]
+    if sweep is not None:
+        notes += ["", "Along the axis:", "", *sweeps.lines(sweep, rows)]
+    if asked:
+        notes += ["", "Goals:", "", *map(str, asked)]
+    measurements = [measured for row in rows for measured in row.measurements()]
+    report.write(measurements, arguments.out, title, notes=notes, means=False)
+    if sweep is not None:
+        if find_spec("matplotlib") is None:
+            print("no picture: matplotlib is not installed")
+            return
+        from bench.layer.figure import draw
+
+        draw(sweep, rows, arguments.out / f"{report.file_name(title)}.png")
+
+
+def _progress(row: Row) -> str:
+    if row.ours is None:
+        return "none of ours: " + "; ".join(row.timed.failures.get(name, "left out") for name in contenders.OURS)
+    return f"{row.ours} at {row.timed.ratio(row.ours)} of the {limits.DENSE}"

@@ -1,0 +1,140 @@
+"""What every contender is given: sizes, the same weights, the same batch, and where wanted the same choices.
+
+Shape letters: T tokens, D width, H hidden width, E experts, K experts a token, P height of the first matrix.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer and its batch."""
+
+    name: str
+    tokens: int
+    d_model: int
+    d_hidden: int
+    num_experts: int
+    top_k: int
+    gated: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Assignments: T * K."""
+        return self.tokens * self.top_k
+
+    @property
+    def height(self) -> int:
+        """Of the first weight matrix: H, twice that where it is gated."""
+        return self.d_hidden * (1 + self.gated)
+
+    def act(self, hidden: Tensor) -> Tensor:
+        """GELU, or SwiGLU where the layer is gated."""
+        if not self.gated:
+            return F.gelu(hidden)
+        gate, value = hidden.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+    def __str__(self) -> str:
+        kind = "SwiGLU" if self.gated else "GELU"
+        return f"{self.name} T{self.tokens} D{self.d_model} H{self.d_hidden} E{self.num_experts} K{self.top_k} {kind}"
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("A", 2048, 512, 1024, 64, 2),
+        Shape("B", 4096, 256, 1024, 8, 2),
+        Shape("C", 2048, 1024, 4096, 8, 1),
+        Shape("D", 4096, 512, 512, 128, 8, gated=True),
+        Shape("S", 4096, 256, 512, 32, 2),  # what sweeps begin with: small enough for 65,536 tokens and 256 experts
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A shape in a precision, its weights and its batch, drawn from a seed.
+
+    Args:
+        skew: None leaves the choice to the routers. Otherwise the choices are given: the hottest expert gets ``skew``
+            times its even share of the assignments, the others the rest in equal parts.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    skew: float | None = None
+    seed: int = 0
+
+    @functools.cached_property
+    def router_ED(self) -> Tensor:
+        return self._draw(1, self.shape.num_experts, self.shape.d_model)
+
+    @functools.cached_property
+    def w_in_EPD(self) -> Tensor:
+        return self._draw(2, self.shape.num_experts, self.shape.height, self.shape.d_model)
+
+    @functools.cached_property
+    def w_out_EDH(self) -> Tensor:
+        return self._draw(3, self.shape.num_experts, self.shape.d_model, self.shape.d_hidden)
+
+    @functools.cached_property
+    def x_TD(self) -> Tensor:
+        return torch.randn(self.shape.tokens, self.shape.d_model, generator=self._generator(4)).to(self.dtype)
+
+    @functools.cached_property
+    def grad_TD(self) -> Tensor:
+        grad = torch.randn(self.shape.tokens, self.shape.d_model, generator=self._generator(5)) * 0.01
+        return grad.to(self.dtype)
+
+    @functools.cached_property
+    def expert_TK(self) -> Tensor | None:
+        """The choices, int64, where they are given."""
+        if self.skew is None:
+            return None
+        return forced_choices(self.shape, self.skew, self._generator(6))
+
+    def _draw(self, stream: int, *sizes: int) -> Tensor:
+        """Variance 1 / fan in, matrix by matrix."""
+        weight = torch.randn(*sizes, generator=self._generator(stream)) * sizes[-1] ** -0.5
+        return weight.to(self.dtype)
+
+    def _generator(self, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(8 * self.seed + stream)
+
+
+def skewed_counts(shape: Shape, skew: float) -> list[int]:
+    """Assignments of each expert, T * K in all: ``skew`` times the even share for the first, equal parts for the rest.
+
+    Raises:
+        UserError: the rest would get less than nothing, or an expert more than one assignment of a token.
+    """
+    hottest = round(skew * shape.rows / shape.num_experts)
+    if skew < 1 or hottest > shape.tokens:
+        limit = shape.num_experts / shape.top_k
+        raise UserError(f"skew={skew:g} must be from 1 to num_experts / top_k = {limit:g} (shape {shape})")
+    if shape.num_experts == 1:
+        return [shape.rows]
+    return [hottest, *even_counts(shape.rows - hottest, shape.num_experts - 1)]
+
+
+def even_counts(rows: int, num_experts: int) -> list[int]:
+    """Rows of each expert where they are as even as whole numbers are."""
+    each, rest = divmod(rows, num_experts)
+    return [each + (e < rest) for e in range(num_experts)]
+
+
+def forced_choices(shape: Shape, skew: float, generator: torch.Generator) -> Tensor:
+    """``expert_TK`` of different experts for each token that comes to `skewed_counts`, tokens in random order."""
+    counts = torch.tensor(skewed_counts(shape, skew))
+    expert_N = torch.arange(shape.num_experts).repeat_interleave(counts)
+    # A token's choices lie T apart in that list, an expert's are neighbours and at most T: so they differ.
+    expert_TK = expert_N.view(shape.top_k, shape.tokens).t()
+    return expert_TK[torch.randperm(shape.tokens, generator=generator)].contiguous()

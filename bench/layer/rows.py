@@ -1,0 +1,229 @@
+"""Rows of the benchmark: all contenders at one shape, precision, pass and number of threads.
+
+Contenders whose time grows with the square of the number of experts are measured apart, beside the limit and ours, in
+few rounds, and left out where a step takes long.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from bench import frame
+from bench.intervals import Interval, trimmed_mean_interval
+from bench.layer import contenders, limits
+from bench.layer.contenders import Layer
+from bench.layer.memory import Peaks, Saved, saved_for_backward
+from bench.layer.problem import Problem
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PASSES = {"forward": False, "forward+backward": True}
+_SLOW_ROUNDS = 3
+_PART = 4  # the probe of a slow contender has one of so many experts, and of so many tokens
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where to measure.
+
+    Args:
+        value: of the sweep that it belongs to; None outside.
+    """
+
+    problem: Problem
+    precision: str
+    passes: str
+    threads: int
+    value: float | None = None
+
+    @property
+    def label(self) -> str:
+        skew = "" if self.problem.skew is None else f" skew {self.problem.skew:g}"
+        return f"{self.problem.shape}{skew}, {self.precision}, {self.passes}, threads {self.threads}"
+
+    @property
+    def backward(self) -> bool:
+        return PASSES[self.passes]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured there.
+
+    Attributes:
+        timed: the limits and the contenders.
+        slow: the contenders measured apart, with a limit and ours beside them.
+        dropless: the peers, of which the best is to be beaten.
+        saved: by contender, with a backward pass alone.
+        peak: bytes by contender, where they were measured.
+        left_out: lines.
+    """
+
+    point: Point
+    timed: frame.Measurement
+    slow: frame.Measurement | None
+    dropless: Sequence[str]
+    saved: Mapping[str, Saved]
+    peak: Mapping[str, int]
+    left_out: Sequence[str]
+
+    @property
+    def ours(self) -> str | None:
+        """The one of ours that goals are of: native, where the run has it."""
+        return next((name for name in contenders.OURS if name in self.timed.seconds), None)
+
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest dropless one that is not ours."""
+        peers = [name for name in self.dropless if name in self.timed.seconds]
+        return min(peers, key=self.timed.median, default=None)
+
+    def measurements(self) -> list[frame.Measurement]:
+        """For the report, with what else there is to tell as columns."""
+        timed = self._with_facts(self.timed, self.timed.seconds)
+        if self.slow is None:
+            return [timed]
+        return [timed, self._with_facts(self.slow, self.slow.seconds.keys() - self.timed.seconds.keys())]
+
+    def _with_facts(self, measured: frame.Measurement, names: Collection[str]) -> frame.Measurement:
+        shape, facts = self.point.problem.shape, {}
+        unit = shape.rows * shape.height * self.point.problem.dtype.itemsize
+        for name in names:
+            facts[name] = {
+                "of the limit over E": _shown(speedup(measured, name, limits.SPLIT)),
+                "over the best dropless peer": _shown(speedup(measured, name, self.best_peer)),
+            }
+            if name in self.saved:
+                total = self.saved[name].total
+                facts[name] |= {"saved, MB": f"{total / 1e6:.2f}", "saved / (T K P)": f"{total / unit:.3f}"}
+            if name in self.peak:
+                facts[name]["peak, MB"] = f"{self.peak[name] / 1e6:.1f}"
+        return replace(measured, facts=facts)
+
+
+def speedup(measured: frame.Measurement, name: str, over: str | None) -> Interval | None:
+    """Paired ratio of two contenders: time of ``over`` / time of ``name``; None where one is not there."""
+    if name not in measured.seconds or over not in measured.seconds:
+        return None
+    pairs = zip(measured.seconds[over], measured.seconds[name], strict=True)
+    return trimmed_mean_interval([[math.log(a / b) for a, b in pairs]]).exp()
+
+
+def _shown(interval: Interval | None) -> str:
+    return "" if interval is None else str(interval)
+
+
+@dataclass
+class Settings:
+    """How rows are measured.
+
+    Args:
+        rounds, warmup, seed: of `frame.measure`.
+        seconds: that the rounds of a row take at most, about.
+        patience: seconds of a step beyond which a slow contender is left out.
+        without: contenders to leave out.
+        peaks: measures peak memory; None for no such column.
+    """
+
+    rounds: int = 10
+    warmup: int = 1
+    seed: int = 0
+    seconds: float = 60.0
+    patience: float = 15.0
+    without: Sequence[str] = ()
+    peaks: Peaks | None = None
+    layers: Mapping[str, Layer] = field(default_factory=lambda: contenders.layers())
+
+
+def measure(point: Point, settings: Settings) -> Row:
+    """One row, on as many threads as the point says."""
+    torch.set_num_threads(point.threads)
+    asked, point = point, replace(point, problem=replace(point.problem))  # whose tensors end with the row
+    left_out, quick, slow = [], {}, {}
+    for name, layer in settings.layers.items():
+        reason = _reason(name, layer, point, settings)
+        if reason is None:
+            (slow if layer.is_quadratic else quick)[name] = layer
+        elif reason:
+            left_out.append(reason)
+    timed = _measure(point, settings, quick, {limits.DENSE: limits.dense, limits.SPLIT: limits.split}, settings.rounds)
+    of_ours = dict([(name, layer) for name, layer in quick.items() if name in timed.seconds][:1])
+    apart = None
+    if slow:
+        apart = _measure(
+            point, settings, of_ours | slow, {limits.DENSE: limits.dense}, min(_SLOW_ROUNDS, settings.rounds)
+        )
+        apart = replace(apart, label=f"{point.label} (apart)")
+    alive = {n: l for n, l in (quick | slow).items() if n in timed.seconds or (apart and n in apart.seconds)}
+    saved, peak = {}, {}
+    for name, layer in alive.items():
+        if point.backward:
+            saved[name] = saved_for_backward(layer.build(point.problem).train(), point.problem.x_TD)
+        if settings.peaks is not None:
+            measured = settings.peaks(name, point.problem, point.backward, point.threads)
+            if measured is not None:
+                peak[name] = measured
+    dropless = [n for n, l in (quick | slow).items() if l.is_dropless and n not in contenders.OURS]
+    return Row(asked, timed, apart, dropless, saved, peak, left_out)
+
+
+def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | None:
+    """Why a contender is left out, "" where that needs no line; None where it is not."""
+    if name in settings.without:
+        return ""
+    if not layer.is_installed():
+        return f"{name} is left out: {layer.needs} is not installed"
+    if point.problem.skew is not None and not layer.takes_choices:
+        return f"{name} is left out where choices are given: it cannot be told them"
+    if not layer.is_quadratic:
+        return None
+    slow = _too_slow(layer, point, settings.patience)
+    return None if slow is None else f"{point.label}: {name} is left out: {slow}"
+
+
+def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
+    """First a part of the problem is tried, whose time is at most a `_PART`-th of the whole's."""
+    shape = point.problem.shape
+    part = replace(
+        shape,
+        tokens=max(shape.tokens // _PART, 1),
+        num_experts=max(shape.num_experts // _PART, shape.top_k),
+    )
+    for tried, factor in ((part, _PART), (shape, 1)):
+        try:
+            problem = point.problem if tried is shape else Problem(tried, point.problem.dtype)
+            step = contenders.layer_step(layer, problem, point.backward)
+            begin = time.perf_counter()
+            step()
+        except Exception:  # told by `frame.measure`, which meets it again
+            return None
+        seconds = factor * (time.perf_counter() - begin)
+        if seconds > patience:
+            return f"a step takes {'at least ' * (factor > 1)}{seconds:.1f} s, more than --patience {patience:g}"
+    return None
+
+
+def _measure(
+    point: Point, settings: Settings, layers: Mapping[str, Layer], bounds: Mapping, rounds: int
+) -> frame.Measurement:
+    tokens, problem = point.problem.shape.tokens, point.problem
+    entries = [
+        frame.Contender(name, functools.partial(setup, problem, point.backward), tokens)
+        for name, setup in bounds.items()
+    ]
+    entries += [
+        frame.Contender(name, functools.partial(contenders.layer_step, layer, problem, point.backward), tokens)
+        for name, layer in layers.items()
+    ]
+    return frame.measure(
+        entries,
+        rounds=rounds,
+        warmup=settings.warmup,
+        reference=limits.DENSE,
+        seed=settings.seed,
+        max_seconds=settings.seconds,
+        label=point.label,
+    )
