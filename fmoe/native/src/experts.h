@@ -52,7 +52,7 @@ void small_gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b,
 }
 
 // Up to so many rows of an expert the GEMMs are ours: a library rearranges the weights as if there were many.
-std::atomic<int64_t> few_rows{192};
+std::atomic<int64_t> few_rows{&gemms() == &isa_default::gemms ? 0 : 192};
 
 // Whether this thread is alone with its expert.
 bool is_alone() { return at::in_parallel_region() || at::get_num_threads() == 1; }
@@ -99,7 +99,8 @@ const C* as_gemm_type(const T* weight, int64_t size, Slot slot) {
     return weight;
   } else {
     C* wide = scratch<C>(slot, size);
-    at::parallel_for(0, size, 1 << 16, [&](int64_t a, int64_t b) { kernels<T, C>().widen(weight + a, b - a, wide + a); });
+    at::parallel_for(0, size, 1 << 16,
+                     [&](int64_t a, int64_t b) { kernels<T, C>().widen(weight + a, b - a, wide + a); });
     return wide;
   }
 }
@@ -117,8 +118,9 @@ void each_expert(const int64_t* count, int64_t experts, F f) {
   for (; together < order.size(); together++) {
     std::vector<int64_t> load(threads, 0);
     for (size_t i = together; i < order.size(); i++) *std::min_element(load.begin(), load.end()) += count[order[i]];
-    int64_t sum = std::accumulate(load.begin(), load.end(), int64_t(0));
-    if (*std::max_element(load.begin(), load.end()) * int64_t(threads) * 20 <= sum * 21) break;
+    const int64_t sum = std::accumulate(load.begin(), load.end(), int64_t(0)), all = threads;
+    const bool is_even = *std::max_element(load.begin(), load.end()) * all * 20 <= sum * 21;
+    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or so small that it can hardly be waited for
   }
   for (size_t i = 0; i < together; i++) f(order[i]);
   if (together == order.size()) return;
@@ -139,8 +141,8 @@ const void* data(const Tensor& t) { return t.const_data_ptr(); }
 const void* data(const optional<Tensor>& t) { return t && t->defined() ? t->const_data_ptr() : nullptr; }
 
 template <class T, class C>
-void forward(const Sizes& s, const T* x, const int64_t* index, int64_t per, const int64_t* count, Weights<T, C> w, T* hidden,
-             T* out) {
+void forward(const Sizes& s, const T* x, const int64_t* index, int64_t per, const int64_t* count, Weights<T, C> w,
+             T* hidden, T* out) {
   constexpr bool SAME = std::is_same_v<T, C>;
   const auto begin = begins(count, s.experts);
   const auto& k = kernels<T, C>();
@@ -178,9 +180,8 @@ void forward(const Sizes& s, const T* x, const int64_t* index, int64_t per, cons
       });
       gemm<C>(matrix(y, n, s.d), matrix(active, n, s.h), matrix(w_out, s.d, s.h).t());
       if (!SAME || b_out)
-        at::parallel_for(0, n, 64, [&](int64_t a, int64_t b) {
-          k.finish(y + a * s.d, b_out, result + a * s.d, b - a, s.d);
-        });
+        at::parallel_for(0, n, 64,
+                         [&](int64_t a, int64_t b) { k.finish(y + a * s.d, b_out, result + a * s.d, b - a, s.d); });
     }
   });
 }
@@ -231,8 +232,8 @@ void bias_gradient(T* to, const C* x, const float* scale, int64_t n, int64_t d, 
 
 template <class T, class C>
 void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, int64_t per, const float* weight,
-              const int64_t* count, const T* hidden, Weights<T, C> w, T* d_rows, float* d_weight, Gradient d_in, T* d_bias_in,
-              Gradient d_out, T* d_bias_out) {
+              const int64_t* count, const T* hidden, Weights<T, C> w, T* d_rows, float* d_weight, Gradient d_in,
+              T* d_bias_in, Gradient d_out, T* d_bias_out) {
   constexpr bool SAME = std::is_same_v<T, C>;
   // Sums over chunks would be rounded to 16 bits between them.
   constexpr int64_t chunk = std::is_same_v<C, float> ? CHUNK : INT64_MAX / 4;
@@ -275,11 +276,9 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
       });
       if (d_weight)
         for (int64_t i = 0; i < n; i++) d_weight[index[r + i]] = d_scale[i];
-      if (d_out.data)
-        weight_gradient<T, C>(d_out, e, n, g, s.d, scaled, s.h, is_small, first, last, OUT);
+      if (d_out.data) weight_gradient<T, C>(d_out, e, n, g, s.d, scaled, s.h, is_small, first, last, OUT);
       if (d_bias_out) bias_gradient(d_bias_out + e * s.d, g, scales, n, s.d, sums_out, first, last);
-      if (d_in.data)
-        weight_gradient<T, C>(d_in, e, n, d_hidden, s.p, rows, s.d, is_small, first, last, BEFORE);
+      if (d_in.data) weight_gradient<T, C>(d_in, e, n, d_hidden, s.p, rows, s.d, is_small, first, last, BEFORE);
       if (d_bias_in) bias_gradient(d_bias_in + e * s.p, d_hidden, nullptr, n, s.p, sums_in, first, last);
       if (!d_rows) continue;
       C* dx = SAME ? reinterpret_cast<C*>(d_rows + r * s.d) : scratch<C>(D_ACTIVE, n * s.d);
@@ -311,8 +310,8 @@ Tensor gather_sum(const Tensor& rows, const Tensor& place, const float* weight, 
   const auto* places = place.const_data_ptr<int64_t>();
   auto* to = static_cast<T*>(out.data_ptr());
   at::parallel_for(0, tokens, 32, [&](int64_t a, int64_t b) {
-    kernels<T, T>().gather_sum(static_cast<const T*>(data(rows)), places + a * k, weight ? weight + a * k : nullptr, num_rows,
-                               b - a, k, d, to + a * d);
+    kernels<T, T>().gather_sum(static_cast<const T*>(data(rows)), places + a * k, weight ? weight + a * k : nullptr,
+                               num_rows, b - a, k, d, to + a * d);
   });
   return out;
 }

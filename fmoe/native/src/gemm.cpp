@@ -140,7 +140,7 @@ static void multiply(int64_t k, const float* a, const float* b, float* sum) {
 
 using Multiply = void (*)(int64_t, const float*, const float*, float*);
 static const Multiply multiply_of[] = {
-    nullptr,     multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>,
+    nullptr,     multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
 #if defined(__AVX512F__)
     multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
 #endif
@@ -151,8 +151,8 @@ constexpr int64_t FAR = 1 << 18;    // floats of out from which it is written pa
 
 static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// How much of b is a block: [depth, width]. Rows of b and of out that lie in one piece are taken whole where they can be:
-// for a wide b that is done by adding up parts of k, but only if out is near.
+// How much of b is a block: [depth, width]. Rows of b and of out that lie in one piece are taken whole where they can
+// be: for a wide b that is done by adding up parts of k, but only if out is near.
 static void block_of(int64_t m, int64_t n, int64_t k, bool by_rows, bool can_add, int64_t& depth, int64_t& width) {
   if (by_rows && can_add && m * n <= 2 * BLOCK) {
     width = round_up(n, COLUMNS);
@@ -199,7 +199,8 @@ INLINE void put(O* to, const float* from, int64_t size, bool add, bool is_far) {
 }
 
 template <class B, class O>
-static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add, float* work) {
+static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
+                 float* work) {
   // Tiles of nearly the same number of rows: one of few would wait for its sums.
   const int64_t tiles = (m + ROWS - 1) / ROWS;
   int64_t depth, width;
@@ -223,7 +224,8 @@ static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b
         for (int64_t c = j; c < end; c += COLUMNS) {
           multiply_of[rows](deep, packed + begin * k + i * rows, block + (c - j) * deep, sum);
           const int64_t size = n - c < COLUMNS ? n - c : COLUMNS;
-          for (int64_t r = 0; r < rows; r++) put(out + (begin + r) * row + c, sum + r * COLUMNS, size, add || i, is_far);
+          for (int64_t r = 0; r < rows; r++)
+            put(out + (begin + r) * row + c, sum + r * COLUMNS, size, add || i, is_far);
         }
       }
     }
@@ -235,5 +237,5 @@ static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b
 
 extern const Gemms gemms = {gemm<float, float>, gemm<bf16, float>, gemm<float, bf16>, gemm<bf16, bf16>, gemm_work};
 
-}  // namespace FMOE_JOIN(isa_, FMOE_ISA)
+}  // namespace FMOE_JOIN(isa_,FMOE_ISA)
 }  // namespace fmoe

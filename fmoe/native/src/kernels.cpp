@@ -140,12 +140,17 @@ static void activate_rows_backward(const T* hidden, const C* d_active, const flo
 }
 
 template <class T, class C>
-static void activate(const C* u, const T* bias, T* hidden, C* active, int64_t n, int64_t h, Activation act, bool gated) {
+static void activate(const C* u, const T* bias, T* hidden, C* active, int64_t n, int64_t h, Activation act,
+                     bool gated) {
   switch (act) {
-    case GELU: return activate_rows<Gelu>(u, bias, hidden, active, n, h, gated);
-    case GELU_TANH: return activate_rows<GeluTanh>(u, bias, hidden, active, n, h, gated);
-    case RELU: return activate_rows<Relu>(u, bias, hidden, active, n, h, gated);
-    case SILU: return activate_rows<Silu>(u, bias, hidden, active, n, h, gated);
+    case GELU:
+      return activate_rows<Gelu>(u, bias, hidden, active, n, h, gated);
+    case GELU_TANH:
+      return activate_rows<GeluTanh>(u, bias, hidden, active, n, h, gated);
+    case RELU:
+      return activate_rows<Relu>(u, bias, hidden, active, n, h, gated);
+    case SILU:
+      return activate_rows<Silu>(u, bias, hidden, active, n, h, gated);
   }
 }
 
@@ -153,11 +158,14 @@ template <class T, class C>
 static void activate_backward(const T* hidden, const C* d_active, const float* scale, C* scaled, C* d_hidden,
                               float* d_scale, int64_t n, int64_t h, Activation act, bool gated) {
   switch (act) {
-    case GELU: return activate_rows_backward<Gelu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
+    case GELU:
+      return activate_rows_backward<Gelu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
     case GELU_TANH:
       return activate_rows_backward<GeluTanh>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
-    case RELU: return activate_rows_backward<Relu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
-    case SILU: return activate_rows_backward<Silu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
+    case RELU:
+      return activate_rows_backward<Relu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
+    case SILU:
+      return activate_rows_backward<Silu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
   }
 }
 
@@ -210,13 +218,13 @@ static void gather_sum(const T* rows, const int64_t* place, const float* weight,
   }
 }
 
-#define FMOE_TABLE(T, C)                                                                                              \
-  {gather<T, C>, convert<T, C>, convert<C, T>, activate<T, C>, finish<T, C>, activate_backward<T, C>, dots<T, C>, \
-   column_sums<C>, gather_sum<T>}
+#define FMOE_TABLE(T, C)                                                                               \
+  {gather<T, C>, convert<T, C>,  convert<C, T>, activate<T, C>, finish<T, C>, activate_backward<T, C>, \
+   dots<T, C>,   column_sums<C>, gather_sum<T>}
 
 extern const Kernels<float, float> kernels_ff = FMOE_TABLE(float, float);
 extern const Kernels<bf16, float> kernels_bf = FMOE_TABLE(bf16, float);
 extern const Kernels<bf16, bf16> kernels_bb = FMOE_TABLE(bf16, bf16);
 
-}  // namespace FMOE_JOIN(isa_, FMOE_ISA)
+}  // namespace FMOE_JOIN(isa_,FMOE_ISA)
 }  // namespace fmoe

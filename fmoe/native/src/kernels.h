@@ -1,7 +1,8 @@
-// Row kernels of an expert's feed-forward block, without torch: compiled once for each instruction set, chosen at run time.
+// Row kernels of an expert's feed-forward block, without torch: compiled once for each instruction set, chosen at run
+// time.
 //
-// Shape letters: n rows, D width, H hidden width, P height of the first map (H, twice that where it is gated), K choices.
-// T is the type in memory, C that of the GEMMs: bf16 rows may be computed in float.
+// Shape letters: n rows, D width, H hidden width, P height of the first map (H, twice that where it is gated), K
+// choices. T is the type in memory, C that of the GEMMs: bf16 rows may be computed in float.
 #pragma once
 #include <cstdint>
 
@@ -21,8 +22,8 @@ struct Strided {
   Strided t() const { return {data, column, row}; }
 };
 
-// out = a b, or out += a b where `add`: [m, k] by [k, n], in float, by one thread. For few rows: where libraries take as
-// long for rearranging a weight matrix as for multiplying with it. `work` holds `work(m, n, k)` floats.
+// out = a b, or out += a b where `add`: [m, k] by [k, n], in float, by one thread. For few rows: where libraries take
+// as long for rearranging a weight matrix as for multiplying with it. `work` holds `work(m, n, k)` floats.
 template <class B, class O>
 using Gemm = void (*)(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                       float* work);

@@ -12,8 +12,8 @@ namespace {
 
 using at::Tensor;
 
-// Large blocks, used again: malloc would map fresh pages for each and give them back, and the first touch of a page costs
-// more than anything that is done with it. Blocks that were of no use for a while go back to the system.
+// Large blocks, used again: malloc would map fresh pages for each and give them back, and the first touch of a page
+// costs more than anything that is done with it. Blocks that were of no use for a while go back to the system.
 class Pool {
  public:
   static Pool& get() {
@@ -45,7 +45,8 @@ class Pool {
       clock_++;
       auto best = free_.end();
       for (auto it = free_.begin(); it != free_.end(); ++it)
-        if (it->bytes >= bytes && it->bytes < 2 * bytes + PAGE && (best == free_.end() || it->bytes < best->bytes)) best = it;
+        if (it->bytes >= bytes && it->bytes < 2 * bytes + PAGE && (best == free_.end() || it->bytes < best->bytes))
+          best = it;
       if (best != free_.end()) {
         found = *best;
         free_.erase(best);

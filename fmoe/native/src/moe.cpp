@@ -19,20 +19,23 @@
 namespace fmoe {
 namespace {
 
-int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Tensor>& place, const optional<Tensor>& weight,
-              const Tensor& count, const Tensor& w_in, const optional<Tensor>& b_in, const Tensor& w_out,
-              const optional<Tensor>& b_out, int64_t activation, bool gated) {
+int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Tensor>& place,
+              const optional<Tensor>& weight, const Tensor& count, const Tensor& w_in, const optional<Tensor>& b_in,
+              const Tensor& w_out, const optional<Tensor>& b_out, int64_t activation, bool gated) {
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "fmoe: experts in ", x.scalar_type(),
               "; native ones are float32 or bfloat16");
   for (const auto* t : {&x, &w_in, &w_out})
-    TORCH_CHECK(t->scalar_type() == x.scalar_type() && t->is_contiguous(), "fmoe: a matrix of another dtype, or not contiguous");
+    TORCH_CHECK(t->scalar_type() == x.scalar_type() && t->is_contiguous(),
+                "fmoe: a matrix of another dtype, or not contiguous");
   for (const auto* t : {&b_in, &b_out})
     TORCH_CHECK(!*t || !(*t)->defined() || ((*t)->scalar_type() == x.scalar_type() && (*t)->is_contiguous()),
                 "fmoe: a bias of another dtype, or not contiguous");
-  TORCH_CHECK(x.dim() == 2 && w_in.dim() == 3 && w_out.dim() == 3, "fmoe: x is [., D], weights [L, P, D] and [L, D, H]");
+  TORCH_CHECK(x.dim() == 2 && w_in.dim() == 3 && w_out.dim() == 3,
+              "fmoe: x is [., D], weights [L, P, D] and [L, D, H]");
   const int64_t experts = w_in.size(0), d = x.size(1), h = w_out.size(2);
-  TORCH_CHECK(w_in.size(2) == d && w_out.size(1) == d && w_out.size(0) == experts && w_in.size(1) == (gated ? 2 * h : h),
-              "fmoe: weights ", w_in.sizes(), " and ", w_out.sizes(), " for rows of width ", d);
+  TORCH_CHECK(
+      w_in.size(2) == d && w_out.size(1) == d && w_out.size(0) == experts && w_in.size(1) == (gated ? 2 * h : h),
+      "fmoe: weights ", w_in.sizes(), " and ", w_out.sizes(), " for rows of width ", d);
   TORCH_CHECK(!b_in || b_in->numel() == experts * w_in.size(1), "fmoe: bias_in is ", b_in->sizes());
   TORCH_CHECK(!b_out || b_out->numel() == experts * d, "fmoe: bias_out is ", b_out->sizes());
   TORCH_CHECK(activation >= GELU && activation <= SILU, "fmoe: activation ", activation);
@@ -48,16 +51,18 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
     TORCH_CHECK(rows == x.size(0), "fmoe: counts of ", rows, " rows for ", x.size(0));
     return rows;
   }
-  TORCH_CHECK(place && weight && place->dim() == 2 && place->sizes() == weight->sizes() && place->size(0) == x.size(0) &&
-                  order->numel() == place->numel() && rows <= order->numel(),
+  TORCH_CHECK(place && weight && place->dim() == 2 && place->sizes() == weight->sizes() &&
+                  place->size(0) == x.size(0) && order->numel() == place->numel() && rows <= order->numel(),
               "fmoe: a plan of other sizes");
-  TORCH_CHECK(order->scalar_type() == at::kLong && place->scalar_type() == at::kLong && weight->scalar_type() == at::kFloat &&
-                  order->is_contiguous() && place->is_contiguous() && weight->is_contiguous(),
+  TORCH_CHECK(order->scalar_type() == at::kLong && place->scalar_type() == at::kLong &&
+                  weight->scalar_type() == at::kFloat && order->is_contiguous() && place->is_contiguous() &&
+                  weight->is_contiguous(),
               "fmoe: a plan is int64, its weights float32, all contiguous");
   const auto* index = order->const_data_ptr<int64_t>();
   const auto* places = place->const_data_ptr<int64_t>();
   const int64_t all = order->numel();
-  for (int64_t i = 0; i < rows; i++) TORCH_CHECK(index[i] >= 0 && index[i] < all, "fmoe: assignment ", index[i], " of ", all);
+  for (int64_t i = 0; i < rows; i++)
+    TORCH_CHECK(index[i] >= 0 && index[i] < all, "fmoe: assignment ", index[i], " of ", all);
   for (int64_t i = 0; i < all; i++) TORCH_CHECK(places[i] >= 0, "fmoe: place ", places[i]);
   return rows;
 }
@@ -95,24 +100,26 @@ std::tuple<Tensor, Tensor> expert_ffn(const Tensor& x, const optional<Tensor>& o
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// needs: of x, weight, w_in, b_in, w_out, b_out. What is not needed comes out empty; so do gradients of weights that were
-// added to `sum_in`, `sum_out`.
+// needs: of x, weight, w_in, b_in, w_out, b_out. What is not needed comes out empty; so do gradients of weights that
+// were added to `sum_in`, `sum_out`.
 Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,
                               const optional<Tensor>& place, const optional<Tensor>& weight, const Tensor& count,
                               const Tensor& w_in, const optional<Tensor>& b_in, const Tensor& w_out,
-                              const optional<Tensor>& b_out, int64_t activation, bool gated, bool wide, at::ArrayRef<bool> needs,
-                              const optional<Tensor>& sum_in, const optional<Tensor>& sum_out) {
+                              const optional<Tensor>& b_out, int64_t activation, bool gated, bool wide,
+                              at::ArrayRef<bool> needs, const optional<Tensor>& sum_in,
+                              const optional<Tensor>& sum_out) {
   at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t rows = check(x, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated);
   TORCH_CHECK(needs.size() == 6, "fmoe: needs of ", needs.size());
-  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && grad.is_contiguous(), "fmoe: gradient is ",
-              grad.sizes(), " ", grad.scalar_type());
+  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && grad.is_contiguous(),
+              "fmoe: gradient is ", grad.sizes(), " ", grad.scalar_type());
   TORCH_CHECK(hidden.dim() == 2 && hidden.size(0) == rows && hidden.size(1) == w_in.size(1) &&
                   hidden.scalar_type() == x.scalar_type() && hidden.is_contiguous(),
               "fmoe: pre-activations are ", hidden.sizes());
   for (const auto& [sum, like] : {std::pair(&sum_in, &w_in), std::pair(&sum_out, &w_out)})
-    TORCH_CHECK(!*sum || ((*sum)->scalar_type() == at::kFloat && (*sum)->is_contiguous() && (*sum)->sizes() == like->sizes()),
-                "fmoe: gradients are added to float32 of the shape of the weights");
+    TORCH_CHECK(
+        !*sum || ((*sum)->scalar_type() == at::kFloat && (*sum)->is_contiguous() && (*sum)->sizes() == like->sizes()),
+        "fmoe: gradients are added to float32 of the shape of the weights");
   const Sizes sizes{w_in.size(0), x.size(1), w_out.size(2), w_in.size(1), Activation(activation), gated};
   auto make = [&](bool needed, const Tensor& like) {
     return needed ? Pool::get().take(like.sizes(), like.options()) : at::empty({0}, like.options());
@@ -120,7 +127,8 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
   Tensor d_rows = needs[0] ? Pool::get().take({rows, sizes.d}, x.options()) : at::empty({0}, x.options());
   Tensor d_weight = order && needs[1] ? at::zeros_like(*weight) : at::empty({0}, x.options().dtype(at::kFloat));
   Tensor d_in = make(needs[2] && !sum_in, w_in), d_out = make(needs[4] && !sum_out, w_out);
-  Tensor d_bias_in = make(needs[3] && b_in, b_in ? *b_in : w_in), d_bias_out = make(needs[5] && b_out, b_out ? *b_out : w_out);
+  Tensor d_bias_in = make(needs[3] && b_in, b_in ? *b_in : w_in),
+         d_bias_out = make(needs[5] && b_out, b_out ? *b_out : w_out);
   auto gradient = [](bool needed, const Tensor& fresh, const optional<Tensor>& sum) -> Gradient {
     if (!needed) return {};
     return sum ? Gradient{sum->data_ptr(), true} : Gradient{fresh.data_ptr(), false};
@@ -130,9 +138,10 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
     using C = decltype(c);
     Weights<T, C> weights{(const T*)data(w_in), (const T*)data(b_in), (const T*)data(w_out), (const T*)data(b_out)};
     auto pointer = [](const Tensor& t) { return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr; };
-    backward<T, C>(sizes, (const T*)data(grad), (const T*)data(x), (const int64_t*)data(order), order ? place->size(1) : 1,
-                   (const float*)data(weight), count.const_data_ptr<int64_t>(), (const T*)data(hidden), weights,
-                   pointer(d_rows), d_weight.numel() ? d_weight.data_ptr<float>() : nullptr, gradient(needs[2], d_in, sum_in),
+    backward<T, C>(sizes, (const T*)data(grad), (const T*)data(x), (const int64_t*)data(order),
+                   order ? place->size(1) : 1, (const float*)data(weight), count.const_data_ptr<int64_t>(),
+                   (const T*)data(hidden), weights, pointer(d_rows),
+                   d_weight.numel() ? d_weight.data_ptr<float>() : nullptr, gradient(needs[2], d_in, sum_in),
                    pointer(d_bias_in), gradient(needs[4], d_out, sum_out), pointer(d_bias_out));
     if (order && needs[0]) d_rows = gather_sum<T>(d_rows, *place, nullptr, rows);
   });
@@ -147,7 +156,8 @@ TORCH_LIBRARY(fmoe_native, m) {
       "Tensor w_out, Tensor? b_out, int activation, bool gated, bool wide, bool into_main_grad=False) -> "
       "(Tensor out, Tensor hidden)");
   m.def(
-      "expert_ffn_backward(Tensor grad, Tensor x, Tensor hidden, Tensor? order, Tensor? place, Tensor? weight, Tensor count, "
+      "expert_ffn_backward(Tensor grad, Tensor x, Tensor hidden, Tensor? order, Tensor? place, Tensor? weight, Tensor "
+      "count, "
       "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, int activation, bool gated, bool wide, bool[6] needs, "
       "Tensor(a!)? sum_in, Tensor(b!)? sum_out) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("has_bf16_gemm() -> bool", &has_bf16_gemm);
@@ -157,14 +167,15 @@ TORCH_LIBRARY(fmoe_native, m) {
 
 TORCH_LIBRARY_IMPL(fmoe_native, CPU, m) {
   m.impl("expert_ffn", &expert_ffn);
-  m.impl("expert_ffn_backward", [](const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,
-                                   const optional<Tensor>& place, const optional<Tensor>& weight, const Tensor& count,
-                                   const Tensor& w_in, const optional<Tensor>& b_in, const Tensor& w_out,
-                                   const optional<Tensor>& b_out, int64_t activation, bool gated, bool wide,
-                                   std::array<bool, 6> needs, const optional<Tensor>& sum_in, const optional<Tensor>& sum_out) {
-    return expert_ffn_backward(grad, x, hidden, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide,
-                               needs, sum_in, sum_out);
-  });
+  m.impl("expert_ffn_backward",
+         [](const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,
+            const optional<Tensor>& place, const optional<Tensor>& weight, const Tensor& count, const Tensor& w_in,
+            const optional<Tensor>& b_in, const Tensor& w_out, const optional<Tensor>& b_out, int64_t activation,
+            bool gated, bool wide, std::array<bool, 6> needs, const optional<Tensor>& sum_in,
+            const optional<Tensor>& sum_out) {
+           return expert_ffn_backward(grad, x, hidden, order, place, weight, count, w_in, b_in, w_out, b_out,
+                                      activation, gated, wide, needs, sum_in, sum_out);
+         });
 }
 
 }  // namespace fmoe

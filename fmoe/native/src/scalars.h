@@ -1,7 +1,7 @@
 // What files compiled for each instruction set share: the namespace that is named after it, and numbers in memory.
 //
-// Everything of such a file is inside that namespace. A function with one name in two instruction sets would be merged by
-// the linker, and the wrong one would run on older processors; so nothing of std:: is used either.
+// Everything of such a file is inside that namespace. A function with one name in two instruction sets would be merged
+// by the linker, and the wrong one would run on older processors; so nothing of std:: is used either.
 #pragma once
 #include "kernels.h"
 
@@ -36,5 +36,5 @@ INLINE void store(bf16* p, float x) {  // to nearest, ties to even; NaN stays Na
   p->bits = uint16_t(x != x ? 0x7fc0 : rounded);
 }
 
-}  // namespace FMOE_JOIN(isa_, FMOE_ISA)
+}  // namespace FMOE_JOIN(isa_,FMOE_ISA)
 }  // namespace fmoe
