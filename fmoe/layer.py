@@ -175,9 +175,9 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
             gate,
             top_k and top_k * granularity,
             dict(gate_options or {}),
+            backend,
             expert,
             dict(expert_options or {}),
-            backend,
         )
         self._shared_arguments = (shared_expert, shared_gate, {**(expert_options or {}), "backend": backend})
         self.build()
@@ -200,7 +200,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
 
     def build(self) -> None:
         """Makes gate, experts and shared expert under the layer's seed, which draws the same weights at every split."""
-        gate, top_k, gate_options, expert, expert_options, backend = self._build_arguments
+        gate, top_k, gate_options, backend, expert, expert_options = self._build_arguments
         with random.keyed("gate", self.seed):
             self.gate = build_gate(gate or "naive", self.d_model, self.num_experts, top_k, **gate_options)
         if hasattr(self.gate, "set_worker"):
