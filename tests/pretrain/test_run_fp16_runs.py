@@ -83,8 +83,8 @@ def test_trust_ratios_are_told_of_steps_that_were_made(forks, recipe_file, tmp_p
 
 
 # Steps, sections of the recipe, seeds, by how much the validation loss falls at least, in nats, and how near to that of
-# fp32 it ends, the mean over the seeds: of one run's 150 steps two roundings are 2% apart by themselves, and of forty the
-# few that fp16 skips at the beginning are much.
+# fp32 it ends, the mean over the seeds: of one run's 150 steps two roundings are 2% apart by themselves, and of forty
+# the few that fp16 skips at the beginning are much.
 TEXTS = {
     "short": (40, {}, (1234,), 1.0, 0.08),
     "long": (150, {"model": {"hidden_size": 64, "num_heads": 4, "ffn_hidden_size": 64}}, (1, 2, 3), 2.0, 0.02),
