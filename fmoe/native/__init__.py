@@ -118,7 +118,7 @@ def _load_library(sanitize: tuple[str, ...]) -> Path:
     if "address" in sanitize and "libasan" not in Path("/proc/self/maps").read_text():
         raise BuildError(
             "FMOE_SANITIZE=address needs the sanitizer's runtime in the process from its start: "
-            "LD_PRELOAD=$(g++ -print-file-name=libasan.so)"
+            'LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"'
         )
     path = build.library(sanitize=sanitize)
     failed = cache.identity(path)

@@ -65,5 +65,8 @@ def _variables(sanitize: tuple[str, ...]) -> list[str]:
     words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
     if "address" in sanitize:
         cxx = shlex.join(compiler.find().command)
-        words += ["ASAN_OPTIONS=detect_leaks=0", f"LD_PRELOAD=$({cxx} -print-file-name=libasan.so)"]
+        words += [
+            "ASAN_OPTIONS=detect_leaks=0",
+            f'LD_PRELOAD="$({cxx} -print-file-name=libasan.so) $({cxx} -print-file-name=libstdc++.so.6)"',
+        ]
     return words

@@ -53,6 +53,7 @@ def test_torch_lowers_the_instruction_set(isa):
 def test_clean_under_sanitizers():
     """The tests of this folder that use the library, with AddressSanitizer and UBSan in it."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    standard = subprocess.run(["g++", "-print-file-name=libstdc++.so.6"], capture_output=True, text=True).stdout
     if not os.path.isabs(runtime.strip()):
         pytest.skip("no libasan")
     folder = Path(__file__).parent
@@ -62,7 +63,8 @@ def test_clean_under_sanitizers():
         **os.environ,
         "FMOE_SANITIZE": "address,undefined",
         "ASAN_OPTIONS": "detect_leaks=0",
-        "LD_PRELOAD": runtime.strip(),
+        # The sanitizer finds what throws exceptions when it starts: libstdc++ is to be there already.
+        "LD_PRELOAD": f"{runtime.strip()} {standard.strip()}",
         "OMP_NUM_THREADS": "2",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ours]
