@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process, supervise
 from pretrain.config import load_recipe
 from pretrain.exit_codes import EXIT_DIVERGED, Diverged
+
+_SECONDS_FOR_THE_FIRST = 30
 
 
 def parse(argv: Sequence[str], program: str) -> tuple[argparse.Namespace, list[str]]:
@@ -64,10 +67,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"pretrain: error: {error}", file=sys.stderr)
         code = EXIT_DIVERGED
     except (UserError, ModuleNotFoundError):
-        supervise.report(EXIT_USAGE)
-        # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
+        # Until the processes have met, all of a machine find the same thing wrong: one of them says so, and the
+        # launcher ends the others. Who is still here after a while has found it alone.
         if process.local_rank() != 0 and not dist.is_initialized():
-            return EXIT_USAGE
+            time.sleep(_SECONDS_FOR_THE_FIRST)
+        supervise.report(EXIT_USAGE)
         raise
     finally:
         process.stop()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fmoe.native import cache
 from pretrain.config import load_recipe
 from pretrain.tracking import read_metrics
 
@@ -22,6 +23,7 @@ def start(tmp_path):
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "OMP_", "RANK", "LOCAL_", "WORLD_"))}
     environment = kept | {"HOME": str(home), "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+    environment["FMOE_CACHE"] = str(cache.writable())  # what the session has built: nothing is compiled again
     environment["CUDA_VISIBLE_DEVICES"] = ""  # one recipe, two processes: on a machine with one GPU too
 
     def run(*command):
