@@ -31,14 +31,14 @@ def load() -> bool:
     """Builds the backend if this machine has not built it, and loads it; later calls return what the first did.
 
     If that cannot be, a line on the logger ``fmoe`` says why, and `why` tells it. Environment variables: FMOE_NATIVE=0
-    turns the backend off; FMOE_CACHE is the folder of built libraries; FMOE_SANITIZE=address,undefined takes the build
-    of ``fmoe build --sanitize``; CXX names the compiler.
+    turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of built libraries;
+    FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; CXX names the compiler.
 
     Returns:
         Whether ``torch.ops.fmoe_native`` is there.
 
     Raises:
-        UserError: FMOE_NATIVE or FMOE_SANITIZE has a value that it cannot have.
+        UserError: FMOE_NATIVE, FMOE_HUGE_PAGES or FMOE_SANITIZE has a value that it cannot have.
     """
     global _outcome
     if _outcome is None:
@@ -71,10 +71,15 @@ def is_off() -> bool:
     Raises:
         UserError: FMOE_NATIVE is neither 0 nor 1.
     """
-    value = os.environ.get("FMOE_NATIVE", "")
+    return not _switch("FMOE_NATIVE")
+
+
+def _switch(name: str) -> bool:
+    """An environment variable that is 0 or 1, by default 1."""
+    value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_NATIVE={value!r} is neither 0 (off) nor 1")
-    return value == "0"
+        raise UserError(f"{name}={value!r} is neither 0 (off) nor 1")
+    return value != "0"
 
 
 def describe() -> str:
@@ -99,7 +104,7 @@ def describe() -> str:
 def _load() -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
-    sanitize = _sanitizers()
+    sanitize, huge_pages = _sanitizers(), _switch("FMOE_HUGE_PAGES")
     try:
         path = _load_library(sanitize)
     except BuildError as error:
@@ -107,7 +112,7 @@ def _load() -> _Outcome:
         level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
         logger.log(level, "no native CPU backend: %s; experts run on the torch path", error)
         return _Outcome(reason=str(error))
-    register()
+    register(huge_pages)
     return _Outcome(path)
 
 

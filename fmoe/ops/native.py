@@ -91,9 +91,14 @@ def _code(activation: Callable) -> int | None:
 _is_wide = False
 
 
-def register() -> None:
-    """Derivatives and fake kernels; called once, when the extension is loaded."""
+def register(huge_pages: bool = True) -> None:
+    """Derivatives and fake kernels; called once, when the extension is loaded.
+
+    Args:
+        huge_pages: whether weights and what the operations allocate are to lie on them, where the system has them.
+    """
     global _is_wide
+    torch.ops.fmoe_native.huge_pages(huge_pages)
     _is_wide = not torch.ops.fmoe_native.has_bf16_gemm()
     torch.library.register_fake("fmoe_native::expert_ffn", _fake)
     torch.library.register_fake("fmoe_native::expert_ffn_backward", _fake_backward)

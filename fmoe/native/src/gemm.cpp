@@ -21,6 +21,8 @@ typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef float Loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t Lanes __attribute__((vector_size(LANES * 4)));
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 template <class T>
 INLINE Vector load_vector(const T* p) {
   if constexpr (sizeof(T) == 4) {
@@ -109,40 +111,76 @@ static void pack_block(Strided<T> b, int64_t begin, int64_t end, int64_t n, int6
 static void pack_tile(Strided<float> a, int64_t begin, int64_t rows, int64_t k, float* to) {
   const float* from = a.data + begin * a.row;
   if (a.row == 1) {
+#if defined(__AVX512F__)
+    const __mmask16 these = static_cast<__mmask16>((1u << rows) - 1);
+    for (int64_t i = 0; i < k; i++)
+      _mm512_mask_storeu_ps(to + i * rows, these, _mm512_maskz_loadu_ps(these, from + i * a.column));
+#else
     for (int64_t i = 0; i < k; i++)
       for (int64_t r = 0; r < rows; r++) to[i * rows + r] = from[i * a.column + r];
+#endif
   } else {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t i = 0; i < k; i++) to[i * rows + r] = from[r * a.row + i];
   }
 }
 
-// sum[M][COLUMNS] = a tile by a panel
-template <int M>
-static void multiply(int64_t k, const float* a, const float* b, float* sum) {
+// Where the next of b lies and how far to go for each step of the multiplication: so that it is there in time, but not
+// sooner.
+struct Ahead {
+  const char* at;
+  int64_t step;
+  Ahead(const void* begin, const void* end, int64_t most, int64_t steps) {
+    const int64_t there = static_cast<const char*>(end) - static_cast<const char*>(begin);
+    const int64_t bytes = least(there < 0 ? 0 : there, most);
+    at = static_cast<const char*>(begin);
+    step = steps < 1 ? 0 : least((bytes + steps - 1) / steps, 64);
+  }
+};
+
+enum How { STORE, ADD, STREAM };
+
+INLINE void put(float* to, Vector x, How how) {
+#if defined(__AVX512F__)
+  if (how == STREAM && reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_ps(to, x);
+#endif
+  *reinterpret_cast<Loose*>(to) = how == ADD ? x + load_vector(to) : x;
+}
+
+INLINE void put(bf16* to, Vector x, How) { SIMD for (int j = 0; j < LANES; j++) store(to + j, x[j]); }
+
+// out[M][COLUMNS] (+)= a tile of a, [k][M], by a panel of b. `ahead` goes on by k steps.
+template <int M, class O>
+static void tile(int64_t k, const float* a, const float* b, O* out, int64_t row, How how, Ahead& ahead) {
   Vector low[M], high[M];
 #pragma GCC unroll 12
   for (int r = 0; r < M; r++) low[r] = high[r] = Vector{};
-  for (int64_t i = 0; i < k; i++, a += M, b += COLUMNS) {
-    const Vector first = *reinterpret_cast<const Loose*>(b), second = *reinterpret_cast<const Loose*>(b + LANES);
+  const char* next = ahead.at;
+  const int64_t step = ahead.step;
+  for (int64_t i = 0; i < k; i++, a += M, b += COLUMNS, next += step) {
+    __builtin_prefetch(next, 0, 2);
+    const Vector first = load_vector(b), second = load_vector(b + LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < M; r++) {
       low[r] += a[r] * first;
       high[r] += a[r] * second;
     }
   }
+  ahead.at = next;
 #pragma GCC unroll 12
   for (int r = 0; r < M; r++) {
-    *reinterpret_cast<Loose*>(sum + r * COLUMNS) = low[r];
-    *reinterpret_cast<Loose*>(sum + r * COLUMNS + LANES) = high[r];
+    put(out + r * row, low[r], how);
+    put(out + r * row + LANES, high[r], how);
   }
 }
 
-using Multiply = void (*)(int64_t, const float*, const float*, float*);
-static const Multiply multiply_of[] = {
-    nullptr,     multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
+template <class O>
+using Tile = void (*)(int64_t, const float*, const float*, O*, int64_t, How, Ahead&);
+template <class O>
+static const Tile<O> tile_of[] = {
+    nullptr,    tile<1, O>, tile<2, O>, tile<3, O>,  tile<4, O>,  tile<5, O>,  tile<6, O>,
 #if defined(__AVX512F__)
-    multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
+    tile<7, O>, tile<8, O>, tile<9, O>, tile<10, O>, tile<11, O>, tile<12, O>,
 #endif
 };
 
@@ -175,29 +213,6 @@ static int64_t gemm_work(int64_t m, int64_t n, int64_t k) {
   return m * k + (wide > deep ? wide : deep) + ROWS * COLUMNS + 64;
 }
 
-template <class O>
-INLINE void put(O* to, const float* from, int64_t size, bool add, bool is_far) {
-  if (add) {
-    SIMD for (int64_t c = 0; c < size; c++) store(to + c, load(to + c) + from[c]);
-    return;
-  }
-#if defined(__AVX512F__)
-  if constexpr (sizeof(O) == 4) {
-    if (is_far && size == COLUMNS && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-      _mm512_stream_ps(to, _mm512_loadu_ps(from));
-      _mm512_stream_ps(to + LANES, _mm512_loadu_ps(from + LANES));
-      return;
-    }
-  }
-#endif
-  (void)is_far;
-  if (size == COLUMNS) {
-    SIMD for (int64_t c = 0; c < COLUMNS; c++) store(to + c, from[c]);
-  } else {
-    for (int64_t c = 0; c < size; c++) store(to + c, from[c]);
-  }
-}
-
 template <class B, class O>
 static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                  float* work) {
@@ -212,26 +227,41 @@ static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b
     const int64_t begin = t * m / tiles, end = (t + 1) * m / tiles;
     pack_tile(a, begin, end - begin, k, packed + begin * k);
   }
-  const bool is_far = m * n >= FAR;
+  const How first = add ? ADD : m * n >= FAR && depth >= k ? STREAM : STORE;
+  // Blocks of b lie one after the other where one is all of k or all of n.
+  const bool is_run = (depth == k && b.row == 1 && b.column == k) || (width >= n && b.column == 1 && b.row == n);
   for (int64_t i = 0; i < k || i == 0; i += depth) {
-    const int64_t deep = k - i < depth ? k - i : depth;
+    const int64_t deep = least(k - i, depth);
+    const How how = i ? ADD : first;
     for (int64_t j = 0; j < n; j += width) {
-      const int64_t end = n - j < width ? n : j + width;
-      const Strided<B> part = {b.data + i * b.row, b.row, b.column};
-      pack_block(part, j, end, n, deep, block);
+      const int64_t end = least(n, j + width);
+      pack_block(Strided<B>{b.data + i * b.row, b.row, b.column}, j, end, n, deep, block);
+      const B* after = b.data + (b.row == 1 ? end * k : (i + deep) * n);
+      const int64_t steps = tiles * ((end - j + COLUMNS - 1) / COLUMNS) * deep;
+      Ahead ahead(is_run ? after : b.data, is_run ? b.data + n * k : b.data, depth * width * int64_t(sizeof(B)), steps);
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t begin = t * m / tiles, rows = (t + 1) * m / tiles - begin;
+        const float* these = packed + begin * k + i * rows;
         for (int64_t c = j; c < end; c += COLUMNS) {
-          multiply_of[rows](deep, packed + begin * k + i * rows, block + (c - j) * deep, sum);
-          const int64_t size = n - c < COLUMNS ? n - c : COLUMNS;
+          const float* panel = block + (c - j) * deep;
+          O* to = out + begin * row + c;
+          const int64_t rest = n - c;
+          if (rest >= COLUMNS) {
+            tile_of<O>[rows](deep, these, panel, to, row, how, ahead);
+            continue;
+          }
+          tile_of<float>[rows](deep, these, panel, sum, COLUMNS, STORE, ahead);
           for (int64_t r = 0; r < rows; r++)
-            put(out + (begin + r) * row + c, sum + r * COLUMNS, size, add || i, is_far);
+            for (int64_t q = 0; q < rest; q++) {
+              O* one = to + r * row + q;
+              store(one, sum[r * COLUMNS + q] + (how == ADD ? load(one) : 0.f));
+            }
         }
       }
     }
   }
 #if defined(__AVX512F__)
-  if (is_far) _mm_sfence();
+  if (first == STREAM) _mm_sfence();
 #endif
 }
 

@@ -4,13 +4,31 @@
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace fmoe {
 namespace {
 
 using at::Tensor;
+
+constexpr size_t PAGE = 2 << 20;  // a huge one: what begins and ends at these can lie on them
+
+// Whether large memory is to lie on huge pages: walking through the weights of many experts misses the translation of
+// nearly every small one.
+std::atomic<bool> huge_pages{true};
+
+void want_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool now) {
+#ifdef MADV_HUGEPAGE
+  if (!huge_pages || madvise(data, bytes, MADV_HUGEPAGE) || !now) return;
+  constexpr int COLLAPSE =
+      25;  // MADV_COLLAPSE, of Linux 6.1: of what was touched already, without waiting for the kernel
+  madvise(data, bytes, COLLAPSE);
+#endif
+}
 
 // Large blocks, used again: malloc would map fresh pages for each and give them back, and the first touch of a page
 // costs more than anything that is done with it. Blocks that were of no use for a while go back to the system.
@@ -29,7 +47,7 @@ class Pool {
   }
 
  private:
-  static constexpr size_t SMALLEST = 1 << 20, PAGE = 2 << 20;
+  static constexpr size_t SMALLEST = 1 << 20;
   static constexpr uint64_t PATIENCE = 256;
   struct Block {
     void* data;
@@ -69,9 +87,7 @@ class Pool {
     auto begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE;  // where huge pages can lie
     if (begin > uintptr_t(data)) munmap(data, begin - uintptr_t(data));
     if (auto rest = uintptr_t(data) + PAGE - begin; rest > 0) munmap((void*)(begin + size), rest);
-#ifdef MADV_HUGEPAGE
-    madvise((void*)begin, size, MADV_HUGEPAGE);
-#endif
+    want_huge_pages((void*)begin, size, false);
     return {(void*)begin, size};
   }
 
@@ -84,6 +100,30 @@ class Pool {
   std::mutex lock_;
   std::vector<Block> free_;
   uint64_t clock_ = 0;
+};
+
+// Large memory that is not of the pool: weights, and what their gradients are added to. They are asked
+// to lie on huge pages when they are met first; where that cannot be (shared memory, say) it stays as it is.
+class Met {
+ public:
+  static void at(const Tensor& t) {
+    static Met* met = new Met;
+    const size_t bytes = t.nbytes();
+    const uintptr_t data = uintptr_t(t.const_data_ptr());
+    const uintptr_t begin = (data + PAGE - 1) / PAGE * PAGE, end = (data + bytes) / PAGE * PAGE;
+    if (huge_pages && begin < end && met->is_new(data, bytes)) want_huge_pages((void*)begin, end - begin, true);
+  }
+
+ private:
+  static constexpr size_t MOST = 4096;
+  bool is_new(uintptr_t data, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (met_.size() >= MOST) met_.clear();
+    auto [it, is_first] = met_.try_emplace(data, bytes);
+    return is_first || std::exchange(it->second, bytes) != bytes;
+  }
+  std::mutex lock_;
+  std::unordered_map<uintptr_t, size_t> met_;
 };
 
 // Memory of a thread for one expert, by purpose.

@@ -85,6 +85,7 @@ std::tuple<Tensor, Tensor> expert_ffn(const Tensor& x, const optional<Tensor>& o
   at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t rows = check(x, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated);
   const Sizes sizes{w_in.size(0), x.size(1), w_out.size(2), w_in.size(1), Activation(activation), gated};
+  Met::at(w_in), Met::at(w_out);
   Tensor hidden = Pool::get().take({rows, sizes.p}, x.options());
   Tensor out = Pool::get().take({rows, sizes.d}, x.options());
   by_type(x, wide, [&](auto t, auto c) {
@@ -120,6 +121,8 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
     TORCH_CHECK(
         !*sum || ((*sum)->scalar_type() == at::kFloat && (*sum)->is_contiguous() && (*sum)->sizes() == like->sizes()),
         "fmoe: gradients are added to float32 of the shape of the weights");
+  for (const auto* sum : {&sum_in, &sum_out})
+    if (*sum) Met::at(**sum);
   const Sizes sizes{w_in.size(0), x.size(1), w_out.size(2), w_in.size(1), Activation(activation), gated};
   auto make = [&](bool needed, const Tensor& like) {
     return needed ? Pool::get().take(like.sizes(), like.options()) : at::empty({0}, like.options());
@@ -162,6 +165,7 @@ TORCH_LIBRARY(fmoe_native, m) {
       "Tensor(a!)? sum_in, Tensor(b!)? sum_out) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("has_bf16_gemm() -> bool", &has_bf16_gemm);
   m.def("few_rows(int rows) -> int", [](int64_t rows) { return few_rows.exchange(rows); });
+  m.def("huge_pages(bool on) -> bool", [](bool on) { return huge_pages.exchange(on); });
   m.def("isa() -> str", [] { return std::string(isa_name()); });
 }
 

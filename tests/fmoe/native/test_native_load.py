@@ -23,10 +23,11 @@ def fresh(tmp_path, monkeypatch, caplog):
     """As a process that has loaded nothing, with a cache of its own and a library that is quickly made."""
     caplog.set_level(logging.INFO, "fmoe")
     monkeypatch.setattr(native, "_outcome", None)
-    monkeypatch.setattr(native, "register", lambda: None, raising=False)  # the small library has no operators
+    # The small library has no operators.
+    monkeypatch.setattr(native, "register", lambda huge_pages: None, raising=False)
     monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src"))
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path / "cache"))
-    for name in ("FMOE_NATIVE", "FMOE_SANITIZE", "LOCAL_RANK"):
+    for name in ("FMOE_NATIVE", "FMOE_HUGE_PAGES", "FMOE_SANITIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -85,6 +86,10 @@ def test_wrong_values(monkeypatch):
     with pytest.raises(UserError, match="FMOE_NATIVE='off' is neither 0"):
         native.load()
     monkeypatch.setenv("FMOE_NATIVE", "1")
+    monkeypatch.setenv("FMOE_HUGE_PAGES", "2")
+    with pytest.raises(UserError, match="FMOE_HUGE_PAGES='2' is neither 0"):
+        native.load()
+    monkeypatch.delenv("FMOE_HUGE_PAGES")
     monkeypatch.setenv("FMOE_SANITIZE", "memory")
     with pytest.raises(UserError, match="sanitize='memory'"):
         native.load()

@@ -41,12 +41,14 @@ def gemms(request):
 class Case:
     """Tokens, decisions and weights, drawn from a seed."""
 
-    def __init__(self, seed, dtype=torch.float32, counts=None):
+    def __init__(self, seed, dtype=torch.float32, counts=None, sizes=None):
         draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
         tokens = draw.choice([0, 1, 7, 40, 150, 400])
         experts = draw.choice([1, 3, 8, 17])
         top_k = experts if seed % 7 == 0 else draw.randint(1, min(4, experts))
         width, hidden = draw.randint(5, 70), draw.randint(5, 90)
+        if sizes is not None:
+            tokens, experts, top_k, width, hidden = sizes
         self.gated, bias, self.activation = bool(seed % 2), seed // 2 % 2, list(ACTIVATIONS.values())[seed % 4]
         expert_TK = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k]
         if counts == "one":  # a hot expert, that all threads have to compute
@@ -120,6 +122,30 @@ def test_bfloat16_over_random_shapes(part, wide, gemms, monkeypatch):
         if case.activation is F.relu:  # whose derivative jumps where a pre-activation is rounded across zero
             case.activation = F.silu
         check(case, fused, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [(96, 3, 2, 512, 1024), (70, 2, 2, 301, 1100), (500, 3, 2, 130, 609)], ids=str)
+def test_matrices_of_many_blocks(sizes, dtype, threads):
+    """So large that our GEMMs take them in blocks, add parts up, and write past the caches; gated and not."""
+    before = torch.ops.fmoe_native.few_rows(1 << 30)
+    try:
+        for seed in (2, 3):
+            check(Case(seed, dtype, sizes=sizes), fused, TOLERANCE[dtype])
+    finally:
+        torch.ops.fmoe_native.few_rows(before)
+
+
+def test_memory_may_stay_on_small_pages():
+    """FMOE_HUGE_PAGES=0 changes no number."""
+    case = Case(3, sizes=(96, 4, 2, 512, 1024))
+    expected = case.run(fused)
+    before = torch.ops.fmoe_native.huge_pages(False)
+    try:
+        found = case.run(fused)
+    finally:
+        torch.ops.fmoe_native.huge_pages(before)
+    assert before and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_hot_expert_is_computed_by_all_threads():
