@@ -83,10 +83,13 @@ def _recipe(name: str, split: str, layers: int | None = None) -> Recipe:
 
 def _alone(name: str, arguments) -> dict[str, list]:
     """In this process, on its GPU where it has one."""
+    from megatron.core import parallel_state
+
     processes = process.start()
     try:
         return _measure_split(name, "1", processes, arguments)
     finally:
+        parallel_state.destroy_model_parallel()  # the next recipe makes its own
         process.stop()
 
 

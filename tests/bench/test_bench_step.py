@@ -147,6 +147,7 @@ def measured(folder):
     from bench.step.contenders import MEGATRON, NATIVE, TORCH, Contenders
     from bench.step.marks import marks_of
 
+    torch.distributed.destroy_process_group()  # the benchmark makes its own
     path = Path(folder) / "tiny.toml"
     path.write_text(TINY)
     argv = ["--recipe", str(path), "--precision", "bf16", "--rounds", "2", "--warmup", "1", "--looks", "1"]
