@@ -3,7 +3,8 @@
 There torch's bf16 products take three to six times as long as float32 ones, conversions included. Weights, activations
 and gradients stay 16-bit; a product is rounded once, when it is done, and never between.
 
-Marked weights alone are multiplied so (`widen`): what is compared with megatron-core's own experts should be those.
+Marked weights alone are multiplied so (`widen`), megatron-core's own experts are not: whoever compares layers with them
+should meet them as they are. Nor are those under sequence parallelism, whose gathering is in the middle.
 
 Shape letters: M rows, I input width, O output width.
 """
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 _MARK = "is_multiplied_in_float32"
-_PART = 1 << 20  # elements of the result that are there in float32 at a time: few enough to stay in the cache
+_PART = 1 << 20  # elements of rows and of results that are there in float32 at a time: few enough for a cache
 
 
 @functools.cache
@@ -43,10 +44,12 @@ def widen(model: nn.Module) -> None:
 def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
     """``a @ b`` of bf16 matrices, summed in float32 and rounded once: bf16 [M, O]."""
     b_IO = b_IO.float()
-    out_MO = a_MI.new_empty(a_MI.shape[0], b_IO.shape[1])
-    rows = max(_PART // max(out_MO.shape[1], 1), 64)
-    wide_MO = b_IO.new_empty(min(rows, out_MO.shape[0]), out_MO.shape[1])
-    for a, out in zip(a_MI.split(rows), out_MO.split(rows), strict=True):
+    (rows, inner), width = a_MI.shape, b_IO.shape[1]
+    out_MO = a_MI.new_empty(rows, width)
+    parts = max(-(-rows * max(inner, width) // _PART), 1)
+    each = max(-(-rows // parts), 1)
+    wide_MO = b_IO.new_empty(min(each, rows), width)
+    for a, out in zip(a_MI.split(each), out_MO.split(each), strict=True):
         out.copy_(torch.mm(a.float(), b_IO, out=wide_MO[: len(a)]))
     return out_MO
 
@@ -63,7 +66,7 @@ def forward_in_float32(forward: Callable) -> staticmethod:
             return forward(ctx, input, weight, bias, fusion, allreduce_dgrad, sequence_parallel, buffer, limit, group)
         ctx.save_for_backward(input, weight)
         ctx.group, ctx.has_bias = group if allreduce_dgrad else None, bias is not None
-        out = product(input.flatten(0, -2), weight.t()).view(*input.shape[:-1], -1)
+        out = product(input.flatten(0, -2), weight.t()).view(*input.shape[:-1], len(weight))
         return out if bias is None else out + bias
 
     return staticmethod(wrapped)

@@ -19,13 +19,14 @@ class Contenders:
     """Engines of a recipe, made when they are asked for. Our two backends are two ways to run the same engine.
 
     Attributes:
-        names: of the contenders; native where the extension can be built.
+        names: of the contenders; native on a CPU where the extension can be built.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes):
         self.recipe, self._processes = recipe, processes
         self.samples = Tokens(recipe)
-        self.names = ([NATIVE] if native.load() else []) + [TORCH, MEGATRON]
+        has_native = processes.device.type == "cpu" and native.load()
+        self.names = [NATIVE, TORCH, MEGATRON] if has_native else [TORCH, MEGATRON]
         self._step = -1
 
     @functools.cached_property
