@@ -18,7 +18,7 @@ BENCHMARKS = {
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
-    "step": "bench.step",
+    "step": "bench.step.main",
 }
 
 USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help tells more)"

@@ -6,18 +6,22 @@ kernels for CPU and GPU (FlashAttention, arXiv 2205.14135).
 
 import contextlib
 
+import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_patch import wide
+
 
 class SDPAttention(DotProductAttention):
     """`DotProductAttention` with the same arguments, shapes and results.
 
     What torch's kernel has no form for (softmax with an offset, sliding windows, layer-scaled scores, decoding with
-    cached keys) goes the old way. A row whose keys are all masked gives NaN here and their mean there.
+    cached keys) goes the old way. A row whose keys are all masked gives NaN here and their mean there. bf16 is computed
+    in float32 where that is faster (`megatron_patch.wide`).
     """
 
     def forward(
@@ -42,12 +46,13 @@ class SDPAttention(DotProductAttention):
         # As in the module replaced: under tensor parallelism each rank drops its own heads' scores.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+            dtype = torch.float32 if query.dtype == torch.bfloat16 and wide.is_wanted() else query.dtype
             out = F.scaled_dot_product_attention(
-                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                *(x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value)),
                 attn_mask=None if attention_mask is None else ~attention_mask,
                 dropout_p=dropout,
                 is_causal=is_causal,
                 scale=self.softmax_scale,
                 enable_gqa=query.shape[2] != key.shape[2],
             )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fmoe import random
-from megatron_patch import adapter
+from megatron_patch import adapter, wide
 from megatron_patch.patches import Patch, apply
 from megatron_patch.version import check_version
 
@@ -161,8 +161,19 @@ def _splits_as_numpy(move: Callable) -> Callable:
     return moved
 
 
+def _max_without_places(largest: Callable) -> staticmethod:
+    """The largest logit of each token: the same values, without their places, which cost most of the time."""
+
+    def calculated(vocab_parallel_logits):
+        logits = vocab_parallel_logits.float()
+        return logits, logits.amax(-1)
+
+    return staticmethod(functools.wraps(largest)(calculated))
+
+
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
+_LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
 _FACTORIES = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "eye", "linspace"),
@@ -212,6 +223,15 @@ PATCHES = (
         _splits_as_numpy,
         "Megatron's own dispatcher passes a tensor as split sizes (moe_utils.py:1093)",
     ),
+    Patch(
+        "megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy",
+        "calculate_logits_max",
+        _max_without_places,
+        "torch.max along an axis takes several times as long as amax on a CPU (cross_entropy.py:31): nothing fails "
+        "without",
+    ),
+    Patch(_LINEAR, "forward", wide.forward_in_float32, "bf16 products without instructions for them (layers.py:488)"),
+    Patch(_LINEAR, "backward", wide.backward_in_float32, "the same (layers.py:531)"),
 )
 
 _installed = False

@@ -152,6 +152,15 @@ def build_optimizer(
     return optimizer
 
 
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: float) -> None:
+    """Megatron-core's ``clip_grad_by_total_norm_fp32``, bit for bit, in place: without apex that one makes a copy of
+    each gradient, in memory that is mapped anew each time, and copies it back."""
+    factor = max_norm / (norm + 1.0e-6)
+    if factor < 1.0:
+        torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+
+
 def _refuse_parts(optimizer: Optimizer, shard: Shard) -> None:
     if shard.is_sharded:
         raise UserError(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
@@ -19,9 +18,9 @@ from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
 from fmoe.metrics import LayerReport
-from megatron_patch import MegatronFMoE
+from megatron_patch import MegatronFMoE, wide
 from megatron_patch.loss_scale import grad_scaler
-from megatron_patch.optimizer import build_optimizer
+from megatron_patch.optimizer import build_optimizer, clip_gradients
 from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
@@ -91,6 +90,9 @@ class Engine:
         self.kind = kind_of(recipe)
         random.set_position(recipe.train.seed, step=0)
         self.chunks = [build(recipe, **stage) for stage in stages(recipe.parallel)]
+        if wide.is_wanted():
+            for chunk in self.chunks:
+                wide.widen(chunk)
         self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.config = self.chunks[0].config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
@@ -244,7 +246,7 @@ class Engine:
         """The second half of Megatron's ``ChainedOptimizer.step``, which has no room for a decision in between."""
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+                clip_gradients(parameters, part.config.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
 
     def evaluate(self, samples: Samples, count: int) -> float:

@@ -1,0 +1,89 @@
+"""Engines whose models differ in the layer with the experts."""
+
+import functools
+from collections.abc import Callable
+
+from torch import nn
+
+from bench.samples import Tokens
+from fmoe import native
+from pretrain.config import Recipe
+from pretrain.engine import Engine
+from pretrain.model import build_model
+from pretrain.process import Processes
+
+NATIVE, TORCH, MEGATRON = "fmoe native", "fmoe torch", "megatron-core MoELayer"
+
+
+class Contenders:
+    """Engines of a recipe, made when they are asked for. Our two backends are two ways to run the same engine.
+
+    Attributes:
+        names: of the contenders; native on a CPU where the extension can be built.
+    """
+
+    def __init__(self, recipe: Recipe, processes: Processes):
+        self.recipe, self._processes = recipe, processes
+        self.samples = Tokens(recipe)
+        has_native = processes.device.type == "cpu" and native.load()
+        self.names = [NATIVE, TORCH, MEGATRON] if has_native else [TORCH, MEGATRON]
+        self._step = -1
+
+    @functools.cached_property
+    def _ours(self) -> Engine:
+        return Engine(self.recipe, self._processes)
+
+    @functools.cached_property
+    def _megatron(self) -> Engine:
+        return Engine(self.recipe, self._processes, build=_megatron_moe)
+
+    def engine(self, name: str) -> Engine:
+        """Ready to run with that contender's layer."""
+        if name == MEGATRON:
+            return self._megatron
+        for layer in self._ours.moe_layers:
+            layer.experts.backend = {NATIVE: "native", TORCH: "torch"}[name]
+        return self._ours
+
+    def step(self, name: str) -> Callable[[], object]:
+        """Training steps over random tokens, one a call."""
+        self.engine(name)
+
+        def run() -> float:
+            engine = self.engine(name)
+            self._step += 1
+            result = engine.train_step(self._step, self.samples)
+            engine.routing()
+            return result.loss
+
+        return run
+
+
+def _megatron_moe(recipe: Recipe) -> nn.Module:
+    """The GPT of the recipe with megatron-core's MoELayer."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from pretrain.models.config import transformer_config
+    from pretrain.models.gpt import build_gpt
+
+    model = recipe.model
+    if not model.num_experts:
+        return build_model(recipe)
+    config = transformer_config(
+        recipe,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.top_k,
+        moe_ffn_hidden_size=model.ffn_hidden_size,
+        moe_expert_capacity_factor=model.capacity_factor,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=model.balance_loss,
+        moe_z_loss_coeff=model.z_loss,
+        moe_input_jitter_eps=model.jitter if model.gate == "switch" and model.jitter else None,
+        moe_router_pre_softmax=model.gate != "naive",  # softmax over all experts, or over the chosen ones
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=recipe.parallel.expert,
+        expert_tensor_parallel_size=recipe.parallel.expert_tensor,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=model.num_experts, moe_grouped_gemm=False)
+    return build_gpt(recipe, config, spec)

@@ -1,0 +1,139 @@
+"""``python -m bench step``: a whole training step, in one process and split, and where its time goes.
+
+Contenders differ in the Mixture-of-Experts layer alone: ours with either backend, and megatron-core's own MoELayer with
+the same experts, top-k and capacity. Everything around them (attention, schedule, DDP, optimizer) is the same for all.
+Splits of several processes run on gloo, the machine's cores shared out; a round's time is that of the slowest rank. In
+one process on a CPU the blocks of experts are timed alone too, and the time of a step is split into regions.
+"""
+
+import argparse
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import frame, options, ranks, report
+from fmoe.errors import UserError
+from pretrain import process
+from pretrain.config import Recipe, load_recipe
+from pretrain.process import Processes
+
+# Keys of [parallel]. TP2 has sequence parallelism, without which megatron-core's layer refuses to train.
+SPLITS: dict[str, dict[str, int]] = {"1": {}, "EP2": {"expert": 2}, "TP2": {"tensor": 2}}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+_COLUMNS = (
+    "Seconds in regions are medians over steps that were looked at apart from the timed ones, forward and backward "
+    "together. `block`: router to combine and the rest of the layer. The native operation gathers and combines too: "
+    "its dispatch and combine are in `experts`.",
+    "`blocks alone`: forward and backward of all layers' blocks on the inputs that they had in a step, one after the "
+    "other.",
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = _parser().parse_args(argv)
+    if arguments.clock == "cpu" and arguments.threads != 1:
+        raise UserError("--clock cpu adds up the threads' times: it is for --threads 1")
+    recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # all that is wrong is met here
+    rows, notes = [], []
+    for name in recipes:
+        for split in arguments.splits:
+            size = _recipe(name, split).parallel.world_size
+            of_split = _alone(name, arguments) if size == 1 else _together(size, name, split, arguments)
+            rows += of_split["rows"]
+            notes += of_split["goals"]
+    lines = [f"* {line}" for line in _COLUMNS] if notes else []
+    report.write(rows, arguments.out, "step", notes=[*lines, "", "Goals:", "", *notes] if notes else [], means=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = options.parser("step", __doc__, rounds=10, warmup=2)
+    parser.add_argument(
+        "--recipe", nargs="+", default=["quickstart", "gpt-64"], help="whose model and batch to take; gpt-64 is ours"
+    )
+    parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=["1"])
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32", "bf16"])
+    parser.add_argument("--layers", type=int, default=None, help="instead of the recipe's")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="of a process; by default the cores over the processes"
+    )
+    parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: seconds of the processor, where others use it too"
+    )
+    return parser
+
+
+def _recipe(name: str, split: str, layers: int | None = None) -> Recipe:
+    own = Path(__file__).parent / f"{name}.toml"
+    recipe = load_recipe(str(own) if own.is_file() else name)
+    recipe = replace(recipe, parallel=replace(recipe.parallel, **{"expert": 1, "data": 1} | SPLITS[split]))
+    if layers is not None:
+        recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
+    recipe.check()
+    return recipe
+
+
+def _alone(name: str, arguments) -> dict[str, list]:
+    """In this process, on its GPU where it has one."""
+    from megatron.core import parallel_state
+
+    processes = process.start()
+    try:
+        return _measure_split(name, "1", processes, arguments)
+    finally:
+        parallel_state.destroy_model_parallel()  # the next recipe makes its own
+        process.stop()
+
+
+def _together(size: int, name: str, split: str, arguments) -> dict[str, list]:
+    found = ranks.run(size, _on_a_rank, name, split, arguments)
+    return {"rows": [frame.Measurement.from_json(row) for row in found["rows"]], "goals": found["goals"]}
+
+
+def _on_a_rank(name: str, split: str, arguments) -> dict[str, Any]:
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    found = _measure_split(name, split, processes, arguments)
+    return {"rows": [row.to_json() for row in found["rows"]], "goals": found["goals"]}
+
+
+def _measure_split(name: str, split: str, processes: Processes, arguments) -> dict[str, list]:
+    """Rows for each precision, and lines."""
+    from megatron_patch import cpu
+
+    cpu.install()
+    for module in ("megatron", "torch"):  # what torch renames, megatron-core still calls by its old name
+        warnings.filterwarnings("ignore", module=module)
+    from bench.step import measure
+    from bench.step.contenders import MEGATRON, Contenders
+    from pretrain.engine import init_parallel
+
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // processes.world_size)
+    torch.set_num_threads(threads)
+    recipe = _recipe(name, split, arguments.layers)
+    init_parallel(recipe, processes)
+    rows, goals = [], []
+    for precision in arguments.precision:
+        label = f"{name}, {split}, {precision}, {processes.world_size} x {threads} threads"
+        of_row = replace(recipe, train=replace(recipe.train, precision=precision))
+        contenders = Contenders(of_row, processes)
+        timed = measure.steps(contenders, label, arguments, CLOCKS[arguments.clock])
+        contenders.names = [name for name in contenders.names if name in timed.seconds]  # others have failed
+        if processes.world_size > 1 or processes.device.type != "cpu":
+            rows.append(timed)
+        else:
+            looked = measure.regions(contenders, arguments, CLOCKS[arguments.clock])
+            alone = measure.blocks_alone(contenders, f"{label}, blocks alone", arguments, CLOCKS[arguments.clock])
+            rows += [replace(timed, facts=measure.facts(looked)), alone]
+            goals += [str(comparison.goal()) for comparison in measure.comparisons(timed, alone, looked)]
+        if processes.is_main:
+            told = {other: str(timed.ratio(other)) for other in timed.seconds if other != MEGATRON}
+            print(f"{label}: of {MEGATRON} {told}", flush=True)
+    return {"rows": rows, "goals": goals}
