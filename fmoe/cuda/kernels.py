@@ -6,7 +6,7 @@ import torch
 
 DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "fmoe::bf16"}
 
-ROUTE_WIDTHS = (1, 2, 4, 8, 16, 32)  # experts a lane, of up to 32 times as many; 0 for more
+ROUTE_WIDTHS = (1, 2, 4, 8)  # experts a lane, of up to 32 times as many; 0 for more
 
 
 def _each(kernel: str, *arguments) -> tuple[str, ...]:
