@@ -14,22 +14,21 @@ def _each(kernel: str, *arguments) -> tuple[str, ...]:
 
 
 _T = tuple(DTYPES.values())
+_SAME = tuple(f"{t}, {t}" for t in _T)
 
+# What `fmoe.ops.cuda` calls. Routers run in float32.
 KERNELS: dict[str, tuple[str, ...]] = {
-    "route.cu": _each("route", _T, (*ROUTE_WIDTHS, 0)) + _each("route_backward", _T),
-    "plan.cu": tuple(
-        f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity", "segment_order")
-    ),
+    "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
+    "plan.cu": tuple(f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity")),
     "rows.cu": (
-        *_each("gather", _T, _T),
+        *_each("gather", _SAME),
         *_each("combine", _T),
         *_each("combine_backward", _T),
         *_each("add_bias", _T),
-        *_each("column_sums", _T, _T),
+        *_each("column_sums", _SAME),
     ),
     "activation.cu": (
         *_each("activate", _T, range(4), ("false", "true")),
         *_each("activate_backward", _T, range(4), ("false", "true")),
     ),
-    "lamb.cu": (*_each("lamb_measure", _T, _T), "fmoe::lamb_norms", *_each("lamb_update", _T)),
 }

@@ -3,7 +3,7 @@
 Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
 """
 
-from typing import List, Tuple  # noqa: UP035  what torch's schemas are read from
+from typing import List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
 
 import torch
 from torch import Tensor
@@ -140,3 +140,41 @@ def _(expert_TK, num_experts):
         new(num_experts, dtype=torch.int32),
         new(1),
     )
+
+
+@torch.library.custom_op("fmoe_cuda::drop_over_capacity", mutates_args=())
+def _drop_over_capacity(
+    expert_TK: Tensor,
+    mask_T: Optional[Tensor],  # noqa: UP045
+    num_experts: int,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    factor: float,
+) -> Tensor:
+    sizes = (num_experts, group_size, sequences, sequence_length, factor)
+    return kernels.drop_over_capacity(expert_TK, mask_T, *sizes)
+
+
+@_drop_over_capacity.register_fake
+def _(expert_TK, mask_T, num_experts, group_size, sequences, sequence_length, factor):
+    return torch.empty_like(expert_TK)
+
+
+def drop_over_capacity(
+    expert_TK: Tensor,
+    mask_T: Tensor | None,
+    num_experts: int,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    factor: float,
+) -> Tensor:
+    """``expert_TK`` with -1 where the expert is full (`fmoe.gates.capacity.drop_over_capacity`).
+
+    Args:
+        sequences, sequence_length: of tokens that lie [length, sequences]; else 1 and T.
+    """
+    mask_T = None if mask_T is None else mask_T.contiguous()
+    sizes = (num_experts, group_size, sequences, sequence_length, factor)
+    return _drop_over_capacity(expert_TK.contiguous(), mask_T, *sizes)
