@@ -62,8 +62,9 @@ def launcher(device: torch.device) -> Launcher | None:
     return None if outcome is None else outcome.launcher
 
 
+@torch.compiler.assume_constant_result
 def is_loaded(device: torch.device) -> bool:
-    """Whether `launcher` has one."""
+    """Whether `launcher` has one. A constant for torch.compile."""
     return bool(_outcomes) and launcher(device) is not None
 
 
