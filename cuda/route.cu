@@ -115,7 +115,7 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
     float largest = MINUS_INFINITY;
     for (int k = lane; k < top_k; k += 32)
       if (chosen[k] >= 0) largest = fmaxf(largest, to_float(logits[chosen[k]]));
-    normal.shift = shift_of(warp_max(largest));
+    normal.shift = warp_max(largest);
   }
   for (int k = lane; k < top_k; k += 32) {
     if (chosen[k] < 0) continue;
