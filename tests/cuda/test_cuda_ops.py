@@ -2,12 +2,15 @@
 
 import json
 
+import kernel_list
 import pytest
 import torch
 from compare import assert_close
 from cpu_launcher import on_cpu
 
 from fmoe import ops
+from fmoe.cuda import build
+from fmoe.cuda.kernels import KERNELS
 from fmoe.dispatch import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS
@@ -176,3 +179,9 @@ def test_gemm_is_measured_once(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert gemm.choose("auto", given[:4], weight, None) == "grouped" and measured == [8]
     assert gemm.choose("grouped", given, torch.zeros(2, 33, 16), None) == "loop"  # rows of 132 bytes
+
+
+def test_what_is_compiled_is_what_is_tested():
+    """The instances that the operations call are among those of the emulation, and of the tests that compile all."""
+    assert all(set(names) <= set(kernel_list.KERNELS[source]) for source, names in KERNELS.items())
+    assert all((build.SHIPPED.folder / source).is_file() for source in KERNELS)
