@@ -45,7 +45,7 @@ def _hugging_face_experts(problem: Problem, implementation: str) -> nn.Module:
             n_routed_experts=shape.num_experts, mlp_hidden_act="gelu", moe_latent_size=None, **sizes
         )
     config._experts_implementation = implementation
-    experts = Experts(config).to(problem.dtype)
+    experts = Experts(config).to(problem.device, problem.dtype)
     with torch.no_grad():
         (experts.gate_up_proj if shape.gated else experts.up_proj).copy_(problem.w_in_EPD)
         experts.down_proj.copy_(problem.w_out_EDH)
@@ -110,7 +110,7 @@ def megatron(problem: Problem) -> nn.Module:
         def forward(self, x_TD: Tensor) -> Tensor:
             return self.layer(x_TD.unsqueeze(1))[0].squeeze(1)
 
-    return Layer()
+    return Layer().to(problem.device)
 
 
 def start_megatron() -> None:

@@ -215,6 +215,8 @@ def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
             step = contenders.layer_step(layer, problem, point.backward)
             begin = time.perf_counter()
             step()
+            if problem.device != "cpu":
+                torch.cuda.synchronize()
         except Exception:  # told by `frame.measure`, which meets it again
             return None
         seconds = factor * (time.perf_counter() - begin)

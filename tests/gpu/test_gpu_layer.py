@@ -100,7 +100,7 @@ def test_a_device_that_is_not_the_current_one():
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-    reason="grouped_mm of bf16 waits for the host before sm_90",
+    reason="needs a GPU of sm_90 or later: before, torch's grouped_mm waits for the host",
 )
 
 

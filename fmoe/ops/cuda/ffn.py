@@ -56,7 +56,9 @@ def expert_ffn(
         weight_TK = weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        end = torch.tensor(on_host, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows_MD.device)
+        end = torch.tensor(on_host, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        if rows_MD.is_cuda:  # from pinned memory the copy does not wait
+            end = end.pin_memory().to(rows_MD.device, non_blocking=True)
     given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
     x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
     code, way = native.code(activation), asked_way(gemm)
