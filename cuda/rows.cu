@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(256)
       return copy_vectors(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), width / N);
     }
   }
-  is_wide ? copy_row<N>(from, to, width, scale, by) : copy_row<1>(from, to, width, scale, by);
+  is_wide ? copy_row<N>(from, to, width, scale != nullptr, by) : copy_row<1>(from, to, width, scale != nullptr, by);
 }
 
 template <int N, class T>
