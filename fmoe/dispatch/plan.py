@@ -63,7 +63,7 @@ class DispatchPlan:
         """``count_E`` on the host: one device-to-host copy."""
         return self.count_E.tolist()
 
-    @cached_property
+    @property
     def offsets(self) -> tuple[Tensor, Tensor]:
         """``end_E`` and ``num_kept``, on the device."""
         if self.end_E is not None and self.num_kept is not None:

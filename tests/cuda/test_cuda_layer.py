@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe import cuda
+from fmoe.dispatch import DispatchPlan
 from fmoe.errors import UserError
+from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 X = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
@@ -71,7 +73,7 @@ def test_layers(options, on):
     assert on.names() >= FUSED
 
 
-@pytest.mark.parametrize("gate", ["expert_choice", "sinkhorn", "noisy"])
+@pytest.mark.parametrize("gate", ["expert_choice", "sinkhorn"])
 def test_gates_that_choose_otherwise(gate, on):
     assert_same({"gate": gate}, run=lambda layer, x: layer.eval()(x))
     assert on.names() >= FUSED - {"route", "route_backward"} and "route" not in on.names()
@@ -158,7 +160,7 @@ def test_what_cannot_be(on):
         layer_of("cuda", expert_options={"dropout": 0.1})
     with pytest.raises(UserError, match="backend='cuda' is for ffn, swiglu and geglu"):
         fmoe.FMoE(d_model=24, num_experts=4, expert=torch.nn.Identity, backend="cuda")
-    with pytest.raises(UserError, match="backend='cuda' is for float32 and 16 bits on a GPU: rows are torch.float64"):
+    with pytest.raises(UserError, match=r"backend='cuda' is for float32 and 16 bits on a GPU: rows are torch\.float64"):
         layer_of("cuda").double()(X.double())
     with pytest.raises(UserError, match="gemm='cublas' is not one of auto, grouped, loop"):
         layer_of("cuda", expert_options={"gemm": "cublas"})
@@ -230,11 +232,19 @@ def test_nothing_looks_at_a_value(gate, kernels, monkeypatch):
 
 @pytest.mark.parametrize("gate", ["naive", "sigmoid"])
 def test_compiled_without_graph_breaks(gate, on):
+    """From tokens to outputs; the layer around it breaks the graph where it keeps statistics."""
     layer = layer_of("cuda", gate=gate)
-    plain = results(layer, X)
+
+    def run(layer, x):
+        x_TD = x.flatten(0, 1)
+        routing = layer.gate(x_TD, RoutingGroups(3, 16))
+        plan = DispatchPlan.from_routing(routing, layer.num_experts)
+        return layer.experts.mix(x_TD, routing.weight_TK, plan)
+
+    plain = results(layer, X, run)
     layer.zero_grad()
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = results(layer, X, lambda _, x: compiled(x))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = results(layer, X, compiled)
     for name, value in plain.items():
         assert_close(found[name], value, 1e-6, name)
