@@ -142,20 +142,21 @@ __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
   __syncthreads();
   const i64 first = blockIdx.x * group_size, size = first < tokens ? at_most(group_size, tokens - first) : 0;
-  // The group's token s in memory, where sequences may lie side by side.
-  auto token = [&](i64 s) {
-    const i64 u = first + s;
-    return sequences > 1 ? u % sequence_length * sequences + u / sequence_length : u;
+  // The group's token s in memory, where sequences may lie side by side. All but the place in memory fit into 32 bits,
+  // in which division is quicker.
+  auto token = [&](u32 s) {
+    const u32 u = u32(first) + s, length = u32(sequence_length);
+    return sequences > 1 ? u % length * sequences + u / length : i64(u);
   };
   const i64 items = size * top_k, span = span_of(items, warps), begin = warp * span, end = at_most(begin + span, items);
-  auto assignment = [&](i64 i) { return token(i % size) * top_k + i / size; };
+  auto assignment = [&](i64 i) { return token(u32(i) % u32(size)) * top_k + u32(i) / u32(size); };
   for (i64 i = begin; i < end; i += 32) {
     const int bin = i + lane < end ? bin_of(expert_TK[assignment(i + lane)], experts) : -1;
     count_in_order(mine, bin < experts ? bin : -1);
   }
   int valid = 0;
   if (mask_T)
-    for (i64 s = threadIdx.x; s < size; s += blockDim.x) valid += mask_T[token(s)] != 0;
+    for (i64 s = threadIdx.x; s < size; s += blockDim.x) valid += mask_T[token(u32(s))] != 0;
   valid = warp_sum(valid);
   if (lane == 0) valid_of[warp] = valid;
   __syncthreads();

@@ -72,9 +72,11 @@ __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int g
                                                 u32* group_keys) {
   const int lane = threadIdx.x % 32, size = experts / groups;
   __syncwarp();  // the last token's are read
+#pragma unroll 1
   for (int g = 0; g < groups; g++) {
     Ranked last{FULL, -1};
     float sum = 0;
+#pragma unroll 1
     for (int n = 0; n < best_of && n < size; n++) {
       last = next_best(keys, g * size, (g + 1) * size, last);
       sum = n ? sum + of_key(last.key) : of_key(last.key);
@@ -83,8 +85,10 @@ __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int g
   }
   __syncwarp();
   Ranked last{FULL, -1};
+#pragma unroll 1
   for (int n = 0; n < kept; n++) {
     Ranked mine{0, 0};
+#pragma unroll 1
     for (int g = lane; g < groups; g += 32)
       if (group_keys[g] > mine.key && is_after(group_keys[g], g, last)) mine = {group_keys[g], g};
     last = best_of_warp(mine);
@@ -113,10 +117,12 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
   Normal normal{0, 0};
   if (!is_sigmoid) {
     float largest = MINUS_INFINITY;
+#pragma unroll 1
     for (int k = lane; k < top_k; k += 32)
       if (chosen[k] >= 0) largest = fmaxf(largest, to_float(logits[chosen[k]]));
     normal.shift = warp_max(largest);
   }
+#pragma unroll 1
   for (int k = lane; k < top_k; k += 32) {
     if (chosen[k] < 0) continue;
     const float x = to_float(logits[chosen[k]]);
@@ -191,6 +197,7 @@ __global__ void __launch_bounds__(256)
     if (groups) limit_to_groups(row, experts, groups, int(kept_groups), int(best_of), group_keys);
     __syncwarp();  // the last token's choices are read
     Ranked best{FULL, -1};
+#pragma unroll 1
     for (int k = 0; k < top_k; k++) {
       best = next_best(row, 0, experts, best);
       if (lane == 0) chosen[k] = best.index;
@@ -200,6 +207,7 @@ __global__ void __launch_bounds__(256)
     Normal normal{logsumexp, 1.0f};
     if (normalize) normal = normal_of(logits, chosen, top_k, is_sigmoid);
     if (is_sigmoid) normal.sum = fmaxf(normal.sum, 1e-20f);
+#pragma unroll 1
     for (int k = lane; k < top_k; k += 32) {
       const int e = chosen[k];
       const float x = to_float(logits[e]);
@@ -233,6 +241,7 @@ __global__ void __launch_bounds__(256)
   const float* d_weight = d_weight_TK + t * top_k;
   // What weights say to their experts: gradients of scores, or of logits where a softmax was taken of the chosen.
   const bool is_logits = !is_sigmoid && normalize;
+#pragma unroll 1
   for (int e = lane; e < experts; e += 32) row[e] = 0;
   __syncwarp();
   if (d_weight_TK) {
@@ -243,6 +252,7 @@ __global__ void __launch_bounds__(256)
       normal = normal_of(logits, chosen, top_k, is_sigmoid);
       if (is_sigmoid && normal.sum < 1e-20f) normal.sum = 1e-20f, is_normal = false;
       if (is_normal) {
+#pragma unroll 1
         for (int k = lane; k < top_k; k += 32) {
           if (chosen[k] < 0) continue;
           const float x = to_float(logits[chosen[k]]);
@@ -251,6 +261,7 @@ __global__ void __launch_bounds__(256)
         mean = warp_sum(mean);
       }
     }
+#pragma unroll 1
     for (int k = lane; k < top_k; k += 32) {
       if (chosen[k] < 0) continue;
       float d = (d_weight[k] - mean) / normal.sum * float(scale);
@@ -264,12 +275,14 @@ __global__ void __launch_bounds__(256)
   const float* d_score = d_score_TE ? d_score_TE + t * experts : nullptr;
   float dot = 0;
   if (!is_sigmoid && (d_score || !is_logits)) {
+#pragma unroll 1
     for (int e = lane; e < experts; e += 32) {
       const float d = (is_logits ? 0.0f : row[e]) + (d_score ? d_score[e] : 0.0f);
       dot += expf(to_float(logits[e]) - logsumexp) * d;
     }
     dot = warp_sum(dot);
   }
+#pragma unroll 1
   for (int e = lane; e < experts; e += 32) {
     const float x = to_float(logits[e]);
     const float d = (is_logits ? 0.0f : row[e]) + (d_score ? d_score[e] : 0.0f);

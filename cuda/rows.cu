@@ -52,6 +52,24 @@ struct Same<A, A> {
   static constexpr bool value = true;
 };
 
+// N numbers in memory's own form, so that several can be under way; zeros where none are loaded.
+template <int N, class T>
+struct Raw {
+  static_assert(N * sizeof(T) == 16, "a vector");
+  uint4 bits;
+  __device__ __forceinline__ Raw() : bits(make_uint4(0, 0, 0, 0)) {}
+  __device__ __forceinline__ explicit Raw(const T* p) : bits(*reinterpret_cast<const uint4*>(p)) {}
+  __device__ __forceinline__ void read(float (&x)[N]) const { unpack(bits, x, static_cast<const T*>(nullptr)); }
+};
+
+template <class T>
+struct Raw<1, T> {
+  T value;
+  __device__ __forceinline__ Raw() : value() {}
+  __device__ __forceinline__ explicit Raw(const T* p) : value(*p) {}
+  __device__ __forceinline__ void read(float (&x)[1]) const { x[0] = to_float(value); }
+};
+
 // out[i] = scale[index[i]] * x[index[i] / per]; index null: x[i]. Rows from `limit` on, and of an index below 0: zero.
 template <class In, class Out>
 __global__ void __launch_bounds__(256)
@@ -72,7 +90,7 @@ __global__ void __launch_bounds__(256)
       return copy_vectors(reinterpret_cast<const uint4*>(from), reinterpret_cast<uint4*>(to), width / N);
     }
   }
-  is_wide ? copy_row<N>(from, to, width, scale, by) : copy_row<1>(from, to, width, scale, by);
+  is_wide ? copy_row<N>(from, to, width, scale != nullptr, by) : copy_row<1>(from, to, width, scale != nullptr, by);
 }
 
 template <int N, class T>
@@ -80,15 +98,25 @@ __device__ __forceinline__ void combine_row(const T* rows, const i64* place, con
                                             i64 width, T* out) {
   for (i64 v = threadIdx.x; v < width / N; v += blockDim.x) {
     float sum[N] = {};
-#pragma unroll 4
-    for (int k = 0; k < top_k; k++) {
-      const i64 at = place[k];
-      if (u64(at) >= u64(bound)) continue;
-      const float w = weight ? weight[k] : 1.0f;
-      float x[N];
-      load<N>(rows + at * width + v * N, x);
+#pragma unroll 1
+    for (int first = 0; first < top_k; first += AHEAD) {
+      Raw<N, T> raw[AHEAD];
+      float w[AHEAD];
 #pragma unroll
-      for (int j = 0; j < N; j++) sum[j] += w * x[j];
+      for (int a = 0; a < AHEAD; a++) {
+        const int k = first + a;
+        const i64 at = k < top_k ? place[k] : -1;
+        const bool is_kept = u64(at) < u64(bound);
+        w[a] = !is_kept ? 0.0f : weight ? weight[k] : 1.0f;
+        raw[a] = is_kept ? Raw<N, T>(rows + at * width + v * N) : Raw<N, T>();
+      }
+#pragma unroll
+      for (int a = 0; a < AHEAD; a++) {
+        float x[N];
+        raw[a].read(x);
+#pragma unroll
+        for (int j = 0; j < N; j++) sum[j] += w[a] * x[j];
+      }
     }
     store<N>(out + v * N, sum);
   }

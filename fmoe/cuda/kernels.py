@@ -16,7 +16,7 @@ def _each(kernel: str, *arguments) -> tuple[str, ...]:
 _T = tuple(DTYPES.values())
 _SAME = tuple(f"{t}, {t}" for t in _T)
 
-# What `fmoe.ops.cuda` calls. Routers run in float32.
+# What `fmoe.ops.cuda` and `fmoe.optim` call. Routers run in float32.
 KERNELS: dict[str, tuple[str, ...]] = {
     "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
     "plan.cu": tuple(f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity")),
@@ -30,5 +30,10 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "activation.cu": (
         *_each("activate", _T, range(4), ("false", "true")),
         *_each("activate_backward", _T, range(4), ("false", "true")),
+    ),
+    "lamb.cu": (
+        *_each("lamb_measure", sorted({*_SAME, *(f"{t}, float" for t in _T)})),
+        "fmoe::lamb_norms",
+        *_each("lamb_update", _T),
     ),
 }

@@ -1,16 +1,19 @@
 """LAMB's kernels against fmoe.optim.Lamb over several steps: stacks of experts, matrices, vectors, parts of them."""
 
+import copy
 import math
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from compare import assert_close
+from cpu_launcher import on_cpu
 from emulator import InOut, Output
 from kernel_list import NAMES
 
 from fmoe.optim import Lamb
+from fmoe.optim.layout import Blocks, Layout
 
 FLOAT = torch.float32
 
@@ -155,3 +158,63 @@ def test_blocks_without_chunks(launch):
         Output((2, 3), torch.float64),
     )  # fmt: skip
     assert squares.tolist() == [[1, 0, 2], [1, 0, 2]]
+
+
+def optimizers(seed):
+    """Two alike, over parameters of several dtypes in two groups, each a whole parameter or flat shards of one."""
+    draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    stacked = [torch.randn(draw.randint(1, 5), 12, draw.randint(1, 30), generator=g) for _ in range(3)]
+    others = [torch.randn(shape, generator=g) for shape in ((40, 33), (70,), (300, 300))]
+    dtypes = [FLOAT, FLOAT, torch.bfloat16, torch.bfloat16, FLOAT, torch.float16]
+    tensors = [t.to(dtype) for t, dtype in zip(stacked + others, dtypes, strict=True)]
+    start, made = draw.randint(0, 12), []
+    for _ in range(2):
+        weights = [t.clone().requires_grad_() for t in tensors]
+        for weight in weights[:3]:
+            weight.is_stacked = True
+        parts, blocks = list(weights), [Blocks.of(w) for w in weights]
+        where = {w: (number, 0) for number, w in enumerate(weights)}
+        if seed % 2:  # what a distributed optimizer has of the first: not whole blocks
+            shard = tensors[0].flatten()[start:].clone().requires_grad_()
+            parts[0], where = shard, {shard: (0, start)} | dict(list(where.items())[1:])
+        groups = [{"params": parts[:2] + parts[4:]}, {"params": parts[2:4], "lr": 0.1, "max_trust": 2.0}]
+        optimizer = Lamb(groups, lr=0.02, weight_decay=0.1)
+        optimizer.set_layout(Layout(blocks, where))
+        made.append((parts, optimizer))
+    return g, made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_optimizer_takes_them(kernels, seed):
+    """Five steps of fmoe.optim.Lamb with the kernels and without; some tensors have no gradient at times."""
+    g, ((ours, fused), (theirs, plain)) = optimizers(seed)
+    for number in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            gradient = torch.randn(mine.shape, generator=g).to(mine.dtype)
+            is_left_out = torch.rand((), generator=g) < 0.2
+            mine.grad = None if is_left_out else gradient
+            other.grad = None if is_left_out else gradient.clone()
+        if number == 3:  # a schedule, and a state that was loaded
+            for optimizer in (fused, plain):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                optimizer.param_groups[0]["lr"] *= 0.5
+        for optimizer, where in ((fused, on_cpu(kernels, seed)), (plain, nullcontext())):
+            with where as launcher:
+                optimizer.step()
+            if launcher is not None and any(p.grad is not None for p in ours):
+                assert launcher.names() >= {"lamb_measure", "lamb_update"}
+        for mine, other in zip(fused.trust_ratios(), plain.trust_ratios(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-6, equal_nan=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_close(mine, other, {FLOAT: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[mine.dtype], "weight")
+            with torch.no_grad():
+                mine.copy_(other)
+
+
+def test_the_optimizer_leaves_what_they_do_not_take(kernels):
+    """float64, and tensors that are no plain rows."""
+    for weight in (torch.randn(4, 4, dtype=torch.float64), torch.randn(6, 4).t()):
+        weight.requires_grad_().grad = torch.ones_like(weight)
+        with on_cpu(kernels) as launcher:
+            Lamb([weight]).step()
+        assert not launcher.launched
