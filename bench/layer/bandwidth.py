@@ -1,8 +1,7 @@
 """The memory-bound CUDA kernels of a shape: bytes that they must move at least, a second, over a copy on the device.
 
-Bytes are counted as if each input were read once and each output written once, a row that several assignments share
-once for each of them. Shape letters: T tokens, D width, H hidden width, P height of the first map, E experts, K
-choices, N = T * K assignments.
+Bytes are those of docs/kernels.md: each input read once, each output written once. Shape letters: T tokens, D width, H
+hidden width, P height of the first map, E experts, K choices, N = T * K assignments.
 """
 
 import functools
@@ -47,8 +46,8 @@ def kernels_of(problem: Problem) -> Iterator[Kernel]:
     logits_TE = torch.randn(t, e, device=device)
     call = functools.partial
     yield Kernel("route", 4 * t * (2 * e + k + 2) + 8 * n, call(kernels.route, logits_TE, None, None, k))
-    yield Kernel("place", (16 + 16 + 1) * n, call(kernels.place, expert_TK.view(-1), e))
-    yield Kernel("gather", (2 * size * d + 8) * n, call(kernels.gather, x_TD, order, k, n, limit=kept))
+    yield Kernel("place", 25 * n + 12 * e, call(kernels.place, expert_TK.view(-1), e))
+    yield Kernel("gather", size * d * (t + n) + 8 * n, call(kernels.gather, x_TD, order, k, n, limit=kept))
     activate = call(kernels.activate, hidden_NP, None, end, kept, code, shape.gated)
     yield Kernel("activate", size * n * (p + h), activate)
     backward = call(kernels.activate_backward, hidden_NP, active_NH, weight_TK.view(-1), order, kept, code, shape.gated)
