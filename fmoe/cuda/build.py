@@ -160,10 +160,10 @@ def _build(
             if echo is not None:
                 echo(f"{name} for {arch}: {len(code.cubin)} bytes\n{code.log.strip()}")
         result = place / f"library{_SUFFIX}"
+        index = json.dumps({name: code.symbols for name, code in codes.items()})
         with zipfile.ZipFile(result, "w") as archive:
-            archive.writestr(_INDEX, json.dumps({name: code.symbols for name, code in codes.items()}))
-            for name, code in codes.items():
-                archive.writestr(f"{name}.cubin", code.cubin)
+            for name, data in ((_INDEX, index), *((f"{name}.cubin", code.cubin) for name, code in codes.items())):
+                archive.writestr(zipfile.ZipInfo(name), data)  # without a date: the same code makes the same bytes
         entry = cache.publish(result, folder, key)
     finally:
         shutil.rmtree(place, ignore_errors=True)
