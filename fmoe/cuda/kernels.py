@@ -19,7 +19,9 @@ _SAME = tuple(f"{t}, {t}" for t in _T)
 # What `fmoe.ops.cuda` and `fmoe.optim` call. Routers run in float32.
 KERNELS: dict[str, tuple[str, ...]] = {
     "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
-    "plan.cu": tuple(f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity")),
+    "plan.cu": tuple(
+        f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity", "segment_order")
+    ),
     "rows.cu": (
         *_each("gather", _SAME),
         *_each("combine", _T),

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import kernel_list
 import torch
+from kernel_list import KERNELS
 from torch import Tensor
 
 CUDA = Path(__file__).parents[2] / "cuda"
@@ -50,10 +50,9 @@ def build(source: Path, names: Sequence[str], folder: Path) -> Path:
 def build_all(folder: Path) -> "dict[str, Library]":
     """Every kernel by its name expression; two compilers at a time."""
     with ThreadPoolExecutor(2) as pool:
-        made = {
-            names: pool.submit(build, CUDA / source, names, folder) for source, names in kernel_list.EMULATED.items()
-        }
-    return {name: library for names, path in made.items() for library in [Library(path.result())] for name in names}
+        made = {source: pool.submit(build, CUDA / source, names, folder) for source, names in KERNELS.items()}
+    libraries = {source: Library(path.result()) for source, path in made.items()}
+    return {name: libraries[source] for source, names in KERNELS.items() for name in names}
 
 
 class Library:

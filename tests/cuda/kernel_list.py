@@ -31,4 +31,3 @@ KERNELS = {
     ),
     "lamb.cu": (*_of("lamb_measure", T, T), "fmoe::lamb_norms", *_of("lamb_update", T)),
 }
-EMULATED = KERNELS

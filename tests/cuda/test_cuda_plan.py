@@ -5,6 +5,7 @@ import random
 import geometry
 import pytest
 import torch
+from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
 from fmoe.dispatch.all_to_all import Leg
@@ -97,7 +98,7 @@ def test_drop_over_capacity(launch, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_segment_order(launch, seed):
+def test_segment_order(launch, kernels, seed):
     draw = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
     workers, local = draw.randint(1, 6), draw.randint(1, 9)
@@ -116,3 +117,8 @@ def test_segment_order(launch, seed):
         key_WL.reshape(-1).argsort(stable=True), segments, num_rows, *[Output((num_rows,), INT64)] * 2,
     )  # fmt: skip
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    with on_cpu(kernels, seed) as launcher:  # as exchanges take it
+        found = leg._order(receive_WL.reshape(-1), num_rows)
+    if local > 1:
+        assert launcher.names() == {"segment_order"}
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

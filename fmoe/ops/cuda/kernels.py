@@ -17,6 +17,7 @@ from fmoe.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
 TILE = 2048  # assignments of a block of the plan
 MOST_EXPERTS = 4096  # whose counters fit into the shared memory of a block
+MOST_SEGMENTS = 4080
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -193,6 +194,16 @@ def drop_over_capacity(
     sizes = (tokens, top_k, experts, group_size, sequences, sequence_length, float(factor))
     _start("drop_over_capacity", geometry, expert_TK, expert_TK, mask_T, *sizes, kept, None)
     return kept
+
+
+def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows arrive in segments of so many and are wanted in the order of segments ``order_S``: where the wanted ones
+    lie, and its inverse."""
+    segments, order = len(receive_S), receive_S.new_empty(rows)
+    inverse = torch.empty_like(order)
+    geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
+    _start("segment_order", geometry, receive_S, receive_S, order_S, segments, rows, order, inverse)
+    return order, inverse
 
 
 def route(
