@@ -84,7 +84,8 @@ class DeviceLauncher:
             if self._codes:
                 self._kernel(next(iter(self._codes)))  # what the driver does not take is met here
         except Exception as error:
-            raise BuildError(f"the driver does not take the kernels: {str(error).splitlines()[0]}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BuildError(f"the driver does not take the kernels: {reason}") from error
 
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         config = self._configs.get(geometry)

@@ -1,7 +1,9 @@
 """Compiling, caching and locking, on a machine without a GPU, with a kernel that compiles at once."""
 
+import ctypes
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from small_kernels import FILL, build_in, sources
 from fmoe import cuda, info
 from fmoe.cli import run
 from fmoe.cuda import build, nvrtc
+from fmoe.cuda.launch import DeviceLauncher, Geometry
 from fmoe.errors import BuildError, UserError
 from fmoe.native import cache, cli
 
@@ -238,3 +241,58 @@ def test_off(monkeypatch, caplog):
     monkeypatch.setenv("FMOE_CUDA", "off")
     with pytest.raises(UserError, match="FMOE_CUDA='off' is neither 0"):
         cuda.is_off()
+
+
+class FakeCore:
+    """cuda.core without a driver: notes what it is given."""
+
+    LEGACY_DEFAULT_STREAM = "the default stream"
+
+    def __init__(self, refuses=False):
+        self.launched, self.loaded, self._refuses = [], [], refuses
+        self.ObjectCode = self.Stream = self
+
+    def from_cubin(self, cubin, symbol_mapping):
+        self.loaded.append(cubin)
+        return SimpleNamespace(get_kernel=lambda name: self._kernel(symbol_mapping[name]))
+
+    def _kernel(self, symbol):
+        if self._refuses:
+            raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU\nand more")
+        return symbol
+
+    def from_handle(self, handle):
+        return f"stream {handle}"
+
+    def LaunchConfig(self, **options):
+        return options
+
+    def launch(self, *arguments):
+        self.launched.append(arguments)
+
+
+def test_launches(monkeypatch):
+    """On torch's current stream, by the kernel's symbol, all arguments of 8 bytes."""
+    core, streams = FakeCore(), iter([0, 7, 7])
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams)))
+    launcher = DeviceLauncher(
+        [(b"rows", {"fmoe::gather<float, float>": "_Zgather"}), (b"plan", {"fmoe::place": "_Zp"})]
+    )
+    given = torch.zeros(4)
+    geometry = Geometry((3, 1, 1), (32, 8, 1), 64)
+    for kernel in ("fmoe::place", "fmoe::gather<float, float>", "fmoe::place"):
+        launcher(kernel, geometry, (given, None, 5, True, 0.5), torch.device("cuda", 0))
+    assert [stream for stream, *_ in core.launched] == ["the default stream", "stream 7", "stream 7"]
+    _, config, kernel, *values, real = core.launched[0]
+    assert config == {"grid": (3, 1, 1), "block": (32, 8, 1), "shmem_size": 64} and kernel == b"_Zp"
+    assert values == [given.data_ptr(), 0, 5, 1] and isinstance(real, ctypes.c_double) and real.value == 0.5
+    assert core.loaded == [b"rows", b"plan"]
+
+
+def test_what_the_driver_says_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", FakeCore(refuses=True))
+    says = r"^the driver does not take the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
+    with pytest.raises(BuildError, match=says):
+        DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
