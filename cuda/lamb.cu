@@ -30,7 +30,29 @@ struct Squares {
   double weight = 0, update = 0;
 };
 
-template <int N, class T, class G>
+// N numbers of a thread: where they are not aligned one by one, so that the same thread has the same numbers.
+template <bool WIDE, int N, class T>
+__device__ __forceinline__ void load_some(const T* p, float (&x)[N]) {
+  if constexpr (WIDE) {
+    load<N>(p, x);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; j++) x[j] = to_float(p[j]);
+  }
+}
+
+template <bool WIDE, int N, class T>
+__device__ __forceinline__ void store_some(T* p, const float (&x)[N]) {
+  if constexpr (WIDE) {
+    store<N>(p, x);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; j++) put(p + j, x[j]);
+  }
+}
+
+// Sums in the same order wherever the tensor lies: an expert of a stack is stepped, bit for bit, as one that lies alone.
+template <bool WIDE, int N, class T, class G>
 __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o) {
   const T* weight = reinterpret_cast<const T*>(chunk.weight);
   const G* gradient = reinterpret_cast<const G*>(chunk.gradient);
@@ -39,10 +61,10 @@ __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o)
   Squares sum;
   for (i64 i = i64(threadIdx.x) * N; i + N <= chunk.size; i += i64(blockDim.x) * N) {
     float w[N], g[N], m[N], v[N];
-    load<N>(weight + i, w);
-    load<N>(gradient + i, g);
-    load<N>(exp_avg + i, m);
-    load<N>(exp_avg_sq + i, v);
+    load_some<WIDE>(weight + i, w);
+    load_some<WIDE>(gradient + i, g);
+    load_some<WIDE>(exp_avg + i, m);
+    load_some<WIDE>(exp_avg_sq + i, v);
 #pragma unroll
     for (int j = 0; j < N; j++) {
       m[j] += o.one_minus_beta1 * (g[j] - m[j]);
@@ -51,25 +73,25 @@ __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o)
       sum.weight += double(w[j]) * double(w[j]);
       sum.update += double(u) * double(u);
     }
-    store<N>(exp_avg + i, m);
-    store<N>(exp_avg_sq + i, v);
+    store_some<WIDE>(exp_avg + i, m);
+    store_some<WIDE>(exp_avg_sq + i, v);
   }
   return sum;
 }
 
-template <int N, class T>
+template <bool WIDE, int N, class T>
 __device__ __forceinline__ void step(const Chunk& chunk, const Options& o, float rate) {
   T* weight = reinterpret_cast<T*>(chunk.weight);
   const float* exp_avg = reinterpret_cast<const float*>(chunk.exp_avg);
   const float* exp_avg_sq = reinterpret_cast<const float*>(chunk.exp_avg_sq);
   for (i64 i = i64(threadIdx.x) * N; i + N <= chunk.size; i += i64(blockDim.x) * N) {
     float w[N], m[N], v[N];
-    load<N>(weight + i, w);
-    load<N>(exp_avg + i, m);
-    load<N>(exp_avg_sq + i, v);
+    load_some<WIDE>(weight + i, w);
+    load_some<WIDE>(exp_avg + i, m);
+    load_some<WIDE>(exp_avg_sq + i, v);
 #pragma unroll
     for (int j = 0; j < N; j++) w[j] -= rate * o.update(w[j], m[j], v[j], chunk.is_vector());
-    store<N>(weight + i, w);
+    store_some<WIDE>(weight + i, w);
   }
 }
 
@@ -93,14 +115,11 @@ __global__ void __launch_bounds__(512) lamb_measure(const i64* __restrict__ chun
   double* shared = reinterpret_cast<double*>(shared_memory());  // two a warp
   const Chunk chunk = reinterpret_cast<const Chunk*>(chunks)[blockIdx.x];
   const Options o = reinterpret_cast<const Options*>(options)[chunk.slot()];
-  Squares sum;
-  if (is_wide(chunk.weight, chunk.gradient, chunk.exp_avg, chunk.exp_avg_sq)) {
-    sum = measure<N, T, G>(chunk, o);
-    const Squares rest = measure<1, T, G>(rest_of<T, G>(chunk, N), o);
-    sum.weight += rest.weight, sum.update += rest.update;
-  } else {
-    sum = measure<1, T, G>(chunk, o);
-  }
+  Squares sum = is_wide(chunk.weight, chunk.gradient, chunk.exp_avg, chunk.exp_avg_sq)
+                    ? measure<true, N, T, G>(chunk, o)
+                    : measure<false, N, T, G>(chunk, o);
+  const Squares rest = measure<true, 1, T, G>(rest_of<T, G>(chunk, N), o);
+  sum.weight += rest.weight, sum.update += rest.update;
   sum.weight = warp_sum(sum.weight), sum.update = warp_sum(sum.update);
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   if (threadIdx.x % 32 == 0) shared[2 * warp] = sum.weight, shared[2 * warp + 1] = sum.update;
@@ -141,12 +160,11 @@ __global__ void __launch_bounds__(512) lamb_update(const i64* __restrict__ chunk
     ratio = fminf(ratio, o.max_trust);
     if (threadIdx.x == 0) ratio_O[chunk.block()] = ratio;  // the same from all chunks of a block
   }
-  if (is_wide(chunk.weight, chunk.exp_avg, chunk.exp_avg_sq, 0)) {
-    step<N, T>(chunk, o, o.lr * ratio);
-    step<1, T>(rest_of<T, T>(chunk, N), o, o.lr * ratio);
-  } else {
-    step<1, T>(chunk, o, o.lr * ratio);
-  }
+  if (is_wide(chunk.weight, chunk.exp_avg, chunk.exp_avg_sq, 0))
+    step<true, N, T>(chunk, o, o.lr * ratio);
+  else
+    step<false, N, T>(chunk, o, o.lr * ratio);
+  step<true, 1, T>(rest_of<T, T>(chunk, N), o, o.lr * ratio);
 }
 
 }  // namespace fmoe

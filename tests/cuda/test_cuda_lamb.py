@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_close
 from cpu_launcher import on_cpu
-from emulator import InOut, Output
+from emulator import Emulator, InOut, Output
 from kernel_list import NAMES
 
 from fmoe.optim import Lamb
@@ -149,6 +149,19 @@ def test_squares_do_not_overflow(launch):
     zeros = [torch.zeros(w.shape) for w in weights]
     (_, ratios) = step.run(weights, parameters.gradients(), zeros, zeros, 1)
     assert ratios.isfinite().all()
+
+
+def test_the_same_bits_wherever_tensors_lie(kernels):
+    """At 16 bytes or not: an expert of a stack is stepped as one that lies alone."""
+    results = []
+    for unaligned in (False, True):
+        parameters = Parameters(3)
+        weights = [w.detach() for w in parameters.weights]
+        zeros = [torch.zeros(w.shape) for w in weights]
+        step = Step(Emulator(kernels, unaligned=unaligned), parameters)
+        (stepped, _, _, _), ratios = step.run(weights, parameters.gradients(), zeros, zeros, 1)
+        results.append([*stepped, ratios])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_blocks_without_chunks(launch):
