@@ -13,7 +13,6 @@ from fmoe.errors import BuildError
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 TUNED = "13.0"  # NVRTC's version that the kernels are held against; others allot registers otherwise
-SHARED = 48 * 1024  # bytes that a kernel may have without asking
 
 
 @pytest.fixture(scope="module")
