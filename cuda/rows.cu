@@ -7,9 +7,10 @@
 namespace fmoe {
 constexpr int AHEAD = 4;  // loads under way before the first store
 
-// out = scale * x, converted. Rows of the same type without a scale keep their bits.
+// out = scale * x, converted. Fewer loads ahead: numbers are wider in registers than in memory.
 template <int N, class In, class Out>
 __device__ __forceinline__ void copy_row(const In* x, Out* out, i64 width, bool is_scaled, float scale) {
+  constexpr int AHEAD = 2;
   const i64 vectors = width / N, step = blockDim.x;
   for (i64 v = threadIdx.x; v < vectors; v += AHEAD * step) {
     float values[AHEAD][N];
