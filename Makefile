@@ -14,7 +14,7 @@ TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
 endif
 
-.PHONY: help train compare test conformance lint bench corpus clean
+.PHONY: help train compare test conformance gpu lint bench corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
@@ -22,6 +22,7 @@ help:
 	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
+	@echo "make gpu     set up, run what needs a GPU: the CUDA kernels against float64, graphs, streams, the sanitizer"
 	@echo "make lint    set up, check style"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
@@ -41,6 +42,9 @@ test: $(VENV)/.test
 conformance: $(VENV)/.test
 	$(BIN)/python -m pytest tests/conformance -m 'conformance or not conformance' $(ARGS)
 	$(BIN)/python -m pytest tests --ignore tests/conformance -m conformance $(ARGS)
+
+gpu: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ _EXTRAS = {
 
 def lines() -> list[str]:
     """The report, a line a fact."""
-    from fmoe import native
+    from fmoe import cuda, native
 
     report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
@@ -33,6 +33,7 @@ def lines() -> list[str]:
     else:
         report.append(f"devices: cpu, {torch.get_num_threads()} threads (gloo)")
     report.append(f"native: {native.describe()}")
+    report.append(f"cuda: {cuda.describe()}")
     for extra, packages in _EXTRAS.items():
         found = {package: _version(package) for package in packages}
         missing = [package for package, number in found.items() if number is None]

@@ -71,8 +71,8 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
         loss_scale: gives the factor between auxiliary losses and the backward pass; None for `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "torch", or
-            "auto", native where it can be.
+        backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the
+            kernels of GPUs (docs/cuda.md), "torch", or "auto", native or cuda where it can be.
         check: look for NaN in what the gate decides (a host sync on a GPU).
         name: how errors and warnings call the layer.
         seed: key of this layer's weights and noise; None draws one from torch's default generator, on the first worker

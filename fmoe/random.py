@@ -115,7 +115,7 @@ def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
     """``key(key_, purpose)`` as an int64 scalar, on ``device`` or (while torch.compile traces) on the host."""
     if torch.compiler.is_compiling():
         return _derive_op(torch.as_tensor(key_, device="cpu"), purpose)
-    return torch.tensor(key(int(key_), purpose), device=device)
+    return torch.full((), key(int(key_), purpose), device=device)  # filled there: a copy would wait for the device
 
 
 def _noise_key(layer_seed: int) -> int:

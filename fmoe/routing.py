@@ -114,6 +114,11 @@ class RoutingGroups:
         """Tokens of each group: ``size``, and what is left for the last."""
         return [self.size] * (self.count - 1) + [self.size - self.padding] if self.count else []
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """How the tokens lie in memory: (sequences, their length) where it is [length, sequences], else (1, T)."""
+        return self._shape if self._sequence_first else (1, self.num_tokens)
+
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
         """[T, ...] in memory order -> [G, S, ...] in group order; the last group is filled up with ``pad``."""
         rest = x_TX.shape[1:]

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from bench.layer.problem import Problem
 
 OURS = ("fmoe native", "fmoe torch")  # the first that a run has is the one that its goals are of
+OURS_ON_CUDA = ("fmoe cuda", "fmoe torch")
+ALL_OURS = ("fmoe cuda", *OURS)
 BRUTE_FORCE = "brute force"
 
 
@@ -70,6 +72,22 @@ class _Stacks(nn.Module):
         self.w_out = nn.Parameter(problem.w_out_EDH.clone())
 
 
+class SortedGroups(_Stacks):
+    """Sort and torch's grouped GEMM, with offsets on the device: what one writes by hand for a GPU."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        shape = self.shape
+        expert_TK, weight_TK = self.router(x_TD)
+        sorted_N, order_N = expert_TK.reshape(-1).sort(stable=True)
+        experts_E = torch.arange(shape.num_experts, device=x_TD.device)
+        end_E = torch.searchsorted(sorted_N, experts_E, right=True).int()
+        rows_ND = x_TD.index_select(0, order_N // shape.top_k)
+        hidden = shape.act(F.grouped_mm(rows_ND, self.w_in.transpose(1, 2), offs=end_E))
+        out_ND = F.grouped_mm(hidden, self.w_out.transpose(1, 2), offs=end_E)
+        out_ND = out_ND * weight_TK.reshape(-1)[order_N].unsqueeze(-1)
+        return torch.zeros_like(x_TD).index_add(0, order_N // shape.top_k, out_ND)
+
+
 class BruteForce(_Stacks):
     """A mask for every expert over stacked weights: the layer that FastMoE's authors compare with."""
 
@@ -118,7 +136,7 @@ def ours(problem: Problem, **options) -> nn.Module:
         loss_weights={"balance": 0.0, "z": 0.0},
         seed=0,
         **options,
-    ).to(problem.dtype)
+    ).to(problem.device, problem.dtype)
     with torch.no_grad():
         layer.gate.weight.copy_(problem.router_ED)
         layer.experts.weight_in.copy_(problem.w_in_EPD)
@@ -148,6 +166,23 @@ def layers() -> dict[str, Layer]:
         "DeepSpeed, capacity 1": Layer(peers.deepspeed, "deepspeed", is_dropless=False, takes_choices=False),
         "sorted slices": Layer(SortedSlices),
         BRUTE_FORCE: Layer(BruteForce, is_quadratic=True),
+    }
+
+
+def layers_on_cuda() -> dict[str, Layer]:
+    """Contenders on a GPU."""
+    from bench.layer import peers
+
+    backends = {name: Layer(functools.partial(ours, backend=name.removeprefix("fmoe "))) for name in OURS_ON_CUDA}
+    return {
+        **backends,
+        "HF grouped_mm": Layer(peers.hugging_face("grouped_mm"), "transformers"),
+        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_quadratic=True),
+        "megatron-core SequentialMLP": Layer(peers.megatron, "megatron"),
+        "ScatterMoE": Layer(peers.scattermoe, "scattermoe"),
+        "SonicMoE": Layer(peers.sonicmoe, "sonicmoe", takes_choices=False),
+        "sorted grouped_mm": Layer(SortedGroups),
+        "sorted slices": Layer(SortedSlices),
     }
 
 

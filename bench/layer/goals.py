@@ -7,6 +7,7 @@ of the native one.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench import frame
 from bench.layer import contenders, limits
 from bench.layer.rows import Row, speedup
 from bench.layer.sweeps import curve_label, same_curve
@@ -26,6 +27,13 @@ GROUPED_MM = "HF grouped_mm"
 # Of an assignment: expert, order and inverse in int64, the weight and what else comes to 8 bytes. Of an expert: where
 # its rows begin.
 INDEX_BYTES, OFFSET_BYTES = 32, 16
+# On a GPU of the class of H100, in bf16: of dense GEMMs, by pass and shape; over peers; kernels over a copy.
+OF_THE_LIMIT_ON_CUDA = {
+    "forward": {"G1": 0.70, "G2": 0.70, "G3": 0.45},
+    "forward+backward": {"G1": 0.60, "G2": 0.60, "G3": 0.45},
+}
+OVER_PEERS_ON_CUDA = {GROUPED_MM: 1.2, "sorted grouped_mm": 1.2, "ScatterMoE": 1.3}
+OF_THE_COPY = {"gather": 0.85, "combine": 0.85}
 MOST_AT_SKEW = {4.0: 1.15}
 MOST_OVER_SPLIT = 1.15
 
@@ -42,8 +50,44 @@ class Goal:
 
 
 def of_shapes(rows: Sequence[Row]) -> list[Goal]:
-    """At the shapes A to D."""
-    return [goal for row in rows if row.point.backward and row.ours for goal in _of_row(row)]
+    """At the shapes A to D; on a GPU at G1 to G3."""
+    asked = [row for row in rows if row.ours]
+    on_host = [row for row in asked if row.point.problem.device == "cpu" and row.point.backward]
+    on_cuda = [row for row in asked if row.point.problem.device != "cpu"]
+    return [goal for row in on_host for goal in _of_row(row)] + [goal for row in on_cuda for goal in _on_cuda(row)]
+
+
+def of_kernels(measured: Sequence[frame.Measurement]) -> list[Goal]:
+    """What kernels are asked for as fractions of a copy (`bench.layer.bandwidth`)."""
+    goals = []
+    for row in measured:
+        for name, least in OF_THE_COPY.items():
+            if name in row.seconds and row.reference in row.seconds:
+                ratio = row.throughput(name) / row.throughput(row.reference)
+                what = f"{row.label}: {name} at {ratio:.3f} of the {row.reference} (at least {least})"
+                goals.append(Goal(what, ratio >= least))
+    return goals
+
+
+def _on_cuda(row: Row) -> Iterator[Goal]:
+    point, ours = row.point, row.ours
+    if point.precision != "bf16":
+        return
+    head, of_limit = f"{point.label}: {ours}", row.timed.ratio(ours)
+    least = OF_THE_LIMIT_ON_CUDA[point.passes].get(point.problem.shape.name)
+    if least is not None and of_limit is not None:
+        yield Goal(f"{head} at {of_limit} of the {limits.DENSE} (at least {least})", of_limit.estimate >= least)
+    for peer, factor in OVER_PEERS_ON_CUDA.items():
+        over = speedup(row.timed, ours, peer)
+        if over is not None:
+            yield Goal(f"{head} {over} times as fast as {peer} (at least {factor})", over.estimate >= factor)
+    if ours in row.saved and point.problem.shape.gated:
+        shape = point.problem.shape
+        own = row.saved[ours].total - row.saved[ours].router
+        bytes_of_rows = 4 * shape.rows * shape.d_hidden  # the tokens are the input, which is not counted
+        most = bytes_of_rows + INDEX_BYTES * shape.rows + OFFSET_BYTES * (shape.num_experts + 1)
+        kept = f"{own / 1e6:.2f} MB for backward beside its input and its router (at most {most / 1e6:.2f} MB)"
+        yield Goal(f"{head} saves {kept}", own <= most)
 
 
 def _of_row(row: Row) -> Iterator[Goal]:

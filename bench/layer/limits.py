@@ -27,7 +27,7 @@ def split(problem: Problem, backward: bool) -> Callable[[], None]:
 def _gemms(problem: Problem, backward: bool, counts: list[int]) -> Callable[[], None]:
     shape = problem.shape
     n, d, h, p, e = shape.rows, shape.d_model, shape.d_hidden, shape.height, len(counts)
-    new = functools.partial(torch.ones, dtype=problem.dtype)
+    new = functools.partial(torch.ones, dtype=problem.dtype, device=problem.device)
     x, hidden, act, y = (new(n, width).normal_(0, width**-0.5) for width in (d, p, h, d))
     d_act, d_x = new(n, h), new(n, d)
     w_in, w_out = new(e, p, d).normal_(0, d**-0.5), new(e, d, h).normal_(0, h**-0.5)

@@ -6,16 +6,20 @@ contender's ratio is so the fraction of the limit that it reaches.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
-from bench import options, report
+import torch
+
+from bench import frame, options, report
 from bench.layer import contenders, goals, limits, sweeps
-from bench.layer.memory import Peaks
+from bench.layer.device import Cpu, Cuda, of_name
 from bench.layer.problem import SHAPES, Problem
 from bench.layer.rows import PASSES, PRECISIONS, Point, Row, Settings, measure
 from fmoe.errors import UserError, known_names
 from pretrain import process
 
+_SHAPES = {device.name: device.shapes for device in (Cpu, Cuda)}
 _COLUMNS = (
     f"`{limits.SPLIT}`: the same GEMMs over the weights of E experts, one after the other, rows as even as can be.",
     "`saved`: what autograd keeps of the forward pass, each memory once, parameters and the input apart; "
@@ -27,8 +31,18 @@ _COLUMNS = (
 )
 
 
+_ON_CUDA = (
+    "Times are between events on the stream. `peak` is of torch's allocator; `host syncs` are waits of the host in a "
+    "step; bytes/s of kernels count every input read and every output written once. FastMoE is not among the peers: "
+    "its package has the name of ours."
+)
+
+
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
+    device = of_name(arguments.device, arguments.peak)
+    arguments.precision = arguments.precision or device.precisions
+    arguments.passes = arguments.passes or device.passes
     settings = Settings(
         rounds=arguments.rounds,
         warmup=arguments.warmup,
@@ -36,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         seconds=arguments.seconds,
         patience=arguments.patience,
         without=arguments.without,
-        peaks=Peaks() if arguments.peak else None,
+        device=device,
     )
     for name in arguments.without:
         if name not in settings.layers:
@@ -48,21 +62,24 @@ def main(argv: Sequence[str]) -> None:
             for point in of_run:
                 rows.append(measure(point, settings))
                 print(f"{point.label}: {_progress(rows[-1])}", flush=True)
-            write(sweep, rows, arguments)
+            write(sweep, rows, arguments, _bandwidths(rows, settings))
     finally:
         process.stop()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = options.parser("layer", __doc__, rounds=10, warmup=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the current GPU")
     parser.add_argument(
-        "--shapes", default=None, help=f"of {', '.join(SHAPES)}, by comma; A,B,C,D if not given, and S for sweeps"
+        "--shapes",
+        default=None,
+        help=f"of {', '.join(SHAPES)}, by comma; A,B,C,D if not given, G1,G2,G3 on a GPU, and S for sweeps",
     )
     parser.add_argument("--sweep", nargs="+", choices=list(sweeps.SWEEPS), help="along these axes instead")
     parser.add_argument("--values", nargs="+", type=float, help="of the sweeps, instead of their own")
-    parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--passes", nargs="+", choices=list(PASSES), default=["forward+backward"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[2], help="e.g. 1 2 for rows of both")
+    parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), help="both on the CPU, bf16 on a GPU")
+    parser.add_argument("--passes", nargs="+", choices=list(PASSES), help="forward+backward on the CPU, both on a GPU")
+    parser.add_argument("--threads", nargs="+", type=int, default=[2], help="of the CPU; e.g. 1 2 for rows of both")
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a row; then it has fewer rounds, at least 3")
     parser.add_argument(
@@ -86,14 +103,15 @@ def points(sweep: str | None, arguments: argparse.Namespace) -> list[Point]:
     if arguments.values and sweep is None:
         raise UserError("--values without --sweep: of what?")
     found = []
-    for name in (arguments.shapes or ("A,B,C,D" if sweep is None else "S")).split(","):
+    for name in (arguments.shapes or (_SHAPES[arguments.device] if sweep is None else "S")).split(","):
         if name not in SHAPES:
             raise UserError(f"--shapes has {name!r}; {known_names(name, SHAPES)}")
         for precision in arguments.precision:
             for passes in arguments.passes:
-                for threads in arguments.threads:
+                for threads in arguments.threads if arguments.device == "cpu" else [torch.get_num_threads()]:
                     for value in [None] if sweep is None else arguments.values or sweeps.SWEEPS[sweep].values:
                         problem = _problem(sweep, SHAPES[name], PRECISIONS[precision], value, arguments.seed)
+                        problem = replace(problem, device=arguments.device)
                         found.append(Point(problem, precision, passes, threads, value))
     return found
 
@@ -104,18 +122,39 @@ def _problem(sweep: str | None, shape, dtype, value: float | None, seed: int) ->
     return sweeps.SWEEPS[sweep].problem(shape, dtype, value, seed)
 
 
-def write(sweep: str | None, rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+def _bandwidths(rows: Sequence[Row], settings: Settings) -> list[frame.Measurement]:
+    """On a GPU, of the memory-bound kernels at each shape and precision."""
+    if settings.device.name == "cpu":
+        return []
+    from bench.layer import bandwidth
+
+    points = {f"{row.point.problem.shape}, {row.point.precision}, kernels": row.point.problem for row in rows}
+    clock = settings.device.clock
+    return [
+        bandwidth.measure(replace(problem), label, settings.rounds, settings.seed, clock)
+        for label, problem in points.items()
+    ]
+
+
+def write(
+    sweep: str | None, rows: Sequence[Row], arguments: argparse.Namespace, others: Sequence[frame.Measurement] = ()
+) -> None:
     """Table, JSON, and the picture of a sweep."""
     title = "layer" if sweep is None else f"layer, sweep of {sweep}"
+    if arguments.device != "cpu":
+        title += f" on {arguments.device}"
     asked = goals.of_shapes(rows) if sweep is None else goals.of_sweep(sweep, rows)
     notes = [f"* {line}" for line in _COLUMNS]
+    if arguments.device != "cpu":
+        notes.append(f"* {_ON_CUDA}")
     notes += [f"* {line}" for line in dict.fromkeys(line for row in rows for line in row.left_out)]
     if sweep is not None:
         notes += ["", "Along the axis:", "", *sweeps.lines(sweep, rows)]
     if asked:
         notes += ["", "Goals:", "", *map(str, asked)]
     measurements = [measured for row in rows for measured in row.measurements()]
-    report.write(measurements, arguments.out, title, notes=notes, means=False)
+    asked += goals.of_kernels(others)
+    report.write([*measurements, *others], arguments.out, title, notes=notes, means=False)
     if sweep is not None:
         if find_spec("matplotlib") is None:
             print("no picture: matplotlib is not installed")

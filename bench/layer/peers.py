@@ -45,7 +45,7 @@ def _hugging_face_experts(problem: Problem, implementation: str) -> nn.Module:
             n_routed_experts=shape.num_experts, mlp_hidden_act="gelu", moe_latent_size=None, **sizes
         )
     config._experts_implementation = implementation
-    experts = Experts(config).to(problem.dtype)
+    experts = Experts(config).to(problem.device, problem.dtype)
     with torch.no_grad():
         (experts.gate_up_proj if shape.gated else experts.up_proj).copy_(problem.w_in_EPD)
         experts.down_proj.copy_(problem.w_out_EDH)
@@ -110,7 +110,7 @@ def megatron(problem: Problem) -> nn.Module:
         def forward(self, x_TD: Tensor) -> Tensor:
             return self.layer(x_TD.unsqueeze(1))[0].squeeze(1)
 
-    return Layer()
+    return Layer().to(problem.device)
 
 
 def start_megatron() -> None:
@@ -118,7 +118,7 @@ def start_megatron() -> None:
     ends them all."""
     from megatron_patch import cpu
 
-    cpu.install()
+    cpu.install()  # nothing where there is a GPU
     from megatron.core import parallel_state
 
     start_process_group()
@@ -190,5 +190,61 @@ def deepspeed(problem: Problem) -> nn.Module:
 
         def forward(self, x_TD: Tensor) -> Tensor:
             return self.layer(x_TD)[0]
+
+    return Layer()
+
+
+def scattermoe(problem: Problem) -> nn.Module:
+    """ScatterMoE's experts behind our router; they have no biases, and stack gate and value as we do."""
+    from scattermoe.mlp import GLUMLP, MLP
+
+    shape = problem.shape
+    sizes = {
+        "input_size": shape.d_model,
+        "hidden_size": shape.d_hidden,
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+    }
+    experts = GLUMLP(**sizes, activation=nn.SiLU()) if shape.gated else MLP(**sizes, activation=nn.GELU())
+    return _behind_router(problem, experts, lambda x_TD, expert_TK, weight_TK: experts(x_TD, weight_TK, expert_TK))
+
+
+def sonicmoe(problem: Problem) -> nn.Module:
+    """SonicMoE's layer; it draws its own weights."""
+    from sonicmoe import KernelBackendMoE, MoE
+    from sonicmoe.enums import ActivationType
+
+    shape = problem.shape
+    activation = ActivationType.SWIGLU if shape.gated else ActivationType.GELU
+    layer = MoE(
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        hidden_size=shape.d_model,
+        intermediate_size=shape.d_hidden,
+        activation_function=activation,
+        add_bias=False,
+        std=0.02,
+    ).to(problem.device, problem.dtype)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x_TD: Tensor) -> Tensor:
+            return self.layer(x_TD, kernel_backend_moe=KernelBackendMoE.sonicmoe)[0]
+
+    return Layer()
+
+
+def _behind_router(problem: Problem, experts: nn.Module, call: Callable[..., Tensor]) -> nn.Module:
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = Router(problem), experts.to(problem.device, problem.dtype)
+
+        def forward(self, x_TD: Tensor) -> Tensor:
+            expert_TK, weight_TK = self.router(x_TD)
+            return call(x_TD, expert_TK, weight_TK)
 
     return Layer()

@@ -55,6 +55,10 @@ SHAPES = {
         Shape("C", 2048, 1024, 4096, 8, 1),
         Shape("D", 4096, 512, 512, 128, 8, gated=True),
         Shape("S", 4096, 256, 512, 32, 2),  # what sweeps begin with: small enough for 65,536 tokens and 256 experts
+        # For GPUs: coarse experts, fine ones, very fine ones.
+        Shape("G1", 4096, 1024, 4096, 64, 2),
+        Shape("G2", 32768, 4096, 1024, 128, 8, gated=True),
+        Shape("G3", 24576, 1536, 256, 128, 8, gated=True),
     )
 }
 
@@ -66,12 +70,14 @@ class Problem:
     Args:
         skew: None leaves the choice to the routers. Otherwise the choices are given: the hottest expert gets ``skew``
             times its even share of the assignments, the others the rest in equal parts.
+        device: where weights and batch are; the values are the same on all of them.
     """
 
     shape: Shape
     dtype: torch.dtype
     skew: float | None = None
     seed: int = 0
+    device: str = "cpu"
 
     @functools.cached_property
     def router_ED(self) -> Tensor:
@@ -87,24 +93,25 @@ class Problem:
 
     @functools.cached_property
     def x_TD(self) -> Tensor:
-        return torch.randn(self.shape.tokens, self.shape.d_model, generator=self._generator(4)).to(self.dtype)
+        drawn = torch.randn(self.shape.tokens, self.shape.d_model, generator=self._generator(4))
+        return drawn.to(self.device, self.dtype)
 
     @functools.cached_property
     def grad_TD(self) -> Tensor:
         grad = torch.randn(self.shape.tokens, self.shape.d_model, generator=self._generator(5)) * 0.01
-        return grad.to(self.dtype)
+        return grad.to(self.device, self.dtype)
 
     @functools.cached_property
     def expert_TK(self) -> Tensor | None:
         """The choices, int64, where they are given."""
         if self.skew is None:
             return None
-        return forced_choices(self.shape, self.skew, self._generator(6))
+        return forced_choices(self.shape, self.skew, self._generator(6)).to(self.device)
 
     def _draw(self, stream: int, *sizes: int) -> Tensor:
         """Variance 1 / fan in, matrix by matrix."""
         weight = torch.randn(*sizes, generator=self._generator(stream)) * sizes[-1] ** -0.5
-        return weight.to(self.dtype)
+        return weight.to(self.device, self.dtype)
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(8 * self.seed + stream)

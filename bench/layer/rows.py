@@ -16,7 +16,8 @@ from bench import frame
 from bench.intervals import Interval, trimmed_mean_interval
 from bench.layer import contenders, limits
 from bench.layer.contenders import Layer
-from bench.layer.memory import Peaks, Saved, saved_for_backward
+from bench.layer.device import Cpu, Cuda
+from bench.layer.memory import Saved, saved_for_backward
 from bench.layer.problem import Problem
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,11 +43,18 @@ class Point:
     @property
     def label(self) -> str:
         skew = "" if self.problem.skew is None else f" skew {self.problem.skew:g}"
-        return f"{self.problem.shape}{skew}, {self.precision}, {self.passes}, threads {self.threads}"
+        where = f"threads {self.threads}" if self.problem.device == "cpu" else self.problem.device
+        return f"{self.problem.shape}{skew}, {self.precision}, {self.passes}, {where}"
 
     @property
     def backward(self) -> bool:
         return PASSES[self.passes]
+
+    @property
+    def flops(self) -> int:
+        """Of the experts' GEMMs."""
+        shape = self.problem.shape
+        return (6 if self.backward else 2) * shape.rows * shape.d_model * (shape.height + shape.d_hidden)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Row:
         dropless: the peers, of which the best is to be beaten.
         saved: by contender, with a backward pass alone.
         peak: bytes by contender, where they were measured.
+        told: what the device tells of a contender (`bench.layer.device`).
         left_out: lines.
     """
 
@@ -69,11 +78,12 @@ class Row:
     saved: Mapping[str, Saved]
     peak: Mapping[str, int]
     left_out: Sequence[str]
+    told: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def ours(self) -> str | None:
-        """The one of ours that goals are of: native, where the run has it."""
-        return next((name for name in contenders.OURS if name in self.timed.seconds), None)
+        """The one of ours that goals are of: native or cuda, where the run has it."""
+        return next((name for name in contenders.ALL_OURS if name in self.timed.seconds), None)
 
     @property
     def best_peer(self) -> str | None:
@@ -101,6 +111,9 @@ class Row:
                 facts[name] |= {"saved, MB": f"{total / 1e6:.2f}", "saved / (T K P)": f"{total / unit:.3f}"}
             if name in self.peak:
                 facts[name]["peak, MB"] = f"{self.peak[name] / 1e6:.1f}"
+            if self.point.problem.device != "cpu":
+                facts[name]["TFLOP/s"] = f"{self.point.flops / measured.median(name) / 1e12:.1f}"
+            facts[name] |= self.told.get(name, {})
         return replace(measured, facts=facts)
 
 
@@ -125,7 +138,7 @@ class Settings:
         seconds: that the rounds of a row take at most, about.
         patience: seconds of a step beyond which a slow contender is left out.
         without: contenders to leave out.
-        peaks: measures peak memory; None for no such column.
+        device: what it runs on; says how peak memory is measured, if it is.
     """
 
     rounds: int = 10
@@ -134,8 +147,12 @@ class Settings:
     seconds: float = 60.0
     patience: float = 15.0
     without: Sequence[str] = ()
-    peaks: Peaks | None = None
-    layers: Mapping[str, Layer] = field(default_factory=lambda: contenders.layers())
+    device: Cpu | Cuda = field(default_factory=Cpu)
+    layers: Mapping[str, Layer] | None = None
+
+    def __post_init__(self):
+        if self.layers is None:
+            self.layers = self.device.layers()
 
 
 def measure(point: Point, settings: Settings) -> Row:
@@ -158,16 +175,16 @@ def measure(point: Point, settings: Settings) -> Row:
         )
         apart = replace(apart, label=f"{point.label} (apart)")
     alive = {n: l for n, l in (quick | slow).items() if n in timed.seconds or (apart and n in apart.seconds)}
-    saved, peak = {}, {}
+    saved, peak, told = {}, {}, {}
     for name, layer in alive.items():
         if point.backward:
             saved[name] = saved_for_backward(layer.build(point.problem).train(), point.problem.x_TD)
-        if settings.peaks is not None:
-            measured = settings.peaks(name, point.problem, point.backward, point.threads)
-            if measured is not None:
-                peak[name] = measured
-    dropless = [n for n, l in (quick | slow).items() if l.is_dropless and n not in contenders.OURS]
-    return Row(asked, timed, apart, dropless, saved, peak, left_out)
+        measured = settings.device.peak(name, point.problem, point.backward, point.threads)
+        if measured is not None:
+            peak[name] = measured
+        told[name] = settings.device.facts(layer, point.problem, point.backward)
+    dropless = [n for n, l in (quick | slow).items() if l.is_dropless and n not in contenders.ALL_OURS]
+    return Row(asked, timed, apart, dropless, saved, peak, left_out, told)
 
 
 def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | None:
@@ -194,10 +211,12 @@ def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
     )
     for tried, factor in ((part, _PART), (shape, 1)):
         try:
-            problem = point.problem if tried is shape else Problem(tried, point.problem.dtype)
+            problem = point.problem if tried is shape else replace(point.problem, shape=tried, skew=None)
             step = contenders.layer_step(layer, problem, point.backward)
             begin = time.perf_counter()
             step()
+            if problem.device != "cpu":
+                torch.cuda.synchronize()
         except Exception:  # told by `frame.measure`, which meets it again
             return None
         seconds = factor * (time.perf_counter() - begin)
@@ -225,5 +244,7 @@ def _measure(
         reference=limits.DENSE,
         seed=settings.seed,
         max_seconds=settings.seconds,
+        min_seconds=settings.device.min_seconds,
+        clock=settings.device.clock,
         label=point.label,
     )

@@ -133,5 +133,5 @@ def lines(sweep: str, rows: Sequence[Row]) -> list[str]:
 
 def order(name: str) -> int:
     """In tables and legends: limits, ours, the others."""
-    names = (limits.DENSE, limits.SPLIT, *contenders.OURS)
+    names = (limits.DENSE, limits.SPLIT, *contenders.ALL_OURS)
     return names.index(name) if name in names else len(names)

@@ -129,13 +129,14 @@ class LocalExchange:
 
 class _Stay:
     def __init__(self, plan: DispatchPlan):
-        self._plan, self._counts = plan, plan.counts
+        self._plan = plan
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
         if (outputs := experts.mix(inputs, weight_TK, self._plan)) is not None:
             return outputs
-        num_rows = sum(self._counts)
-        rows = experts([self._plan.permute(x, num_rows) for x in inputs], self._counts)
+        counts = self._plan.counts  # the host waits for the device here, and only here
+        num_rows = sum(counts)
+        rows = experts([self._plan.permute(x, num_rows) for x in inputs], counts)
         return [self._plan.combine(out, weight_TK) for out in rows]
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fmoe import ops
+from fmoe.ops.cuda import kernels
+from fmoe.ops.cuda import rows as cuda_rows
 from fmoe.routing import Routing
 
 
@@ -26,17 +28,23 @@ class DispatchPlan:
         place_TK: the place of each assignment; the inverse of ``order_N``.
         kept_TK: whether the assignment was kept.
         count_E: rows of each expert.
+        end_E, num_kept: where the rows of each end, int32, and of all of them, int64 [1]; None where nobody has counted
+            them yet (`offsets`).
     """
 
     order_N: Tensor
     place_TK: Tensor
     kept_TK: Tensor
     count_E: Tensor
+    end_E: Tensor | None = None
+    num_kept: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
     def from_routing(cls, routing: Routing, num_experts: int) -> "DispatchPlan":
         expert_TK = routing.expert_TK
+        if kernels.takes(expert_TK) and num_experts <= kernels.MOST_EXPERTS:
+            return cls(*cuda_rows.place(expert_TK, num_experts))
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, order_N = queue_N.sort(stable=True)
@@ -54,6 +62,14 @@ class DispatchPlan:
     def counts(self) -> list[int]:
         """``count_E`` on the host: one device-to-host copy."""
         return self.count_E.tolist()
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """``end_E`` and ``num_kept``, on the device."""
+        if self.end_E is not None and self.num_kept is not None:
+            return self.end_E, self.num_kept
+        end_E = self.count_E.cumsum(0)
+        return end_E.int(), end_E[-1:]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
         """A row for every assignment kept, in this order: [M, D]. ``num_rows`` is M."""

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import native, random
+from fmoe import cuda, native, random
 from fmoe.errors import UserError
 from fmoe.experts.stacked import Stacked
 from fmoe.ops import expert_ffn, grouped_linear
 from fmoe.ops import native as native_ops
 from fmoe.ops.activations import gate
+from fmoe.ops.cuda import ffn as cuda_ops
+from fmoe.ops.cuda import gemm as cuda_gemm
 
 if TYPE_CHECKING:
     from fmoe.dispatch.plan import DispatchPlan
@@ -31,7 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
 }
 
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "cuda", "torch")
 
 
 class FFNExperts(Stacked):
@@ -47,8 +49,11 @@ class FFNExperts(Stacked):
         first_expert: global id of the first of them; each expert's weights are drawn under its global id.
         seed: key of the layer, for the same purpose.
         dropout: of the hidden units in training ("expert dropout", Switch section 2.4).
-        backend: "native" for the C++ operations (docs/native.md), "torch", or "auto": native on the CPU, where it can
-            be built. It is built here, when there is none yet.
+        backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
+            (docs/cuda.md), "torch", or "auto": native on the CPU and cuda on a GPU, where they can be built. They are
+            built here, when there are none yet.
+        gemm: of the cuda backend: "grouped", one call for all experts, "loop", one for each, or "auto", whichever was
+            measured to be faster.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
@@ -67,6 +72,7 @@ class FFNExperts(Stacked):
         bias: bool = True,
         dropout: float = 0.0,
         backend: str = "auto",
+        gemm: str = "auto",
         first_expert: int = 0,
         seed: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
@@ -83,7 +89,7 @@ class FFNExperts(Stacked):
             raise UserError(f"dropout={dropout} is not in [0, 1)")
         self.num_experts, self.d_model, self.d_hidden, self.dropout = num_experts, d_model, d_hidden, dropout
         self.activation, self.gated = activation, gated
-        self.backend = backend
+        self.backend, self.gemm = backend, gemm
         self.first_expert, self.seed = first_expert, seed
         self.init_method, self.output_init_method = init_method, output_init_method
         self.weight_in = nn.Parameter(torch.empty(num_experts, d_hidden * (1 + gated), d_model))
@@ -96,18 +102,23 @@ class FFNExperts(Stacked):
     def _prepare_backend(self) -> None:
         if self.backend not in BACKENDS:
             raise UserError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
+        cuda_gemm.asked_way(self.gemm)
         if self.backend == "auto":
-            if self.weight_in.device.type == "cpu" and not torch.cuda.is_available():
-                native.load()  # what it cannot do it says once, on the logger
-        elif self.backend == "native":
+            if self.weight_in.device.type == "cuda" or torch.cuda.is_available():
+                device = self.weight_in.device
+                cuda.load(device if device.type == "cuda" else None)  # what it cannot do it says once, on the logger
+            elif self.weight_in.device.type == "cpu":
+                native.load()
+        elif self.backend != "torch":
             if not native_ops.knows(self.activation):
                 raise UserError(
-                    f"backend='native' has no activation {self.activation!r}, only {', '.join(ACTIVATIONS)}"
+                    f"backend={self.backend!r} has no activation {self.activation!r}, only {', '.join(ACTIVATIONS)}"
                 )
             if self.dropout:
-                raise UserError(f"backend='native' has no dropout of hidden units (dropout={self.dropout})")
-            if not native.load():
-                raise UserError(f"backend='native' cannot be: {native.why()}")
+                raise UserError(f"backend={self.backend!r} has no dropout of hidden units (dropout={self.dropout})")
+            backend = native if self.backend == "native" else cuda
+            if not backend.load():
+                raise UserError(f"backend={self.backend!r} cannot be: {backend.why()}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -188,10 +199,9 @@ class FFNExperts(Stacked):
     ) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
         weight_in, bias_in, weight_out, bias_out = parameters
-        if self._is_native(rows_RD, parameters):
-            return native_ops.expert_ffn(
-                *(rows_RD, *parameters, counts_L, self.activation, self.gated), into_main_grad=self.into_main_grad
-            )
+        fused = self._fused(rows_RD, parameters)
+        if fused is not None:
+            return fused(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         if not (self.dropout and self.training) and next(_parameters_of(self.activation), None) is None:
             return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
@@ -212,26 +222,26 @@ class FFNExperts(Stacked):
         """
         parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         x_TD, parameters = _autocast(x_TD, parameters)
-        if not self._is_native(x_TD, parameters):
+        fused = self._fused(x_TD, parameters)
+        if fused is None:
             return None
-        return native_ops.expert_ffn(
-            *(x_TD, *parameters, plan.count_E, self.activation, self.gated),
-            plan=plan,
-            weight_TK=weight_TK,
-            into_main_grad=self.into_main_grad,
-        )
+        return fused(*(x_TD, *parameters, plan.count_E, self.activation, self.gated), plan=plan, weight_TK=weight_TK)
 
-    def _is_native(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> bool:
-        if self.backend == "torch" or not native.is_loaded() or (self.dropout and self.training):
-            return False
-        if native_ops.takes(rows_RD, self.activation, *parameters):
-            return True
-        if self.backend == "native":
+    def _fused(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
+        """The backend's operation for these; None for the torch path."""
+        if self.backend == "torch" or (self.dropout and self.training):
+            return None
+        if self.backend != "cuda" and native.is_loaded() and native_ops.takes(rows_RD, self.activation, *parameters):
+            return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
+        if self.backend != "native" and cuda_ops.takes(rows_RD, self.activation, *parameters):
+            return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm)
+        if self.backend == "cuda" or (self.backend == "native" and native.is_loaded()):
+            wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
             raise UserError(
-                f"backend='native' is for float32 and bfloat16 on the CPU: rows are {rows_RD.dtype} on "
-                f"{rows_RD.device}, weights {self.weight_in.dtype}"
+                f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+                f"{self.weight_in.dtype}"
             )
-        return False
+        return None
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
         """Of something that hidden units have, what this rank's have."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fmoe.errors import UserError
 from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
 from fmoe.losses import load_balancing_loss, router_z_loss
+from fmoe.ops.cuda import routing
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
@@ -212,15 +213,36 @@ class TopKRouter(Router):
         """Experts and weights of each token."""
         raise NotImplementedError
 
+    def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
+        """How `choose` chooses, where one kernel can do it (`fmoe.ops.cuda.routing`), and what it adds to the ranks;
+        None where it cannot. A gate tells it where it `decides_as` its own class."""
+        return None
+
+    def decides_as(self, cls: type["TopKRouter"]) -> bool:
+        """Whether no class derived from ``cls`` has its own `choose` or `scores`."""
+        return type(self).choose is cls.choose and type(self).scores is cls.scores
+
+    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
+        """What the gate makes of what was chosen by its rule from those scores."""
+        return Choice(expert_TK, weight_TK)
+
+    def probs(self, score_TE: Tensor) -> Tensor:
+        """`Scores.probs_TE` of the rule's scores."""
+        return score_TE
+
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
         """The choices that the load balancing loss counts: all K, unless the gate's paper says otherwise."""
         return expert_TK
 
-    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        """The router's view of the tokens."""
+    def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
+        """The router's input and its output."""
         x_TD = self.router_input(x_TD, groups)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        logits_TE = groups.whole(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
+        return x_TD, groups.whole(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
+
+    def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
+        """The router's view of the tokens."""
+        x_TD, logits_TE = self.logits(x_TD, groups)
         logsumexp_T = logits_TE.logsumexp(-1)
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 
@@ -229,12 +251,23 @@ class TopKRouter(Router):
         # turns the rounding of a logit into a relative error of the weight.
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
-            scores = self.scores(x_TD.to(dtype), groups)
-            choice = self.choose(scores, groups)
+            scores, choice, entropy_T = self._decide(x_TD.to(dtype), groups)
             expert_TK = leave_out_padding(choice.expert_TK, groups)
             losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
-            entropy_T = torch.special.entr(scores.probs_TE.detach()).sum(-1)
         return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
+
+    def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
+        """Scores, choice and the entropy of each token's probabilities."""
+        chosen = self.rule() if routing.may_take(x_TD, self.num_experts) else None
+        if chosen is None:
+            scores = self.scores(x_TD, groups)
+            choice = self.choose(scores, groups)
+            return scores, choice, torch.special.entr(scores.probs_TE.detach()).sum(-1)
+        (rule, bias_E), (x_TD, logits_TE) = chosen, self.logits(x_TD, groups)
+        routed = routing.route(logits_TE, self.top_k, rule, bias_E=bias_E, mask_T=groups.mask_T)
+        scores = Scores(x_TD, logits_TE, self.probs(routed.score_TE), routed.logsumexp_T)
+        choice = self.finish_choice(routed.expert_TK, routed.weight_TK, routed.score_TE, groups)
+        return scores, choice, routed.entropy_T
 
     def most(self, groups: RoutingGroups) -> int | None:
         most = super().most(groups)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 
@@ -42,9 +43,16 @@ class GShardRouter(TopKRouter):
         )
         self.random_routing = random_routing
 
+    def rule(self) -> tuple[Rule, None] | None:
+        if not self.decides_as(GShardRouter):
+            return None
+        return Rule(), None
+
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         prob_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)
-        weight_TK = prob_TK / prob_TK.sum(-1, keepdim=True)
+        return self.finish_choice(expert_TK, prob_TK / prob_TK.sum(-1, keepdim=True), scores.probs_TE, groups)
+
+    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
         if self.training and self.random_routing and self.top_k > 1:
             noise_TK = groups.uniform(self.top_k - 1, "gshard second expert", weight_TK.device)
             taken_TK = 2 * weight_TK[:, 1:] > noise_TK

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, limit_to_groups
+from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 
@@ -33,6 +34,12 @@ class NaiveRouter(TopKRouter):
         if expert_groups is not None:
             check_groups(num_experts, self.top_k, expert_groups, kept_groups)
         self.normalize, self.expert_groups, self.kept_groups = normalize, expert_groups, kept_groups
+
+    def rule(self) -> tuple[Rule, None] | None:
+        if not self.decides_as(NaiveRouter):
+            return None
+        limit = {} if self.expert_groups is None else {"groups": self.expert_groups, "kept_groups": self.kept_groups}
+        return Rule(by_logits=True, normalize=self.normalize, **limit), None
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         ranked_TE: Tensor = scores.logits_TE

@@ -8,6 +8,7 @@ from fmoe.errors import UserError
 from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, leave_out_padding, limit_to_groups
 from fmoe.gates.capacity import count_by_group
 from fmoe.losses import sequence_balance_loss
+from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import Routing, RoutingGroups
 
 
@@ -81,9 +82,18 @@ class SigmoidRouter(TopKRouter):
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         scores = super().scores(x_TD, groups)
-        score_TE = scores.logits_TE.sigmoid()
-        probs_TE = score_TE / score_TE.sum(-1, keepdim=True).clamp(min=1e-20)
-        return Scores(scores.x_TD, scores.logits_TE, probs_TE, scores.logsumexp_T)
+        return Scores(scores.x_TD, scores.logits_TE, self.probs(scores.logits_TE.sigmoid()), scores.logsumexp_T)
+
+    def probs(self, score_TE: Tensor) -> Tensor:
+        return score_TE / score_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+
+    def rule(self) -> tuple[Rule, Tensor] | None:
+        if not self.decides_as(SigmoidRouter):
+            return None
+        limit = {} if self.expert_groups is None else {"groups": self.expert_groups, "kept_groups": self.kept_groups}
+        normalize = self.normalize and self.top_k > 1
+        rule = Rule(is_sigmoid=True, normalize=normalize, scale=self.routed_scale, best_of=2, **limit)
+        return rule, self.expert_bias_E
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         score_TE = scores.logits_TE.sigmoid()
@@ -94,13 +104,16 @@ class SigmoidRouter(TopKRouter):
         weight_TK = score_TE.gather(-1, expert_TK)
         if self.normalize and self.top_k > 1:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+        return self.finish_choice(expert_TK, weight_TK * self.routed_scale, score_TE, groups)
+
+    def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
         losses = {}
         if self.training:
             best_TK = leave_out_padding(score_TE.topk(self.top_k, dim=-1).indices, groups)
             load_GE = count_by_group(best_TK, groups, self.num_experts).to(score_TE.dtype)
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["sequence_balance"] = sequence_balance_loss(groups.split(score_TE), load_GE, valid_GS)
-        return Choice(expert_TK, weight_TK * self.routed_scale, losses)
+        return Choice(expert_TK, weight_TK, losses)
 
     def record(self, routing: Routing) -> None:
         """Counts the load of one micro batch; the layer calls it once, in its backward pass."""

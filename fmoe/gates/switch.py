@@ -4,6 +4,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 
@@ -49,6 +50,11 @@ class SwitchRouter(TopKRouter):
             return x_TD
         noise_TD = groups.own_uniform16(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
         return x_TD * noise_TD.mul_(2 * self.jitter).add_(1 - self.jitter)
+
+    def rule(self) -> tuple[Rule, None] | None:
+        if not self.decides_as(SwitchRouter):
+            return None
+        return Rule(normalize=False), None
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         weight_TK, expert_TK = scores.probs_TE.topk(self.top_k, dim=-1)

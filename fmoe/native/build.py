@@ -90,26 +90,13 @@ def library(
             Linux.
     """
     recipe = _recipe(sources, sanitize)
-    if not force:
-        found = cache.find(recipe.key)
-        if found is not None and cache.identity(found) != instead_of:
-            return found
-    if isinstance(recipe.compiler, BuildError):
-        raise recipe.compiler
-    folder = cache.writable()
-    failure = cache.failure(folder, recipe.key)
-    known_failure = cache.identity(failure)
-    try:
-        with cache.locked(folder, recipe.key) as is_locked:
-            if not force:  # whom we waited for has built it, or has failed
-                found = cache.find_in(folder, recipe.key)
-                if found is not None and cache.identity(found) != instead_of:
-                    return found
-                if cache.identity(failure) not in (None, known_failure):
-                    raise BuildError(failure.read_text(encoding="utf-8").partition("\n")[0])
-            return _build(recipe, recipe.compiler, folder, is_locked, echo)
-    except OSError as error:
-        raise BuildError(f"cache folder {folder}: {error.strerror or error}; FMOE_CACHE names another") from error
+    cxx = recipe.compiler
+
+    def make(folder: Path, is_locked: bool) -> Path:
+        return _build(recipe, cxx, folder, is_locked, echo)
+
+    cannot = cxx if isinstance(cxx, BuildError) else None
+    return cache.get(recipe.key, make, cannot=cannot, force=force, instead_of=instead_of)
 
 
 def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> Path | None:
@@ -123,13 +110,7 @@ def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> P
 
 def last_failure(sources: Sources | None = None) -> str | None:
     """The line that the last build ended with, if it failed and nothing it was made of has changed since."""
-    key = _recipe(sources, ()).key
-    for folder in cache.folders():
-        try:
-            return cache.failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
-        except OSError:
-            continue
-    return None
+    return cache.last_failure(_recipe(sources, ()).key)
 
 
 def _recipe(sources: Sources | None, sanitize: Sequence[str]) -> _Recipe:

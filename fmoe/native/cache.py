@@ -1,8 +1,8 @@
 """Where built libraries lie: folders, the lock for those who write there, entries that prove to be whole.
 
-An entry is one file, ``KEY-SHA256.so``, with the SHA-256 of its bytes. It comes by one rename, so it is never seen half
-written, and what a full disk or a bad one made of it is seen before it is loaded. Who builds holds the lock of its key,
-which the kernel releases with the process.
+An entry is one file, ``KEY-SHA256.so`` (of `fmoe.cuda`: ``.zip``), with the SHA-256 of its bytes. It comes by one
+rename, so it is never seen half written, and what a full disk or a bad one made of it is seen before it is loaded. Who
+builds holds the lock of its key, which the kernel releases with the process.
 """
 
 import errno
@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from fmoe.errors import BuildError
 with suppress(ImportError):  # on Windows, where `build` ends before it is needed
     import fcntl
 
-KEEP = 8  # entries of a folder; the least recently used go
+KEEP = 8  # entries of a folder and a kind; the least recently used go
+SUFFIXES = (".so", ".zip")
 
 logger = logging.getLogger("fmoe")
 
@@ -46,19 +47,65 @@ def folders() -> list[Path]:
     return [*found, _temporary()]
 
 
-def find(key: str) -> Path | None:
+def get(
+    key: str,
+    make: Callable[[Path, bool], Path],
+    *,
+    suffix: str = ".so",
+    what: str = "the native CPU backend",
+    cannot: BuildError | None = None,
+    force: bool = False,
+    instead_of: tuple[int, int] | None = None,
+) -> Path:
+    """The entry of ``key``, made under its lock where there is none. Of many processes that ask at once one makes it,
+    and the others take what it made, or how it failed.
+
+    Args:
+        make: called with the folder and whether its lock is held; builds in a `workplace`, and ends with `publish` or
+            with `publish_failure` and a BuildError.
+        what: is made, for messages.
+        cannot: why it cannot be made here, raised where it would have to be.
+        force: make it, whatever is there.
+        instead_of: `identity` of an entry that did not load, and is not to be given again.
+
+    Raises:
+        BuildError: one line: it cannot be made, or no cache folder can be written.
+    """
+    if not force:
+        found = find(key, suffix)
+        if found is not None and identity(found) != instead_of:
+            return found
+    if cannot is not None:
+        raise cannot
+    folder = writable()
+    failed = failure(folder, key)
+    known_failure = identity(failed)
+    try:
+        with locked(folder, key, what) as is_locked:
+            if not force:  # whom we waited for has built it, or has failed
+                found = find_in(folder, key, suffix)
+                if found is not None and identity(found) != instead_of:
+                    return found
+                if identity(failed) not in (None, known_failure):
+                    raise BuildError(failed.read_text(encoding="utf-8").partition("\n")[0])
+            return make(folder, is_locked)
+    except OSError as error:
+        raise BuildError(f"cache folder {folder}: {error.strerror or error}; FMOE_CACHE names another") from error
+
+
+def find(key: str, suffix: str = ".so") -> Path | None:
     """The newest intact entry whose name begins with ``key``, in any of the folders that can be trusted."""
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
-            found = find_in(folder, key)
+            found = find_in(folder, key, suffix)
             if found is not None:
                 return found
     return None
 
 
-def find_in(folder: Path, key: str) -> Path | None:
+def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
     """The newest intact entry of one folder."""
-    for path in sorted(folder.glob(f"{key}*.so"), key=_modified, reverse=True):
+    for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
         with suppress(OSError):  # somebody removes it at this moment
             if sha256(path) == path.stem.rpartition("-")[2]:
                 _mark_used(path)
@@ -89,10 +136,10 @@ def writable() -> Path:
 
 
 @contextmanager
-def locked(folder: Path, key: str) -> Iterator[bool]:
+def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iterator[bool]:
     """Waits for the lock of ``key`` in ``folder`` and holds it; False where the file system has no locks, which costs
     nothing but work done twice."""
-    handle, is_locked = _lock(folder / f"{key}.lock")
+    handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
         yield is_locked
     finally:
@@ -110,18 +157,19 @@ def workplace(folder: Path, key: str, is_locked: bool) -> Path:
 
 def publish(library: Path, folder: Path, key: str) -> Path:
     """Makes a built library the one entry of its key, and removes the failure and what is too old to keep."""
-    library.chmod(0o755)
+    suffix = library.suffix
+    library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
     _sync(library)
-    entry = folder / f"{key}-{digest}.so"
+    entry = folder / f"{key}-{digest}{suffix}"
     os.replace(library, entry)
     _sync(folder)
     with suppress(OSError):
         failure(folder, key).unlink()
-    for old in folder.glob(f"{key}-*.so"):
+    for old in folder.glob(f"{key}-*{suffix}"):
         if old != entry:
             _remove(old)
-    for old in sorted(folder.glob("*.so"), key=_used, reverse=True)[KEEP:]:
+    for old in sorted(folder.glob(f"*{suffix}"), key=_used, reverse=True)[KEEP:]:
         if old != entry:
             _remove(old)
     return entry
@@ -142,6 +190,16 @@ def publish_failure(folder: Path, key: str, text: str) -> None:
         _remove(old)
 
 
+def last_failure(key: str) -> str | None:
+    """The first line of the newest `failure` of ``key`` in any of the folders."""
+    for folder in folders():
+        try:
+            return failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
+        except OSError:
+            continue
+    return None
+
+
 def clean() -> int:
     """Removes all entries, failures and what dead builders left, in each of `folders`; waits for who builds there.
     Returns how many entries there were."""
@@ -154,9 +212,10 @@ def clean() -> int:
                 if is_locked:
                     _remove_workplaces(folder, lock.stem)
                     lock.unlink(missing_ok=True)
-        for path in [*folder.glob("*.so"), *folder.glob("*.failed")]:
-            path.unlink(missing_ok=True)
-            count += path.suffix == ".so"
+        for path in folder.iterdir():
+            if path.suffix in (*SUFFIXES, ".failed"):
+                path.unlink(missing_ok=True)
+                count += path.suffix in SUFFIXES
     return count
 
 
@@ -195,7 +254,7 @@ def _distrust(folder: Path) -> str | None:
     return None
 
 
-def _lock(path: Path) -> tuple[int, bool]:
+def _lock(path: Path, what: str) -> tuple[int, bool]:
     """(handle of the locked file, whether it could be locked). Compilers do not inherit the handle, so that they do not
     outlive us with the lock."""
     while True:
@@ -204,7 +263,7 @@ def _lock(path: Path) -> tuple[int, bool]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("another process compiles the native CPU backend: waiting for it (%s)", path)
+                logger.info("another process compiles %s: waiting for it (%s)", what, path)
                 fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno in _NO_LOCKS:

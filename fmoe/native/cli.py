@@ -1,4 +1,4 @@
-"""``fmoe build``: compiles the native CPU backend ahead."""
+"""``fmoe build``: compiles the native CPU backend ahead; with ``--arch`` the CUDA kernels (`fmoe.cuda.cli`)."""
 
 import argparse
 import shlex
@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from fmoe import native
-from fmoe.errors import BuildError
+from fmoe.cuda import cli as cuda_cli
+from fmoe.errors import BuildError, UserError
 from fmoe.native import build, cache, compiler
 
 
@@ -18,20 +19,30 @@ def main(argv: Sequence[str]) -> int:
         Exit code: 0, or 1 when there is no library that loads.
 
     Raises:
-        UserError: a sanitizer that there is not.
+        UserError: a sanitizer that there is not, an architecture that NVRTC does not know.
     """
     parser = argparse.ArgumentParser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile, whatever is in the cache")
     parser.add_argument("--clean", action="store_true", help="remove what is in the cache, and end")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="a build for tests, with checks")
-    parser.add_argument("--verbose", action="store_true", help="print the commands")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="sm_90", help="the CUDA kernels for these architectures instead, without a GPU too"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the commands, or registers and spills of kernels")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
     try:
         if arguments.clean:
             print(f"{cache.clean()} entries removed from {', '.join(map(str, cache.folders()))}")
             return 0
-        return _build(sanitize, arguments.force, arguments.verbose)
+        if arguments.arch:
+            if sanitize:
+                raise UserError(f"--sanitize {arguments.sanitize} is for the native CPU backend, not for --arch")
+            return cuda_cli.build_ahead(arguments.arch, arguments.force, arguments.verbose)
+        code = _build(sanitize, arguments.force, arguments.verbose)
+        if not sanitize:
+            cuda_cli.build_here(arguments.force, arguments.verbose)
+        return code
     except (BuildError, OSError) as error:
         print(f"fmoe build: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

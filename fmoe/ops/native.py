@@ -31,7 +31,7 @@ def takes(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Ten
 
 def knows(activation: Callable[[Tensor], Tensor]) -> bool:
     """Whether the extension computes it."""
-    return _code(activation) is not None
+    return code(activation) is not None
 
 
 def expert_ffn(
@@ -70,7 +70,7 @@ def expert_ffn(
         None if b_in_LP is None else b_in_LP.contiguous(),
         w_out_LDH.contiguous(),
         None if b_out_LD is None else b_out_LD.contiguous(),
-        _code(activation),
+        code(activation),
         gated,
         _is_wide,
         into_main_grad,
@@ -78,8 +78,8 @@ def expert_ffn(
     return out
 
 
-def _code(activation: Callable) -> int | None:
-    """The extension's number of an activation (kernels.h); None for one that it does not know."""
+def code(activation: Callable) -> int | None:
+    """The kernels' number of an activation (kernels.h; of `fmoe.ops.cuda` too); None for one that it does not know."""
     if activation is F.gelu:
         return 0
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fmoe.ops import scratch
+from fmoe.ops.cuda import rows as cuda_rows
 
 if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
     from fmoe.dispatch.plan import DispatchPlan
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # the plan is made of values that these operations take; it i
 
 def permute(x_TD: Tensor, plan: "DispatchPlan", num_rows: int) -> Tensor:
     """A row for every assignment kept, in the plan's order: [M, D]. ``num_rows`` is M."""
+    if cuda_rows.takes(x_TD):
+        return cuda_rows.permute(x_TD, plan.order_N, plan.place_TK, num_rows)
     return _Permute.apply(x_TD, plan, num_rows)
 
 
@@ -27,11 +30,15 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, plan: "DispatchPlan") -> Tensor:
 
     The sum runs in the wider of the two dtypes, and at least float32.
     """
+    if cuda_rows.takes(rows_MD, weight_TK):
+        return cuda_rows.combine(rows_MD, weight_TK, plan.place_TK)
     return _Combine.apply(rows_MD, weight_TK, plan)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``."""
+    if cuda_rows.takes(rows):
+        return cuda_rows.reorder(rows, index, inverse)
     return _Reorder.apply(rows, index, inverse)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmoe.optim import fused_lamb
 from fmoe.optim.checks import check
-from fmoe.optim.trust import Slot, TrustOptimizer, write_back
+from fmoe.optim.trust import Plan, Slot, TrustOptimizer, write_back
 
 
 class Lamb(TrustOptimizer):
@@ -28,6 +29,7 @@ class Lamb(TrustOptimizer):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
+    _fused: fused_lamb.FusedLamb | None = None  # made by the first step that the kernels take
 
     def __init__(
         self,
@@ -42,6 +44,14 @@ class Lamb(TrustOptimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_trust": max_trust}
         )
+
+    def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
+        if not fused_lamb.takes(slots, self.state):
+            return False
+        if self._fused is None:
+            self._fused = fused_lamb.FusedLamb()
+        self._fused.step(slots, self.state, plan.squares, plan.ratios, lambda: self._reduce(plan))
+        return True
 
     def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
         super()._begin(tensor, state)

@@ -31,10 +31,12 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """How an optimizer steps its tensors; O blocks in all."""
+
     chunks: list[list[Slot]]  # of one group, device and kind each
-    squares: Tensor  # [2, blocks]: of the weights and of what the trust ratio compares them with
-    ratios: Tensor  # [blocks]
+    squares: Tensor  # [2, O]: of the weights and of what the trust ratio compares them with
+    ratios: Tensor  # [O]
     spans: list[tuple[int, int]]  # of each parameter in the blocks
     reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # with the blocks that take part, None for all
 
@@ -51,7 +53,7 @@ class TrustOptimizer(Optimizer):
 
     def __init__(self, params, defaults: dict[str, Any]):
         self._layout: Layout | None = None
-        self._plan_now: _Plan | None = None
+        self._plan_now: Plan | None = None
         super().__init__(params, defaults)
 
     def set_layout(self, layout: Layout | None) -> None:
@@ -102,6 +104,9 @@ class TrustOptimizer(Optimizer):
             for tensor in group["params"]:
                 if tensor.grad is not None:
                     self._begin(tensor, self.state[tensor])
+        slots = [slot for chunk in plan.chunks for slot in chunk if slot.tensor.grad is not None]
+        if slots and self._at_once(slots, plan):
+            return loss
         waiting = []
         for chunk in plan.chunks:
             slots = [slot for slot in chunk if slot.tensor.grad is not None]
@@ -121,11 +126,7 @@ class TrustOptimizer(Optimizer):
                     continue
                 self._scale(plan, slots, updates, blocks)
             self._move(slots, weights, updates)
-        for group, blocks in plan.reductions:
-            part = plan.squares if blocks is None else plan.squares[:, blocks]
-            dist.all_reduce(part, group=group)
-            if blocks is not None:
-                plan.squares[:, blocks] = part
+        self._reduce(plan)
         for slots, blocks in waiting:
             weights = self._weights(slots)
             gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
@@ -134,13 +135,25 @@ class TrustOptimizer(Optimizer):
             self._move(slots, weights, updates)
         return loss
 
+    def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
+        """A whole step for all slots, where there are kernels for it; False where not, and nothing was done."""
+        return False
+
+    def _reduce(self, plan: Plan) -> None:
+        """Sums the squares of norms over the ranks that have parts of the blocks."""
+        for group, blocks in plan.reductions:
+            part = plan.squares if blocks is None else plan.squares[:, blocks]
+            dist.all_reduce(part, group=group)
+            if blocks is not None:
+                plan.squares[:, blocks] = part
+
     def _weights(self, slots: list[Slot]) -> list[Tensor]:
         return floats([slot.part.of(slot.tensor) for slot in slots])
 
     def _states(self, slots: list[Slot], name: str) -> list[Tensor]:
         return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
 
-    def _scale(self, plan: _Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
+    def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
         """Multiplies the updates, in place, by their trust ratios."""
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
         ratio = self._ratio(weight_norms, compared_norms, slots[0].group).float()
@@ -153,12 +166,12 @@ class TrustOptimizer(Optimizer):
             if slot.part.count > 1:
                 update.mul_(factor.view(-1, *[1] * (update.dim() - 1)))
 
-    def _plan(self) -> _Plan:
+    def _plan(self) -> Plan:
         if self._plan_now is None:
             self._plan_now = self._make_plan()
         return self._plan_now
 
-    def _make_plan(self) -> _Plan:
+    def _make_plan(self) -> Plan:
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         for tensor in tensors:
             if hasattr(tensor, "placements"):
@@ -185,7 +198,7 @@ class TrustOptimizer(Optimizer):
                     filled[kind] += size
         # Sums of squares in float64, where no square overflows; MPS has none.
         exact = torch.float32 if device.type == "mps" else torch.float64
-        return _Plan(
+        return Plan(
             chunks=[chunk for alike in chunks.values() for chunk in alike],
             squares=torch.zeros(2, ends[-1], dtype=exact, device=device),
             ratios=torch.full((ends[-1],), torch.nan, device=device),

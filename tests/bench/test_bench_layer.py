@@ -324,3 +324,44 @@ def test_a_backend_for_each_of_ours(monkeypatch):
     assert list(contenders._backends()) == list(contenders.OURS)
     options = [layer.build.keywords for layer in contenders._backends().values()]
     assert options == [{"backend": "native"}, {"backend": "torch"}]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"^--device cuda: torch \S+ sees no GPU here; leave it out"):
+        main.main(["--device", "cuda", "--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_goals_on_a_gpu():
+    shape = Shape("G3", 64, 8, 8, 4, 2, gated=True)
+    point = rows.Point(Problem(shape, torch.bfloat16, device="cuda"), "bf16", "forward", 2)
+    times = {limits.DENSE: 1.0, "fmoe cuda": 2.0, "HF grouped_mm": 2.2, "ScatterMoE": 4.0}
+    saved = {"fmoe cuda": memory.Saved(total=4 * 128 * 8 + 4000, router=400)}
+    row = a_row(times, point, saved=saved)
+    assert row.ours == "fmoe cuda" and row.point.label.endswith("bf16, forward, cuda")
+    found = [(goal.is_met, str(goal).split("forward, cuda: ")[1]) for goal in goals.of_shapes([row])]
+    assert [is_met for is_met, _ in found] == [True, False, True, True]
+    assert "of the GEMM limit (at least 0.45)" in found[0][1] and "HF grouped_mm (at least 1.2)" in found[1][1]
+    assert found[3][1] == "fmoe cuda saves 0.01 MB for backward beside its input and its router (at most 0.01 MB)"
+    copied = replace(row.timed, work={limits.DENSE: 10.0, "fmoe cuda": 10.0}, label="k")
+    assert goals.of_kernels([copied]) == []
+    copied = replace(copied, seconds={"copy": [1.0], "gather": [1.1], "combine": [2.0]}, reference="copy")
+    copied = replace(copied, work=dict.fromkeys(copied.seconds, 10.0))
+    assert [goal.is_met for goal in goals.of_kernels([copied])] == [True, False]
+
+
+def test_bytes_of_the_kernels_by_hand(monkeypatch):
+    """Gathered and combined rows of one expert, as wide as two elements."""
+    from bench.layer import bandwidth
+    from fmoe.ops.cuda import kernels
+
+    def place(expert_N, experts):
+        return torch.empty_like(expert_N), torch.empty_like(expert_N), None, None, torch.zeros(experts), torch.zeros(1)
+
+    monkeypatch.setattr(kernels, "place", place)
+    moved = {k.name: k.bytes_moved for k in bandwidth.kernels_of(Problem(Shape("G1", 3, 2, 4, 1, 1), torch.bfloat16))}
+    assert moved["gather"] == 3 * (4 + 4 + 8) and moved["combine"] == 3 * (4 + 4 + 12)
+    assert moved["activate"] == 3 * (8 + 8) and set(moved) == {
+        *("route", "place", "gather", "activate", "activate_backward", "combine", "combine_backward")
+    }

@@ -156,7 +156,7 @@ def test_what_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, "backend='cuda' is not known; there are auto, native, torch"),
+        ({"backend": "metal"}, "backend='metal' is not known; there are auto, native, cuda, torch"),
         ({"expert": torch.nn.Identity, "backend": "native"}, "is for ffn, swiglu and geglu"),
         ({"expert_options": {"dropout": 0.1}, "backend": "native"}, "dropout=0.1"),
         ({"expert_options": {"activation": torch.tanh}, "backend": "native"}, "has no activation"),

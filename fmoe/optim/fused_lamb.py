@@ -1,0 +1,164 @@
+"""LAMB's step by the kernels of ``cuda/lamb.cu``: a few launches for all tensors, whatever their number.
+
+Shape letters: C chunks, O blocks (matrices, experts of a stack).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe import cuda
+from fmoe.cuda.kernels import DTYPES
+from fmoe.cuda.launch import Geometry
+from fmoe.optim.trust import Slot
+
+CHUNK = 1 << 16  # elements that a block of threads takes
+
+_WORDS = 6  # of a chunk, see docs/kernels.md
+
+
+def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
+    """Whether the kernels run on the device of these tensors, and take all of them."""
+    device = slots[0].tensor.device
+    if not cuda.is_loaded(device):
+        return False
+    for tensor in {slot.tensor: None for slot in slots}:
+        gradient, moments = tensor.grad, [state[tensor][name] for name in ("exp_avg", "exp_avg_sq")]
+        if tensor.dtype not in DTYPES or gradient.dtype not in (tensor.dtype, torch.float32):
+            return False
+        if any(m.dtype != torch.float32 for m in moments):
+            return False
+        if any(t.device != device or not t.is_contiguous() for t in (tensor, gradient, *moments)):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What is stepped in one dtype.
+
+    Attributes:
+        slots: in the order of their blocks, those without any last.
+        chunks: int64 [C, 6].
+        first: int64 [O + 1], where the chunks of each block begin.
+    """
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    slots: list[Slot]
+    chunks: Tensor
+    first: Tensor
+
+
+class FusedLamb:
+    """Steps of one optimizer. Tables of addresses are made again where a tensor has moved."""
+
+    def __init__(self):
+        self._key: tuple = ()
+        self._tables: list[_Table] = []
+
+    def step(
+        self,
+        slots: Sequence[Slot],
+        state: dict[Tensor, dict[str, Any]],
+        squares: Tensor,
+        ratios: Tensor,
+        reduce: Callable[[], None],
+    ) -> None:
+        """Changes the tensors and their moments.
+
+        Args:
+            slots: what has a gradient.
+            squares: float64 [2, O], for the squares of norms; ``reduce`` then sums them over ranks.
+            ratios: float32 [O], for the trust ratios of what is stepped.
+        """
+        launch, device = cuda.launcher(squares.device), squares.device
+        num_blocks = squares.shape[1]
+        self._update_tables(slots, state, num_blocks)
+        options = [_to(_options(table.slots, state), device) for table in self._tables]
+        for number, (table, rows) in enumerate(zip(self._tables, options, strict=True)):
+            count = len(table.chunks)
+            partial = squares.new_empty(count, 2)
+            name = f"fmoe::lamb_measure<{DTYPES[table.dtype]}, {DTYPES[table.grad_dtype]}>"
+            launch(name, _blocks_of(count, 512, 256), (table.chunks, rows, partial), device)
+            if num_blocks:
+                sums = squares if number == 0 else torch.empty_like(squares)
+                arguments = (partial, table.first, num_blocks, sums)
+                launch("fmoe::lamb_norms", _blocks_of(-(-num_blocks // 8), 256), arguments, device)
+                if number:  # of other dtypes: zero for the blocks of this one
+                    squares += sums
+        reduce()
+        for table, rows in zip(self._tables, options, strict=True):
+            arguments = (table.chunks, rows, squares, num_blocks, ratios)
+            launch(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
+
+    def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
+        addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
+        key = tuple((id(slot), *places) for slot, places in zip(slots, addresses, strict=True))
+        if key == self._key:
+            return
+        self._key, self._tables = key, []
+        alike = defaultdict(list)
+        for slot, places in zip(slots, addresses, strict=True):
+            alike[slot.tensor.dtype, slot.tensor.grad.dtype].append((slot, places))
+        for (dtype, grad_dtype), members in alike.items():
+            members.sort(key=lambda member: (not member[0].part.count, member[0].part.block))
+            sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4])
+            rows, per_block = [], torch.zeros(num_blocks + 1, dtype=torch.int64)
+            for number, (slot, places) in enumerate(members):
+                rows.append(_chunks(slot, number, torch.tensor(places), sizes))
+                if slot.part.count:
+                    per_block[1 + slot.part.block :][: slot.part.count] += len(rows[-1]) // slot.part.count
+            device = members[0][0].tensor.device
+            made = (_to(torch.cat(rows), device), _to(per_block.cumsum(0), device))
+            self._tables.append(_Table(dtype, grad_dtype, [slot for slot, _ in members], *made))
+
+
+def _addresses(slot: Slot, state: dict[str, Any]) -> list[int]:
+    tensors = (slot.tensor, slot.tensor.grad, state["exp_avg"], state["exp_avg_sq"])
+    return [slot.part.of(tensor).data_ptr() for tensor in tensors]
+
+
+def _chunks(slot: Slot, number: int, places_4: Tensor, sizes_4: Tensor) -> Tensor:
+    """The chunks of a slot, block by block: int64 [n, 6]."""
+    count = max(slot.part.count, 1)
+    length = slot.part.of(slot.tensor).numel() // count
+    begin_n = torch.arange(0, length, CHUNK)
+    block_n = torch.arange(count).repeat_interleave(len(begin_n))
+    begin_n = begin_n.repeat(count)
+    words = torch.empty(len(begin_n), _WORDS, dtype=torch.int64)
+    words[:, :4] = places_4 + (block_n * length + begin_n).unsqueeze(1) * sizes_4
+    words[:, 4] = (length - begin_n).clamp(max=CHUNK)
+    owner_n = block_n + slot.part.block if slot.part.count else torch.full_like(block_n, -1)
+    words[:, 5] = (owner_n << 32) | number
+    return words
+
+
+def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tensor:
+    rows = []
+    for slot in slots:
+        group, step = slot.group, float(state[slot.tensor]["step"])
+        beta1, beta2 = group["betas"]
+        root = math.sqrt(1 - beta2**step)
+        factor, trust = root / (1 - beta1**step), group["max_trust"]
+        rows.append(
+            [
+                *(1 - beta1, beta2, group["eps"] * root, factor, group["weight_decay"], float(group["lr"])),
+                *(math.inf if trust is None else trust, 1 - beta2),
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def _to(table: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def _blocks_of(count: int, threads: int, shared: int = 0) -> Geometry:
+    return Geometry((max(1, count), 1, 1), (threads, 1, 1), shared)

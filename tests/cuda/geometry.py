@@ -1,0 +1,48 @@
+"""Blocks of each launch, as docs/kernels.md has the formulas. Not a test itself."""
+
+SHARED = 48 * 1024
+
+
+def rows(num_rows: int, width: int, at_once: int, shared_a_warp: int = 0) -> tuple:
+    """Grid, block, shared bytes of kernels that take a row by some threads."""
+    vectors = -(-width // at_once)
+    bx = 32
+    while bx < 256 and 4 * bx < vectors:
+        bx *= 2
+    by = 256 // bx
+    return max(1, -(-num_rows // by)), (bx, by), shared_a_warp * by * bx // 32
+
+
+def warps(fixed: int, each: int) -> int:
+    """How many warps fit into shared memory."""
+    return max(1, min(8, (SHARED - fixed) // max(each, 1)))
+
+
+def route_items(num_experts: int) -> int:
+    """I: an instance for so many experts a lane, 0 for any number."""
+    return next((items for items in (1, 2, 4, 8) if 32 * items >= num_experts), 0)
+
+
+def route(num_tokens: int, num_experts: int, top_k: int, groups: int, items: int) -> tuple:
+    each = 4 * (top_k + groups + (0 if items else num_experts))
+    w = warps(4 * num_experts, each)
+    return max(1, min(-(-num_tokens // w), 1024)), 32 * w, 4 * num_experts + w * each
+
+
+def route_backward(num_tokens: int, num_experts: int) -> tuple:
+    w = warps(0, 4 * num_experts)
+    return max(1, -(-num_tokens // w)), 32 * w, 4 * w * num_experts
+
+
+def place(num_tiles: int, num_experts: int) -> tuple:
+    w = warps(4 * (num_experts + 1), 4 * (num_experts + 2))
+    return num_tiles, 32 * w, 4 * ((w + 1) * (num_experts + 1) + w)
+
+
+def drop(num_groups: int, num_experts: int) -> tuple:
+    w = warps(0, 4 * (num_experts + 1))
+    return max(1, num_groups), 32 * w, 4 * w * (num_experts + 1)
+
+
+def segment_order(num_segments: int, num_rows: int) -> tuple:
+    return max(1, -(-num_rows // 256)), 256, 4 * (3 * num_segments + 2 + 8)

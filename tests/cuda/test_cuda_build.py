@@ -1,0 +1,298 @@
+"""Compiling, caching and locking, on a machine without a GPU, with a kernel that compiles at once."""
+
+import ctypes
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forks import values
+from small_kernels import FILL, build_in, sources
+
+from fmoe import cuda, info
+from fmoe.cli import run
+from fmoe.cuda import build, nvrtc
+from fmoe.cuda.launch import DeviceLauncher, Geometry
+from fmoe.errors import BuildError, UserError
+from fmoe.native import cache, cli
+
+pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, caplog):
+    """The cache of one test, and kernels that are quickly made."""
+    caplog.set_level(logging.INFO, "fmoe")
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path / "cache"))
+    for name in ("FMOE_CUDA", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src"))
+    monkeypatch.setattr(cuda, "_outcomes", {})
+    monkeypatch.setattr(cuda, "_of_device", {})
+    monkeypatch.setattr(cuda, "_warned", False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Files that were compiled, and for what."""
+    seen, compile_file = [], nvrtc.compile_file
+
+    def counting(path, kernels, arch, **options):
+        seen.append((path.name, arch))
+        return compile_file(path, kernels, arch, **options)
+
+    monkeypatch.setattr(nvrtc, "compile_file", counting)
+    return seen
+
+
+def missing_nvrtc():
+    raise BuildError("NVRTC is not found: pip install nvidia-cuda-nvrtc")
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_built_once_then_from_the_cache(folder, compiled, caplog, arch):
+    assert build.cached(arch) is None and not folder.exists()
+    path = build.library(arch)
+    assert entries(folder) == [path.name] and path.name.startswith(f"cuda-{arch}-")
+    ((cubin, symbols),) = build.read(path)
+    assert cubin.startswith(b"\x7fELF") and set(symbols) == {"small::fill<float>", "small::fill<double>"}
+    assert all(symbol.encode() in cubin for symbol in symbols.values())
+    assert build.library(arch) == build.cached(arch) == path and compiled == [("fill.cu", arch)]
+    assert build.library(arch, force=True) == path and len(compiled) == 2
+    assert f"compiling the CUDA kernels for {arch} with NVRTC" in caplog.text
+    assert all(build.cached(other) is None for other in ARCHS if other != arch)
+
+
+def test_four_processes_compile_once(tmp_path, folder, forks):
+    log = tmp_path / "log"
+    paths = values(forks.run(4, build_in, str(folder), str(tmp_path / "src"), "sm_90", str(log)))
+    assert len(set(paths)) == 1 and log.read_text() == "compiled\n"
+    assert len(entries(folder)) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_damaged_entries_are_built_again(folder, compiled, damage):
+    path = build.library("sm_90")
+    good = path.read_bytes()
+    path.write_bytes(good[:-100] if damage == "truncated" else good[:900] + bytes([good[900] ^ 1]) + good[901:])
+    assert build.cached("sm_90") is None
+    again = build.library("sm_90")
+    assert cache.sha256(again) in again.name and build.read(again) and len(compiled) == 2 and len(entries(folder)) == 1
+
+
+def test_whole_by_its_sum_and_no_archive(folder, tmp_path):
+    path = tmp_path / "library.zip"
+    path.write_bytes(b"no archive")
+    with pytest.raises(BuildError, match="does not load: File is not a zip file"):
+        build.read(path)
+
+
+def test_key(tmp_path, monkeypatch):
+    """Sources, headers, instances, architecture and NVRTC, and nothing else."""
+    ours, found = sources(tmp_path / "src"), nvrtc.find()
+
+    def key(arch="sm_90", version=found.version):
+        return build._key(ours, arch, nvrtc.Nvrtc(version, found.architectures))
+
+    keys = {key(), key("sm_100"), key(version="99.1")}
+    assert key() in keys and len(keys) == 3
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert key() in keys
+    (tmp_path / "src" / "value.cuh").write_text("#define VALUE 43\n")
+    keys.add(key())
+    (tmp_path / "src" / "fill.cu").write_text(FILL + "\n")
+    keys.add(key())
+    ours.kernels["fill.cu"] = ("small::fill<float>",)
+    keys.add(key())
+    ours.kernels["fill.cu"] = ("small::fill<float>", "small::fill<double>")
+    assert len(keys) == 6
+
+
+def test_without_nvrtc(monkeypatch, caplog):
+    """What was built ahead is found, whatever compiled it; else it is one line."""
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "find", missing_nvrtc)
+        assert build.cached("sm_90") is None
+        with pytest.raises(BuildError, match=r"^NVRTC is not found: pip install nvidia-cuda-nvrtc$"):
+            build.library("sm_90")
+    path = build.library("sm_90")
+    monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
+    assert build.library("sm_90") == build.cached("sm_90") == path
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "package"),
+    [(None, "nvidia-cuda-nvrtc"), ("13.0", "nvidia-cuda-nvrtc"), ("12.8", "nvidia-cuda-nvrtc-cu12")],
+)
+def test_missing_packages_are_named(monkeypatch, torch_cuda, package):
+    from cuda.bindings import nvrtc as bindings
+
+    def not_found():
+        raise RuntimeError("libnvrtc.so.13: no such file\nand a page more")
+
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(bindings, "nvrtcVersion", not_found)
+    with pytest.raises(
+        BuildError, match=rf"^NVRTC is not found \(libnvrtc.so.13: no such file\): pip install {package}$"
+    ):
+        nvrtc.find()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    extra = r"fmoe\[cuda12\]" if torch_cuda == "12.8" else r"fmoe\[cuda\]"
+    with pytest.raises(BuildError, match=rf"^cuda.core is not installed \(.*\): pip install '{extra}'$"):
+        nvrtc.find()
+
+
+def test_compile_errors_are_one_line(tmp_path, folder, monkeypatch):
+    ours = sources(tmp_path / "src", FILL.replace("T(VALUE)", "nowhere"))
+    with pytest.raises(BuildError) as caught:
+        build.library("sm_90", ours)
+    text = str(caught.value)
+    assert "fill.cu(5): error" in text and "nowhere" in text and "\n" not in text
+    (log,) = folder.glob("*.failed")
+    assert str(log) in text and "compilation log" in log.read_text()
+    assert build.last_failure("sm_90", ours) in text and entries(folder) == [log.name]
+    assert build.library("sm_90", sources(tmp_path / "src")).exists()
+
+
+def command(*argv):
+    return run("fmoe build", lambda: cli.main(argv))
+
+
+def cuda_line():
+    (line,) = [line for line in info.lines() if line.startswith("cuda: ")]
+    return line
+
+
+def test_command(capsys, compiled):
+    assert cuda_line().startswith("cuda: nothing built, NVRTC ") and cuda_line().endswith(", no GPU here")
+    assert command("--arch", *ARCHS) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in out] == list(ARCHS) and all("built in" in line for line in out)
+    assert cuda_line().startswith("cuda: built for sm_80, sm_90, sm_100, NVRTC ")
+    assert command("--arch", "sm_90") == 0 and "sm_90: there already: " in capsys.readouterr().out
+    assert command("--arch", "sm_90", "--force", "--verbose") == 0 and "registers" in capsys.readouterr().out
+    assert len(compiled) == 4
+    assert command("--clean") == 0 and capsys.readouterr().out.startswith("3 entries removed")
+
+
+def test_command_tells_what_is_wrong(capsys, folder, monkeypatch, tmp_path):
+    assert command("--arch", "sm_90", "sm_42") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fmoe build: error: arch='sm_42' is not known to NVRTC ") and "there are sm_75" in line
+    assert not folder.exists()
+    assert command("--arch", "sm_90", "--sanitize", "address") == 2
+    monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", "wrong"))
+    assert command("--arch", "sm_90") == 1
+    assert "fill.cu(1): error" in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
+    assert command("--arch", "sm_90") == 1
+    assert "pip install nvidia-cuda-nvrtc" in capsys.readouterr().err
+
+
+def on_a_gpu(monkeypatch, capability=(9, 0)):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
+    loaded = []
+    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
+    on_a_gpu(monkeypatch)
+    device = torch.device("cuda", 0)
+    assert not cuda.is_loaded(device) and cuda.why() is None
+    assert cuda.load(device) and cuda.load() and cuda.is_loaded(device) and cuda.launcher(device) == 1
+    assert compiled == [("fill.cu", "sm_90")] and len(loaded) == 1 and cuda.why() is None
+    assert not cuda.is_loaded(torch.device("cpu"))
+
+
+def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled, caplog):
+    def refuse(codes):
+        raise BuildError("the driver does not take the kernels: CUDA_ERROR_INVALID_IMAGE")
+
+    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", refuse)
+    on_a_gpu(monkeypatch)
+    assert not cuda.load() and len(compiled) == 2 and "CUDA_ERROR_INVALID_IMAGE" in cuda.why()
+
+
+def test_one_warning_and_the_torch_path(monkeypatch, caplog):
+    on_a_gpu(monkeypatch, (4, 2))
+    assert not cuda.load() and not cuda.load()
+    monkeypatch.setattr(nvrtc, "find", missing_nvrtc)
+    on_a_gpu(monkeypatch, (9, 0))
+    assert not cuda.load() and cuda.why() == "NVRTC is not found: pip install nvidia-cuda-nvrtc"
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "arch='sm_42' is not known" in line and line.endswith("layers run on the torch path") and "\n" not in line
+
+
+def test_off(monkeypatch, caplog):
+    on_a_gpu(monkeypatch)
+    monkeypatch.setenv("FMOE_CUDA", "0")
+    assert not cuda.load() and cuda.why() == "FMOE_CUDA=0 turns it off" and not caplog.records
+    assert cuda.describe() == "off (FMOE_CUDA=0): torch path"
+    monkeypatch.setenv("FMOE_CUDA", "off")
+    with pytest.raises(UserError, match="FMOE_CUDA='off' is neither 0"):
+        cuda.is_off()
+
+
+class FakeCore:
+    """cuda.core without a driver: notes what it is given."""
+
+    LEGACY_DEFAULT_STREAM = "the default stream"
+
+    def __init__(self, refuses=False):
+        self.launched, self.loaded, self._refuses = [], [], refuses
+        self.ObjectCode = self.Stream = self
+
+    def from_cubin(self, cubin, symbol_mapping):
+        self.loaded.append(cubin)
+        return SimpleNamespace(get_kernel=lambda name: self._kernel(symbol_mapping[name]))
+
+    def _kernel(self, symbol):
+        if self._refuses:
+            raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU\nand more")
+        return symbol
+
+    def from_handle(self, handle):
+        return f"stream {handle}"
+
+    def LaunchConfig(self, **options):
+        return options
+
+    def launch(self, *arguments):
+        self.launched.append(arguments)
+
+
+def test_launches(monkeypatch):
+    """On torch's current stream, by the kernel's symbol, all arguments of 8 bytes."""
+    core, streams = FakeCore(), iter([0, 7, 7])
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(streams)))
+    launcher = DeviceLauncher(
+        [(b"rows", {"fmoe::gather<float, float>": "_Zgather"}), (b"plan", {"fmoe::place": "_Zp"})]
+    )
+    given = torch.zeros(4)
+    geometry = Geometry((3, 1, 1), (32, 8, 1), 64)
+    for kernel in ("fmoe::place", "fmoe::gather<float, float>", "fmoe::place"):
+        launcher(kernel, geometry, (given, None, 5, True, 0.5), torch.device("cuda", 0))
+    assert [stream for stream, *_ in core.launched] == ["the default stream", "stream 7", "stream 7"]
+    _, config, kernel, *values, real = core.launched[0]
+    assert config == {"grid": (3, 1, 1), "block": (32, 8, 1), "shmem_size": 64} and kernel == b"_Zp"
+    assert values == [given.data_ptr(), 0, 5, 1] and isinstance(real, ctypes.c_double) and real.value == 0.5
+    assert core.loaded == [b"rows", b"plan"]
+
+
+def test_what_the_driver_says_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", FakeCore(refuses=True))
+    says = r"^the driver does not take the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
+    with pytest.raises(BuildError, match=says):
+        DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])

@@ -1,0 +1,86 @@
+"""Every kernel compiles for every architecture without a warning, and no register goes to memory: all types for one of
+them, and one type for the others but in `make conformance`."""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import emulator
+import pytest
+from kernel_list import KERNELS
+
+from fmoe.cuda import nvrtc
+from fmoe.errors import BuildError
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+TUNED = "13.0"  # NVRTC's version that the kernels are held against; others allot registers otherwise
+
+
+def instances(arch, source):
+    """What is compiled in every run."""
+    if arch == "sm_90":
+        return KERNELS[source]
+    return [name for name in KERNELS[source] if "<" not in name or name.partition("<")[2].startswith("fmoe::bf16")]
+
+
+def compile_all(chosen):
+    """What each file becomes for each architecture, side by side."""
+    try:
+        nvrtc.find()
+    except BuildError as error:
+        pytest.skip(str(error))
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8)) as pool:
+        return {
+            (arch, source): pool.submit(
+                nvrtc.compile_file, emulator.CUDA / source, chosen(arch, source), arch, verbose=True
+            )
+            for arch in ARCHS
+            for source in KERNELS
+        }
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_all(instances)
+
+
+def report(log):
+    """(mangled name, registers, bytes spilled) of each kernel."""
+    parts = re.split(r"Compiling entry function '(\w+)'", log)[1:]
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", text)]
+        yield name, int(re.search(r"Used (\d+) registers", text)[1]), sum(spills)
+
+
+@pytest.mark.parametrize("source", KERNELS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_warning_and_no_spill(compiled, capsys, arch, source):
+    check(compiled[arch, source].result(), instances(arch, source), f"{arch} {source}", capsys)
+
+
+@pytest.mark.conformance
+def test_all_types_for_all_architectures(capsys):
+    for (arch, source), code in compile_all(lambda _, source: KERNELS[source]).items():
+        check(code.result(), KERNELS[source], f"{arch} {source}", capsys)
+
+
+def check(code, names, what, capsys):
+    assert "warning" not in code.log, code.log
+    assert set(code.symbols) == set(names)
+    found = {name: (registers, spilled) for name, registers, spilled in report(code.log)}
+    assert set(found) == set(code.symbols.values())
+    registers = [number for number, _ in found.values()]
+    spilled = {name: number for name, (_, number) in found.items() if number}
+    with capsys.disabled():
+        print(f"\n{what}: {len(found)} kernels, {min(registers)} to {max(registers)} registers", end="")
+        print(f", {len(spilled)} of them spill" if spilled else ", none spills", end="")
+    if nvrtc.find().version == TUNED:
+        assert not spilled
+
+
+def test_documented_arguments(kernels):
+    """docs/kernels.md tells each kernel's arguments as they are."""
+    text = (emulator.CUDA.parent / "docs" / "kernels.md").read_text()
+    for name, library in kernels.items():
+        short = name.removeprefix("fmoe::").partition("<")[0]
+        assert emulator.documented(short, text) == library.signature(name), short

@@ -1,0 +1,250 @@
+"""Layers on the cuda backend, its kernels run on the CPU, against the same layers on torch's path in float64."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from compare import assert_close
+from cpu_launcher import on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import fmoe
+from fmoe import cuda
+from fmoe.dispatch import DispatchPlan
+from fmoe.errors import UserError
+from fmoe.routing import RoutingGroups
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+X = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def on(kernels):
+    """The launcher of the kernels."""
+    with on_cpu(kernels) as launcher:
+        yield launcher
+
+
+def layer_of(backend, **options):
+    defaults = {"d_model": 24, "num_experts": 6, "d_hidden": 20, "top_k": 2, "gate": "naive", "seed": 3}
+    return fmoe.FMoE(**{**defaults, **options}, backend=backend)
+
+
+def results(layer, x, run=None):
+    x = x.clone().requires_grad_()
+    y = layer(x) if run is None else run(layer, x)
+    y.double().square().mean().mul(100).backward()
+    return {"y": y, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def assert_same(options, x=X, dtype=torch.float32, run=None):
+    layer = layer_of("cuda", **options).to(dtype)
+    plain = layer_of("torch", **options).double()
+    plain.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
+    found, expected = results(layer, x.to(dtype), run), results(plain, x.to(dtype).double(), run)
+    for name, value in expected.items():
+        assert_close(found[name], value, LIMITS[dtype], name)
+    return found
+
+
+FUSED = {"route", "route_backward", "place", "gather", "combine", "activate", "activate_backward"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gate": "switch", "top_k": 1, "gate_options": {"capacity_factor": 0.5, "jitter": 0.0}},
+        {"gate": "gshard", "gate_options": {"random_routing": False}},
+        {"gate": "sigmoid", "expert_options": {"gemm": "loop"}},
+        {"gate": "sigmoid", "gate_options": {"expert_groups": 3, "kept_groups": 2, "routed_scale": 2.5}},
+        {"gate_options": {"expert_groups": 2, "normalize": False}, "expert": "swiglu", "shared_expert": 16},
+        {"expert": "geglu", "expert_options": {"bias": False}},
+        {"expert_options": {"activation": "relu"}, "granularity": 2},
+        {"top_k": 6, "expert_options": {"activation": "gelu_tanh"}, "sequence_first": True, "group_size": 7},
+    ],
+    ids=lambda o: "-".join(map(str, o.values())) or "default",
+)
+def test_layers(options, on):
+    assert_same(options)
+    assert on.names() >= FUSED
+
+
+@pytest.mark.parametrize("gate", ["expert_choice", "sinkhorn"])
+def test_gates_that_choose_otherwise(gate, on):
+    assert_same({"gate": gate}, run=lambda layer, x: layer.eval()(x))
+    assert on.names() >= FUSED - {"route", "route_backward"} and "route" not in on.names()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"expert": "swiglu", "d_hidden": 13}], ids=["grouped", "odd"])
+def test_sixteen_bits(options, dtype, on):
+    assert_same({**options, "top_k": 3}, dtype=dtype)
+
+
+def test_autocast(on):
+    def run(layer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    layer, plain = layer_of("cuda"), layer_of("torch")
+    found, expected = results(layer, X, run), results(plain, X)
+    for name, value in expected.items():
+        assert_close(found[name], value, 2e-2, name)
+    assert "fmoe::gather<fmoe::bf16, fmoe::bf16>" in on.launched
+
+
+@pytest.mark.parametrize("shape", [(0, 24), (1, 24), (2, 24)], ids=str)
+def test_few_tokens(shape, on):
+    """None, and fewer than there are experts."""
+    assert_same({"num_experts": 9}, X.view(-1, 24)[: shape[0]])
+
+
+def test_padding_and_copies(on):
+    mask = torch.rand(3, 16, generator=torch.Generator().manual_seed(1)) < 0.7
+    assert_same({}, run=lambda layer, x: copy.deepcopy(layer).train()(x, mask) + 0 * layer(x))
+    mask[1] = False
+    factor = {"gate": "switch", "gate_options": {"jitter": 0.0, "capacity_factor": 0.7}}
+    assert_same(factor, run=lambda layer, x: layer(x, mask))
+
+
+def test_larger_than_a_tile(on):
+    """The plan in several blocks."""
+    x = torch.randn(1400, 24, generator=torch.Generator().manual_seed(2))
+    assert_same({"top_k": 3, "gate": "gshard", "gate_options": {"random_routing": False}}, x)
+    assert on.names() >= {"count_tiles", "scan_tiles", "drop_over_capacity"}
+
+
+def test_recomputation_is_bit_for_bit(on):
+    layer = layer_of("cuda")
+    plain = results(layer, X)
+    layer.zero_grad()
+    again = results(layer, X, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert all(torch.equal(again[name], value) for name, value in plain.items())
+
+
+def test_the_order_of_threads_changes_no_bit(kernels):
+    runs = []
+    for seed in range(3):
+        with on_cpu(kernels, seed):
+            runs.append(results(layer_of("cuda", gate="sigmoid"), X))
+    assert all(torch.equal(run[name], value) for run in runs[1:] for name, value in runs[0].items())
+
+
+def test_a_hook_sees_the_rows(on):
+    """Rows as with an expert parallel group: gathered, computed from counts on the host, combined."""
+    rows = []
+
+    def run(layer, x):
+        layer.experts.register_forward_hook(lambda module, inputs, out: rows.append((inputs[0], out)))
+        return layer(x)
+
+    assert_same({"gate": "switch", "top_k": 2, "gate_options": {"jitter": 0.0, "capacity_factor": 0.8}}, run=run)
+    assert all(inputs.shape == out.shape and inputs.dim() == 2 for inputs, out in rows) and len(rows[0][0]) < 96
+    assert on.names() >= {*FUSED, "combine_backward"}
+
+
+def test_dropout_of_hidden_units_goes_the_torch_way(on):
+    layer = fmoe.FMoE(d_model=24, num_experts=4, d_hidden=16, seed=3, expert_options={"dropout": 0.5})
+    layer(X.double().float())
+    assert "activate" not in on.names()
+
+
+def test_what_cannot_be(on):
+    with pytest.raises(UserError, match=r"backend='cuda' has no activation .*, only gelu, gelu_tanh, relu, silu"):
+        layer_of("cuda", expert_options={"activation": torch.tanh})
+    with pytest.raises(UserError, match="backend='cuda' has no dropout of hidden units"):
+        layer_of("cuda", expert_options={"dropout": 0.1})
+    with pytest.raises(UserError, match="backend='cuda' is for ffn, swiglu and geglu"):
+        fmoe.FMoE(d_model=24, num_experts=4, expert=torch.nn.Identity, backend="cuda")
+    with pytest.raises(UserError, match=r"backend='cuda' is for float32 and 16 bits on a GPU: rows are torch\.float64"):
+        layer_of("cuda").double()(X.double())
+    with pytest.raises(UserError, match="gemm='cublas' is not one of auto, grouped, loop"):
+        layer_of("cuda", expert_options={"gemm": "cublas"})
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(cuda, "_outcomes", {})
+    with pytest.raises(UserError, match="backend='cuda' cannot be: there is no CUDA device"):
+        layer_of("cuda")
+
+
+def test_what_is_kept_for_the_backward_pass(on):
+    """SwiGLU in 16 bits: 2 T D bytes of tokens and 4 T K H of pre-activations, and the integers of the plan."""
+    tokens, width, hidden, top_k = 256, 64, 96, 2
+    layer = layer_of("cuda", d_model=width, d_hidden=hidden, num_experts=4, expert="swiglu").bfloat16()
+    router = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in router:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor.dtype, tuple(tensor.shape))
+        return tensor
+
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = layer(x)
+    half = sum(size for size, dtype, _ in kept.values() if dtype == torch.bfloat16)
+    assert half <= 2 * tokens * width + 4 * tokens * top_k * hidden
+    # The router's own: its input in float32, logits, scores; and per assignment order, place, expert, weight.
+    rest = sum(size for size, dtype, _ in kept.values() if dtype != torch.bfloat16)
+    assert rest <= 4 * tokens * width + 12 * tokens * 4 + 64 * tokens * top_k + 4096
+    del out
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whatever goes from one device to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.moves: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
+        if len(devices) > 1:
+            self.moves.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("gate", ["naive", "switch", "gshard", "sigmoid"])
+def test_nothing_looks_at_a_value(gate, kernels, monkeypatch):
+    """On the meta device no value is there to be looked at, and whatever is copied from the host is seen."""
+    made = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(k.get("device")) or tensor(*a, **k))
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    with on_cpu(kernels) as launcher, torch.device("cpu"):
+        layer = layer_of("cuda", gate=gate).to("meta")
+        x = X.to("meta").requires_grad_()
+        with _Watch() as watch:
+            y = layer(x)
+            y.sum().backward()
+    assert y.shape == X.shape and x.grad.shape == X.shape and all(p.grad is not None for p in layer.parameters())
+    assert not watch.moves and not launcher.launched
+    assert all(device in (None, "cpu", torch.device("cpu")) for device in made), made
+
+
+@pytest.mark.parametrize("gate", ["naive", "sigmoid"])
+def test_compiled_without_graph_breaks(gate, on):
+    """From tokens to outputs; the layer around it breaks the graph where it keeps statistics."""
+    layer = layer_of("cuda", gate=gate)
+
+    def run(layer, x):
+        x_TD = x.flatten(0, 1)
+        routing = layer.gate(x_TD, RoutingGroups(3, 16))
+        plan = DispatchPlan.from_routing(routing, layer.num_experts)
+        return layer.experts.mix(x_TD, routing.weight_TK, plan)
+
+    plain = results(layer, X, run)
+    layer.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = results(layer, X, compiled)
+    for name, value in plain.items():
+        assert_close(found[name], value, 1e-6, name)

@@ -1,0 +1,187 @@
+"""The custom operations, their kernels run on the CPU: against the references, and against torch's rules."""
+
+import json
+
+import kernel_list
+import pytest
+import torch
+from compare import assert_close
+from cpu_launcher import on_cpu
+
+from fmoe import ops
+from fmoe.cuda import build
+from fmoe.cuda.kernels import KERNELS
+from fmoe.dispatch import DispatchPlan
+from fmoe.errors import UserError
+from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.ops import reference
+from fmoe.ops.cuda import ffn, gemm, routing, rows
+from fmoe.routing import Routing
+
+T, D, H, E, K = 29, 16, 24, 5, 3
+
+
+@pytest.fixture(autouse=True)
+def on(kernels):
+    with on_cpu(kernels) as launcher:
+        yield launcher
+
+
+def draw(*shape, seed=0, requires_grad=True):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(requires_grad)
+
+
+def plan_of(dropped=0.3, experts=E):
+    generator = torch.Generator().manual_seed(7)
+    expert_TK = torch.rand(T, experts, generator=generator).argsort(1)[:, :K]
+    expert_TK[torch.rand(T, K, generator=generator) < dropped] = -1
+    return DispatchPlan.from_routing(Routing(expert_TK, expert_TK.float()), experts)
+
+
+def assert_like(found, expected, inputs, doubles, limit=1e-5):
+    """Values and gradients."""
+    grad = draw(*found.shape, seed=99, requires_grad=False)
+    gradients = torch.autograd.grad(found, inputs, grad, retain_graph=True)
+    exact = torch.autograd.grad(expected, doubles, grad.double(), retain_graph=True)
+    assert_close(found, expected, limit, "value")
+    for number, (one, other) in enumerate(zip(gradients, exact, strict=True)):
+        assert_close(one, other, limit, f"gradient {number}")
+
+
+def doubled(*tensors):
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("dropped", [0.0, 0.4, 1.0])
+def test_rows(dropped, chunks, on):
+    plan = plan_of(dropped).arranged(chunks)
+    num_rows = int(plan.count_E.sum())
+    x, weight = draw(T, D), draw(T, K, seed=1)
+    x64, weight64 = doubled(x, weight)
+    assert_like(ops.permute(x, plan, num_rows), reference.permute(x64, plan, num_rows), [x], [x64])
+    given, given64 = draw(num_rows, D, seed=2), None
+    (given64,) = doubled(given)
+    found, expected = ops.combine(given, weight, plan), reference.combine(given64, weight64, plan)
+    assert_like(found, expected, [given, weight], [given64, weight64])
+    index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(3))
+    found, expected = ops.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
+    assert_like(found, expected, [given], [given64])
+    assert on.names() >= {"gather", "combine", "combine_backward"}
+
+
+@pytest.mark.parametrize("way", ["grouped", "loop"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])
+def test_rows_that_came_from_elsewhere(activation, gated, bias, way):
+    """Counts on the host, as after an exchange."""
+    counts = [7, 0, 11, 1, 0]
+    height = 2 * H if gated else H
+    given = [draw(sum(counts), D), draw(E, height, D, seed=1), draw(E, height, seed=2), draw(E, D, H, seed=3)]
+    given.append(draw(E, D, seed=4))
+    if not bias:
+        given[2] = given[4] = None
+    given64 = doubled(*given)
+    call = (counts, ACTIVATIONS[activation], gated)
+    found, expected = ffn.expert_ffn(*given, *call, gemm=way), reference.expert_ffn(*given64, *call)
+    assert_like(found, expected, [t for t in given if t is not None], [t for t in given64 if t is not None])
+
+
+def test_only_what_is_needed(on):
+    """Frozen weights, or tokens that need no gradient."""
+    plan = plan_of()
+    x, weight = draw(T, D, requires_grad=False), draw(T, K, seed=1, requires_grad=False)
+    w_in, w_out = draw(E, H, D, seed=2, requires_grad=False), draw(E, D, H, seed=3)
+    out = ffn.expert_ffn(x, w_in, None, w_out, None, None, ACTIVATIONS["relu"], plan=plan, weight_TK=weight)
+    out.sum().backward()
+    assert w_out.grad is not None and x.grad is None and w_in.grad is None
+    exact = w_out.detach().double().requires_grad_()
+    given = reference.permute(x.double(), plan, int(plan.count_E.sum()))
+    rows_MD = reference.expert_ffn(given, w_in.double(), None, exact, None, plan.counts, torch.relu)
+    reference.combine(rows_MD, weight.double(), plan).sum().backward()
+    assert_close(w_out.grad, exact.grad, 1e-5, "w_out")
+
+
+@pytest.mark.parametrize("rule", [routing.Rule(by_logits=True), routing.Rule(is_sigmoid=True, scale=2.0)], ids=str)
+def test_route_has_all_its_gradients(rule):
+    logits = draw(T, 40)
+    (exact,) = doubled(logits)
+    routed = routing.route(logits, K, rule)
+    score = exact.sigmoid() if rule.is_sigmoid else exact.softmax(-1)
+    weight = score.gather(1, routed.expert_TK)
+    weight = rule.scale * weight / weight.sum(-1, keepdim=True)
+    assert torch.equal(routed.expert_TK, exact.topk(K, dim=-1).indices)
+    both = (routed.weight_TK, routed.score_TE, routed.logsumexp_T), (weight, score, exact.logsumexp(-1))
+    for found, expected in zip(*both, strict=True):
+        assert_like(found, expected, [logits], [exact])
+    total = sum((t * draw(*t.shape, seed=5, requires_grad=False)).sum() for t in both[0])
+    total64 = sum((t * draw(*t.shape, seed=5, requires_grad=False)).sum() for t in both[1])
+    assert_close(*(torch.autograd.grad(t, leaf)[0] for t, leaf in ((total, logits), (total64, exact))), 1e-5, "all")
+
+
+def cases():
+    """Each operation with arguments."""
+    plan = plan_of(0.0)  # of dropped rows the pre-activations are whatever was in memory
+    end, kept = plan.offsets
+    x, weight = draw(T, D), draw(T, K, seed=1)
+    stacks = draw(E, 2 * H, D, seed=2), draw(E, 2 * H, seed=3), draw(E, D, H, seed=4), draw(E, D, seed=5)
+    fused = (x, plan.order_N, plan.place_TK, weight, end, kept, *stacks, None, 3, True, "grouped")
+    num_rows = int(plan.count_E.sum())
+    given = draw(num_rows, D, seed=6)
+    yield ffn._expert_ffn, fused
+    ends, counts = torch.tensor([4, 4, 9, 9, 9]).int(), [4, 0, 5, 0, 0]
+    yield ffn._expert_ffn, (draw(9, D), None, None, None, ends, None, *stacks, counts, 3, True, "loop")
+    yield rows._permute, (x, plan.order_N, plan.place_TK, num_rows)
+    yield rows._combine, (given, weight, plan.place_TK)
+    yield rows._reorder, (given, torch.arange(num_rows), torch.arange(num_rows))
+    yield rows.place, (torch.randint(-1, E, (T, K), generator=torch.Generator().manual_seed(0)), E)
+    yield routing._route, (draw(T, 40), draw(40, requires_grad=False), None, K, True, False, True, 2.5, 4, 2, 2, True)
+    yield rows._drop_over_capacity, (torch.randint(-1, E, (T, K)), None, E, 8, 1, T, 0.5)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_torch_takes_the_operations(number):
+    """Schemas, fake kernels, derivatives, and all of it under AOT autograd with dynamic shapes."""
+    operation, arguments = list(cases())[number]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    if operation is routing._route:  # the last adds up all outputs, integers too; test_cuda_layer.py compiles it
+        checks = checks[:3]
+    torch.library.opcheck(operation, arguments, test_utils=checks)
+
+
+def test_gemm_of_the_environment(monkeypatch):
+    assert gemm.asked_way("auto") == "auto" and gemm.asked_way("loop") == "loop"
+    monkeypatch.setenv("FMOE_GEMM", "grouped")
+    assert gemm.asked_way("auto") == "grouped" and gemm.asked_way("loop") == "loop"
+    monkeypatch.setenv("FMOE_GEMM", "fast")
+    with pytest.raises(UserError, match=r"FMOE_GEMM='fast' is not one of auto, grouped, loop"):
+        gemm.asked_way("auto")
+
+
+def test_gemm_is_measured_once(monkeypatch, tmp_path):
+    """In this process, and in those to come."""
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
+    measured = []
+    monkeypatch.setattr(gemm, "_choices", None)
+    monkeypatch.setattr(gemm, "_key", lambda rows, weight: f"a GPU, {len(rows)}")
+    monkeypatch.setattr(gemm, "_measure", lambda rows, weight, end: measured.append(len(rows)) or "loop")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    class Rows(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    given, weight = torch.zeros(8, 16).as_subclass(Rows), torch.zeros(2, 32, 16)
+    assert gemm.choose("auto", given, weight, None) == gemm.choose("auto", given, weight, None) == "loop"
+    assert gemm.choose("grouped", given, weight, None) == "grouped" and measured == [8]
+    assert json.loads((tmp_path / "gemms.json").read_text()) == {"a GPU, 8": "loop"}
+    monkeypatch.setattr(gemm, "_choices", None)
+    assert gemm.choose("auto", given, weight, None) == "loop" and measured == [8]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert gemm.choose("auto", given[:4], weight, None) == "grouped" and measured == [8]
+    assert gemm.choose("grouped", given, torch.zeros(2, 33, 16), None) == "loop"  # rows of 132 bytes
+
+
+def test_what_is_compiled_is_what_is_tested():
+    """The instances that the operations call are among those of the emulation, and of the tests that compile all."""
+    assert all(set(names) <= set(kernel_list.KERNELS[source]) for source, names in KERNELS.items())
+    assert all((build.SHIPPED.folder / source).is_file() for source in KERNELS)
