@@ -48,6 +48,8 @@ def load(device: torch.device | int | str | None = None) -> bool:
         with _lock:
             if arch not in _outcomes:
                 _outcomes[arch] = _load(arch)
+                if _outcomes[arch].launcher is not None and (wrong := _try_out(device)) is not None:
+                    _outcomes[arch] = _give_up(arch, wrong)
     return _outcomes[arch].launcher is not None
 
 
@@ -130,8 +132,29 @@ def _arch(device: torch.device | int | str | None) -> str:
     return f"sm_{major}{minor}"
 
 
-def _load(arch: str) -> _Outcome:
+def _try_out(device: torch.device | int | str | None) -> str | None:
+    """Why the kernels that were loaded are not to be used on a device; None where they compute what they should."""
+    from fmoe.ops.cuda import trial
+
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            wrong = trial.failure(torch.device("cuda" if device is None else device))
+    except Exception as error:  # of the driver, of cuda.core, of torch: layers can do without
+        wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None if wrong is None else f"they fail a trial on this device ({wrong})"
+
+
+def _give_up(arch: str, why: str) -> _Outcome:
+    """Of the processes of a machine one says it aloud, once."""
     global _warned
+    is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
+    _warned = True
+    level = logging.WARNING if is_loud else logging.INFO
+    logger.log(level, "no CUDA kernels for %s: %s; layers run on the torch path", arch, why)
+    return _Outcome(reason=why)
+
+
+def _load(arch: str) -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_CUDA=0 turns it off")
     if arch in ("cpu", "none"):
@@ -139,16 +162,7 @@ def _load(arch: str) -> _Outcome:
     try:
         return _Outcome(_loaded(arch))
     except (BuildError, UserError) as error:
-        # Of the processes of a machine one says it aloud, once.
-        is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
-        _warned = True
-        logger.log(
-            logging.WARNING if is_loud else logging.INFO,
-            "no CUDA kernels for %s: %s; layers run on the torch path",
-            arch,
-            error,
-        )
-        return _Outcome(reason=str(error))
+        return _give_up(arch, str(error))
 
 
 def _loaded(arch: str) -> Launcher:

@@ -16,6 +16,7 @@ from fmoe.cuda import build, nvrtc
 from fmoe.cuda.launch import DeviceLauncher, Geometry
 from fmoe.errors import BuildError, UserError
 from fmoe.native import cache, cli
+from fmoe.ops.cuda import trial
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
 
@@ -206,6 +207,7 @@ def on_a_gpu(monkeypatch, capability=(9, 0)):
 def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
     loaded = []
     monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
+    monkeypatch.setattr(trial, "failure", lambda device: None)
     on_a_gpu(monkeypatch)
     device = torch.device("cuda", 0)
     assert not cuda.is_loaded(device) and cuda.why() is None
@@ -221,6 +223,22 @@ def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled
     monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", refuse)
     on_a_gpu(monkeypatch)
     assert not cuda.load() and len(compiled) == 2 and "CUDA_ERROR_INVALID_IMAGE" in cuda.why()
+
+
+def test_kernels_that_fail_their_trial_are_not_used(monkeypatch, compiled, caplog):
+    def crash(device):
+        raise RuntimeError("CUDA error:\nan illegal memory access")
+
+    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: "a launcher")
+    for outcome, told in ((lambda device: "the output is off", "the output is off"), (crash, "illegal memory access")):
+        monkeypatch.setattr(cuda, "_outcomes", {})
+        monkeypatch.setattr(cuda, "_of_device", {})
+        monkeypatch.setattr(trial, "failure", outcome)
+        on_a_gpu(monkeypatch)
+        assert not cuda.load() and not cuda.is_loaded(torch.device("cuda", 0))
+        assert told in cuda.why() and "\n" not in cuda.why()
+    loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([line for line in loud if "no CUDA kernels" in line]) == 1
 
 
 def test_one_warning_and_the_torch_path(monkeypatch, caplog):
