@@ -1,6 +1,7 @@
 """``python -m pretrain RECIPE.toml [--section.key value] [--resume [WHERE]]``, alone or under torchrun."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -67,10 +68,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"pretrain: error: {error}", file=sys.stderr)
         code = EXIT_DIVERGED
     except (UserError, ModuleNotFoundError):
-        # Until the processes have met, all of a machine find the same thing wrong: one of them says so, and the
-        # launcher ends the others. Who is still here after a while has found it alone.
+        # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
         if process.local_rank() != 0 and not dist.is_initialized():
-            time.sleep(_SECONDS_FOR_THE_FIRST)
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first that goes: that one goes first
+                time.sleep(_SECONDS_FOR_THE_FIRST)
+            supervise.report(EXIT_USAGE)
+            return EXIT_USAGE
         supervise.report(EXIT_USAGE)
         raise
     finally:
