@@ -129,6 +129,6 @@ def test_a_quickstart_on_either_backend_begins_alike(forks):
 
 @pytest.mark.conformance
 def test_a_quickstart_on_either_backend_trains_to_the_same_losses(forks):
-    found, others = only(forks.run(1, runs, None, 50, 4))
+    found, others = only(forks.run(1, runs, None, 50, 2))
     check(found, others)
     assert found[-1][0] < 3.0
