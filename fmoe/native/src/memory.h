@@ -24,8 +24,7 @@ std::atomic<bool> huge_pages{true};
 void want_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool now) {
 #ifdef MADV_HUGEPAGE
   if (!huge_pages || madvise(data, bytes, MADV_HUGEPAGE) || !now) return;
-  constexpr int COLLAPSE =
-      25;  // MADV_COLLAPSE, of Linux 6.1: of what was touched already, without waiting for the kernel
+  constexpr int COLLAPSE = 25;  // MADV_COLLAPSE, of Linux 6.1: what was touched already is moved at once
   madvise(data, bytes, COLLAPSE);
 #endif
 }
@@ -102,8 +101,8 @@ class Pool {
   uint64_t clock_ = 0;
 };
 
-// Large memory that is not of the pool: weights, and what their gradients are added to. They are asked
-// to lie on huge pages when they are met first; where that cannot be (shared memory, say) it stays as it is.
+// Large memory that is not of the pool: weights, and what their gradients are added to. It is asked onto huge pages
+// when it is met first; where that cannot be (shared memory, say) it stays as it is.
 class Met {
  public:
   static void at(const Tensor& t) {
