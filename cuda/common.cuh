@@ -138,6 +138,17 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// The sum of x over this lane and those before it.
+__device__ __forceinline__ int warp_scan(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const int before = __shfl_up_sync(FULL, x, d);
+    if (lane >= d) x += before;
+  }
+  return x;
+}
+
 // The sum over the blockDim.x threads of one threadIdx.y, for all of them. `shared`: a float a warp. All threads of the
 // block take part.
 __device__ __forceinline__ float row_sum(float x, float* shared) {
@@ -162,12 +173,7 @@ __device__ __forceinline__ int block_scan(int* values, int n, int* scratch) {
   __syncthreads();
   int mine = 0;
   for (int i = begin; i < end; i++) mine += values[i];
-  int upto = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int before = __shfl_up_sync(FULL, upto, d);
-    if (lane >= d) upto += before;
-  }
+  const int upto = warp_scan(mine);
   if (lane == 31) scratch[warp] = upto;
   __syncthreads();
   int total = 0, offset = upto - mine;

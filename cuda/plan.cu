@@ -49,12 +49,7 @@ __global__ void __launch_bounds__(256) scan_tiles(int* __restrict__ tile_count, 
   for (i64 first = 0; first < tiles; first += blockDim.x) {
     const i64 i = first + threadIdx.x;
     const int mine = i < tiles ? count[i] : 0;
-    int upto = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      const int before = __shfl_up_sync(FULL, upto, d);
-      if (lane >= d) upto += before;
-    }
+    const int upto = warp_scan(mine);
     if (lane == 31) scratch[warp] = upto;
     __syncthreads();
     int offset = carry + upto - mine;
