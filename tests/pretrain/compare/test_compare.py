@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.convergence import main as convergence
 from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.compare.cli import main
 from pretrain.compare.groups import Point, group_runs, reach
 from pretrain.compare.runs import check_comparable, read_run
 from pretrain.config import ModelConfig, Recipe, RunConfig, TrainConfig, write_recipe
-from pretrain.tracking import JsonlTracker, read_metrics
+from pretrain.tracking import JsonlTracker
 
 # 4 steps of 2 sequences of 8 tokens; 16 tokens a step.
 RECIPE = Recipe(
@@ -386,42 +385,3 @@ def test_without_matplotlib(make, monkeypatch, capsys, tmp_path):
     assert compare(make("run", {0: 8}), "--out", tmp_path / "curves.svg") == 2
     error = capsys.readouterr().err
     assert "fmoe compare --out needs the package matplotlib" in error and "fmoe[pretrain]" in error
-
-
-def test_what_a_run_writes_is_what_is_read(forks, recipe_file, tmp_path, capsys):
-    """Two seeds of a real run and a dense one: counts, FLOPs and fingerprints as the trainer told them."""
-    recipe = recipe_file()
-    runs = []
-    for name, options in [
-        ("moe-1", ["--train.seed", "1"]),
-        ("moe-2", ["--train.seed", "2"]),
-        ("dense", ["--model.num-experts", "0"]),
-    ]:
-        runs.append(tmp_path / name)
-        (end,) = forks.command("pretrain", recipe, "--run.folder", runs[-1], *options)
-        assert end.code == 0, end.err
-    told = json.loads((runs[0] / "run.json").read_text())
-    found = read_run(runs[0])
-    assert found.validation[0].sha256 == told["data"]["validation"][0] and len(found.validation[0].sha256) == 64
-    assert len(told["data"]["tokenizer"]) == 64 and len(told["data"]["train"][0]) == 64
-    assert told["flops_per_token"] == found.recipe.flops_per_token() == found.flops_per_token
-    rows = read_metrics(runs[0] / "metrics.jsonl")
-    assert [row["flops"] for row in rows[1:]] == [told["flops_per_token"] * row["tokens"] for row in rows[1:]]
-    values = compared(capsys, *runs)
-    assert [group["name"] for group in values["groups"]] == ["moe", "dense"]
-    assert values["groups"][0]["flops"] == rows[-1]["flops"]
-    assert values["groups"][0]["loss"]["min"] == min(
-        read_metrics(folder / "metrics.jsonl")[-1]["val/loss"] for folder in runs[:2]
-    )
-    assert values["groups"][1]["recipe"]["model.num_experts"] == 0
-
-
-def test_the_study_of_make_compare_with_the_trainer(write_tiny_recipe, tmp_path, capsys):
-    recipes = [
-        str(write_tiny_recipe(tmp_path / f"{name}.toml", model={"num_experts": experts}, checkpoint={"every": 2}))
-        for name, experts in (("dense", 0), ("moe", 4))
-    ]
-    assert convergence.main([*recipes, "--folder", str(tmp_path / "runs"), "--seeds", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "dense-seed3: step 4 of 4, validation loss" in out and "moe-seed3: step 4 of 4, validation loss" in out
-    assert "| dense-seed3 | 1 " in out and (tmp_path / "runs" / "curves.svg").is_file()
