@@ -74,7 +74,13 @@ def main(argv: Sequence[str]) -> None:
         "* `peak`: the most resident memory of the process, all that is loaded included.",
         f"* transparent huge pages of this machine: {_huge_pages()}.",
     ]
-    report.write(rows, arguments.out, "allocator", notes=notes)
+    machine = report.describe_machine() | {"threads": _threads(arguments)}
+    report.write(rows, arguments.out, "allocator", machine, notes)
+
+
+def _threads(arguments) -> int:
+    """Of the processes that are measured."""
+    return arguments.threads or len(os.sched_getaffinity(0))
 
 
 def _measure(workload: str, precision: str, chosen: Mapping[str, Mapping[str, str]], arguments) -> frame.Measurement:
@@ -126,7 +132,7 @@ def _child(arguments) -> None:
 
     from pretrain import process
 
-    torch.set_num_threads(arguments.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(_threads(arguments))
     try:
         step = WORKLOADS[arguments.workloads[0]](arguments.precision[0])
         for _ in range(_WARMUP):
