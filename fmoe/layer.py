@@ -304,7 +304,8 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
                 before=0 if self.sequence_first else part.before,
                 parts=part.parts if part.gathers_scores else None,
             )
-            leaves = [_rows_of(leaf, sliced) for leaf in part.leaves]
+            # What the gate sees is one view with what the experts get: its gradients are then added up in place.
+            leaves = [seen_TD if leaf is part.seen else _rows_of(leaf, sliced) for leaf in part.leaves]
             x_TD = leaves[0]
             self._check_dtype(x_TD)
             fastmoe.name_group(self, x_TD)

@@ -262,7 +262,7 @@ class TopKRouter(Router):
         if chosen is None:
             scores = self.scores(x_TD, groups)
             choice = self.choose(scores, groups)
-            return scores, choice, torch.special.entr(scores.probs_TE.detach()).sum(-1)
+            return scores, choice, _entropy(scores.probs_TE.detach())
         (rule, bias_E), (x_TD, logits_TE) = chosen, self.logits(x_TD, groups)
         routed = routing.route(logits_TE, self.top_k, rule, bias_E=bias_E, mask_T=groups.mask_T)
         scores = Scores(x_TD, logits_TE, self.probs(routed.score_TE), routed.logsumexp_T)
@@ -287,6 +287,11 @@ class TopKRouter(Router):
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
         return losses
+
+
+def _entropy(probs_TE: Tensor) -> Tensor:
+    """Of each token, in nats. ``torch.special.entr`` and ``xlogy`` take the logarithms one by one on a CPU."""
+    return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
 
 
 def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
