@@ -1,5 +1,6 @@
 """``fmoe info``: what is installed and what would run."""
 
+import argparse
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -39,7 +40,8 @@ def lines() -> list[str]:
     for extra, packages in _EXTRAS.items():
         found = {package: _version(package) for package in packages}
         missing = [package for package, number in found.items() if number is None]
-        report.append(f"{extra}: " + ", ".join(f"{package} {number}" for package, number in found.items() if number))
+        if there := [f"{package} {number}" for package, number in found.items() if number]:
+            report.append(f"{extra}: {', '.join(there)}")
         if missing:
             report.append(f"{extra}: missing {', '.join(missing)}: pip install 'fmoe[{extra}]'")
     report.append(f"commands: {', '.join(commands())}")
@@ -56,5 +58,9 @@ def _version(package: str) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Prints `lines`."""
+    argparse.ArgumentParser(
+        prog="fmoe info",
+        description="What is installed, what would run, and what is missing; worth pasting into an issue.",
+    ).parse_args(argv)
     print("\n".join(lines()))
     return 0

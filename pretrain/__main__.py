@@ -18,15 +18,17 @@ from pretrain.exit_codes import EXIT_DIVERGED, Diverged
 _SECONDS_FOR_THE_FIRST = 30
 
 
-def parse(argv: Sequence[str], program: str, usage: str = "") -> tuple[argparse.Namespace, list[str]]:
-    """The recipe, ``--resume``, and the rest: options over the recipe. ``usage`` is what the program takes beside."""
+def parse(argv: Sequence[str], program: str, usage: str = "", about: str = "") -> tuple[argparse.Namespace, list[str]]:
+    """The recipe, ``--resume``, and the rest: options over the recipe. ``usage`` is what the program takes beside,
+    ``about`` what the help says of that."""
     shipped = ", ".join(shipped_recipes())
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
         add_help=False,
         usage=f"{program} RECIPE [--resume [WHERE] [--fallback]] {usage} [--section.key value ...]".replace("  ", " "),
-        epilog=f"{program} RECIPE --help lists every key.",
+        epilog=f"{about}{program} RECIPE --help lists every key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", help=f"a TOML file, or the name of a recipe that is shipped: {shipped}")
     parser.add_argument(

@@ -20,7 +20,7 @@ from pretrain.config import Recipe, load_recipe
 def main(argv: Sequence[str]) -> int:
     """Checks the recipe and its inputs, then runs torchrun, or trains in this process if one is enough."""
     options, argv = split_options(argv)
-    arguments, overrides = parse(argv, "fmoe train", _USAGE)
+    arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
     recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
     nodes, here = spread(options, recipe)
     if options.dry_run:
@@ -42,6 +42,17 @@ def main(argv: Sequence[str]) -> int:
 _USAGE = (
     "[--dry-run [--json]] [--nodes N --node-rank R --rendezvous HOST:PORT] [--processes-per-node M] [--max-restarts K]"
 )
+_ABOUT = """\
+  --dry-run             print the resolved recipe, the process grid and bytes a rank, and stop; --json for figures alone
+  --nodes N             nodes of the run, on each of which this command is given
+  --node-rank R         which of them this is, from 0
+  --rendezvous HOST:PORT
+                        a free port of node 0, where they meet
+  --processes-per-node M
+                        checked: the splits of the recipe say how many there are
+  --max-restarts K      start processes that died again, K times at most; with --resume auto
+
+"""
 
 
 class _Parser(argparse.ArgumentParser):

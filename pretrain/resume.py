@@ -62,6 +62,17 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
         )
 
 
+def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
+    """What of the training itself is otherwise than in the checkpoint's recipe, as ``train.steps=300 (was 40)``."""
+    now, then = asdict(recipe), checkpoint.state["recipe"]
+    return [
+        f"{section}.{name}={value} (was {then[section][name]})"
+        for section in ("model", "data", "parallel", "optimizer", "train", "guard")
+        for name, value in now[section].items()
+        if name in then.get(section, {}) and then[section][name] != value and (section, name) != ("train", "init_from")
+    ]
+
+
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
     """The place in the data after ``step`` steps, and what makes it mean the same samples."""
     return {
@@ -109,6 +120,8 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         return None
     if resume == "auto" and newest is None:
         return None
+    if resume == "run" and not folder.exists():
+        raise UserError(f"run.folder={folder} does not exist: without --resume a new run begins there")
     candidates = _candidates(folder, resume, fallback)
     # Checkpoints are never overwritten and a record has no step twice: going back is another run.
     if resume not in ("auto", "run") and newest is not None and candidates[0].resolve() != newest.resolve():

@@ -37,6 +37,7 @@ from pretrain.resume import (
     CHECKPOINTS,
     METRICS,
     agree_on_intact,
+    changes,
     check_data,
     check_resumable,
     find_checkpoint,
@@ -98,7 +99,8 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
             if processes.is_main:
                 summarize(recipe)
             return 0
-    events = Events(folder / EVENTS, None if checkpoint is None else checkpoint.path)
+    changed = [] if checkpoint is None else changes(recipe, checkpoint)
+    events = Events(folder / EVENTS, None if checkpoint is None else checkpoint.path, changed)
     callbacks: list[Callback] = [events, *_guards(recipe)]
     if inputs.validation is not None:
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
@@ -136,6 +138,8 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / "config.toml")
     _describe(trainer, folder, processes)
+    if changed and processes.is_main:
+        _say([f"goes on from step {checkpoint.step} with {', '.join(changed)}"])
     trainer.run()
     if not trainer.is_done:
         if processes.is_main:

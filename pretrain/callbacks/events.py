@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.callbacks.base import Callback, Metrics
@@ -23,10 +23,11 @@ class Events(Callback):
     Args:
         path: of the file. A new run begins a new one; one that is there already is kept beside it as ``NAME.old``.
         resumed_from: the checkpoint that the run goes on from; None for a new run.
+        changes: what of the recipe is otherwise since then.
     """
 
-    def __init__(self, path: Path, resumed_from: Path | None):
-        self.path, self.resumed_from = path, resumed_from
+    def __init__(self, path: Path, resumed_from: Path | None, changes: Sequence[str] = ()):
+        self.path, self.resumed_from, self.changes = path, resumed_from, changes
         self._log: EventLog | None = None
         self._handler: _Handler | None = None
 
@@ -42,7 +43,8 @@ class Events(Callback):
         if self.resumed_from is None:
             self._add(trainer.step, "start", f"of {trainer.recipe.train.steps} steps")
         else:
-            self._add(trainer.step, "resume", f"from {self.resumed_from}")
+            changed = f" with {', '.join(self.changes)}" if self.changes else ""
+            self._add(trainer.step, "resume", f"from {self.resumed_from}{changed}")
 
     def saved(self, step: int, folder: Path) -> None:
         """A checkpoint is on disk. From any thread."""

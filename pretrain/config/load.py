@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import io
 import json
+import re
 import tomllib
 import types
 import typing
@@ -12,7 +13,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from fmoe.errors import UserError, require
+from fmoe.errors import UserError, known_names, require
 from pretrain.config.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -28,7 +29,9 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
             return path
-    raise UserError(f"recipe {name!r} is neither a file nor one of the recipes shipped: {', '.join(shipped_recipes())}")
+    raise UserError(
+        f"recipe {name!r} is neither a file nor one of those that are shipped: {known_names(name, shipped_recipes())}"
+    )
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), program: str = "python -m pretrain RECIPE") -> Recipe:
@@ -150,7 +153,19 @@ def _message_of(text: str) -> str:
             rules += 1
         elif rules == 1 and line:
             lines.append(line)
-    return " ".join(lines) or " ".join(text.split())
+    message = " ".join(lines) or " ".join(text.split())
+    for pattern, kind in _NO_NUMBER.items():
+        if found := re.search(pattern, message):
+            key = found[1].replace("-", "_")
+            return f"{key}={found[2]} is not a {kind}"
+    return message
+
+
+# Of Python, of which tyro tells, with the option in front.
+_NO_NUMBER = {
+    r"--(\S+?): invalid literal for int\(\) with base 10: '(.*?)'": "whole number",
+    r"--(\S+?): could not convert string to float: '(.*?)'": "number",
+}
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -231,7 +231,7 @@ class Recipe:
             name, value = "optimizer.warmup_steps", optimizer.warmup_steps
             if optimizer.warmup_tokens is not None:
                 name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
-            raise UserError(f"{name}={value} is not less than {key}={self.decay_steps}")
+            raise UserError(f"{name}={value} is not less than {key}={self.decay_steps}: give a shorter warmup too")
         if not self.data.train:
             raise UserError("data.train is empty: name at least one .bin/.idx prefix")
 

@@ -183,7 +183,7 @@ def _prompt(text: str | None) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not UTF-8 at character {error.start}") from error
     if not text:
-        raise UserError("the prompt is empty: a model goes on with one token at least")
+        raise UserError("the prompt is empty: --prompt TEXT, or text on standard input, of one token at least")
     return text
 
 

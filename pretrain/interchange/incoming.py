@@ -12,7 +12,7 @@ import torch
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
-from pretrain.config import DataConfig, ModelConfig, Recipe, RunConfig, TrainConfig, write_recipe
+from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
 from pretrain.interchange.configs import model_of
 from pretrain.interchange.families import Family
 from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
@@ -21,6 +21,8 @@ from pretrain.interchange.tensors import Place, places, sizes_of
 from pretrain.interchange.tokenizer import files_from
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Of the recipe that is written: for a model that is trained, and any lower one or fewer steps can be asked for.
+_LR = 1e-5
 # Of older folders: what is computed, not learned.
 _IGNORED = ".rotary_emb.inv_freq"
 
@@ -66,6 +68,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         data=DataConfig(
             tokenizer="" if path is None else str(path), train=(str(out / "corpus" / "train"),), validation=()
         ),
+        optimizer=OptimizerConfig(lr=_LR, min_lr=0.0, warmup_steps=0),
         train=TrainConfig(precision=_PRECISIONS[dtype], init_from=str(out)),
     )
     try:

@@ -38,6 +38,10 @@ def test_info_tells_versions(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "megatron" in out
+    assert not [line for line in out.splitlines() if line.rstrip().endswith(":")]
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    assert capsys.readouterr().out.startswith("usage: fmoe info")
 
 
 def raiser(error):

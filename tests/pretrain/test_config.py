@@ -526,3 +526,23 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         assert all(part in str(error.value) for part in parts), str(error.value)
     with pytest.raises(UserError, match=r"recipe 'quickstrat' is neither a file nor .*quickstart"):
         load_recipe("quickstrat")
+    with pytest.raises(UserError, match=r"did you mean 'quickstart'"):
+        load_recipe("quickstrat")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--train.steps", "many"], "train.steps=many is not a whole number"),
+        (["--model.top-k=1.5"], "model.top_k=1.5 is not a whole number"),
+        (["--optimizer.lr", "fast"], "optimizer.lr=fast is not a number"),
+        (
+            ["--train.steps", "20"],
+            "optimizer.warmup_steps=30 is not less than train.steps=20: give a shorter warmup too",
+        ),
+    ],
+)
+def test_values_of_options_that_cannot_be(options, says):
+    with pytest.raises(UserError) as error:
+        load_recipe("quickstart", options)
+    assert str(error.value) == says

@@ -116,7 +116,11 @@ def test_a_wrong_python_and_a_recipe_without_name_are_a_line(bash):
 DRY = {
     "pretrain_gpt_moe.sh": ([], "10.4M", "world size 2, 1 node of 2"),
     "pretrain_switch_t5.sh": (["--recipe", "switch-c"], "1.57T", "world size 2,048, 256 nodes of 8"),
-    "pretrain_bert_moe.sh": (["--parallel.data", "2", "--train.micro-batch", "4"], "6.34M", "world size 4, 1 node of 4"),
+    "pretrain_bert_moe.sh": (
+        ["--parallel.data", "2", "--train.micro-batch", "4"],
+        "6.34M",
+        "world size 4, 1 node of 4",
+    ),
     "pretrain_multinode.sh": ([], "10.4M", "world size 2, 2 nodes of 1"),
     "slurm.sbatch": (["--recipe=switch-c"], "1.57T", "world size 2,048, 64 nodes of 32"),
 }

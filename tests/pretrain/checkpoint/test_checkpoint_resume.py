@@ -11,7 +11,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, open_checkpoint, save
 from pretrain.checkpoint.folders import step_folders
 from pretrain.config import ParallelConfig, Recipe, TrainConfig
-from pretrain.resume import MAY_CHANGE, agree_on_intact, check_resumable, find_checkpoint
+from pretrain.resume import MAY_CHANGE, agree_on_intact, changes, check_resumable, find_checkpoint
 
 FILES = ["manifest.json", "rank-00000.json", "shard-00000.safetensors", "state.json"]
 
@@ -118,6 +118,24 @@ def test_what_may_change_and_what_may_not(intact):
     known = {f"{section}.{name}" for section, values in asdict(recipe).items() for name in values}
     for key in MAY_CHANGE:
         assert key in known or any(name.startswith(key.removesuffix("*")) for name in known), key
+
+
+def test_what_is_otherwise_is_told(intact):
+    checkpoint = open_checkpoint(intact)
+    recipe = Recipe()
+    steps = checkpoint.state["recipe"]["train"]["steps"]
+    same = replace(
+        recipe, train=TrainConfig(steps=steps), parallel=ParallelConfig(**checkpoint.state["recipe"]["parallel"])
+    )
+    assert changes(same, checkpoint) == []
+    other = replace(same, train=TrainConfig(steps=steps + 1), run=replace(recipe.run, folder="elsewhere"))
+    assert changes(other, checkpoint) == [f"train.steps={steps + 1} (was {steps})"]
+
+
+def test_a_run_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"run.folder=.*nowhere does not exist: without --resume a new run begins"):
+        find_checkpoint(tmp_path / "nowhere", "run")
+    assert find_checkpoint(tmp_path / "nowhere", "auto") is None
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code(request):

@@ -96,14 +96,14 @@ def test_a_new_run_begins_anew_and_one_that_goes_on_appends(tmp_path):
     first.on_start(trainer(), {})
     first.saved(2, Path("checkpoints/step-00000002"))
     first.on_end(trainer(3), RuntimeError("lost"))
-    second = Events(path, Path("checkpoints/step-00000002"))
+    second = Events(path, Path("checkpoints/step-00000002"), ["train.steps=10 (was 5)", "optimizer.lr=1.0 (was 2.0)"])
     second.on_start(trainer(2), {})
     second.on_end(trainer(5), None)
     assert told(path) == [
         (0, "start", "of 10 steps"),
         (2, "save", "checkpoints/step-00000002"),
         (3, "error", "RuntimeError: lost"),
-        (2, "resume", "from checkpoints/step-00000002"),
+        (2, "resume", "from checkpoints/step-00000002 with train.steps=10 (was 5), optimizer.lr=1.0 (was 2.0)"),
         (5, "stop", "by a signal"),
     ]
     third = Events(path, None)
