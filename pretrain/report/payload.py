@@ -1,7 +1,8 @@
 """Runs as the bytes that the page draws from: JSON, arrays behind it, all of it deflated.
 
 ``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. Arrays of 4-byte numbers lie byte plane
-by byte plane, and floats are rounded to fewer bits of mantissa than they have: both for the sake of the size.
+by byte plane, and floats of layers, all but the last of a series, and means are rounded to fewer bits of mantissa than
+they have: both for the sake of the size.
 """
 
 import json
@@ -17,8 +18,8 @@ import numpy as np
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads
 from pretrain.report.runs import RunFolder
 
-# Bits of mantissa, of 23: a relative error of 2^-(bits + 1).
-_CURVE_BITS, _LAYER_BITS, _CLOCK_BITS = 16, 13, 23
+# Bits of mantissa, of 23: a relative error of 2^-(bits + 1). Means are drawn, but not read out.
+_CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
 # Loads are a byte: 0 dead, 255 not logged, else the logarithm of load times experts, between these powers of two.
 _LOWEST = -8.0
 _CODES = 254
@@ -39,7 +40,8 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """The number of the array: uint8, or what fits into uint32 or float32. ``bits`` of mantissa are kept."""
+        """The number of the array: uint8, or what fits into uint32 or float32. ``bits`` of mantissa are kept,
+        of the last float, with which a curve ends, all."""
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -111,12 +113,11 @@ def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, An
         steps, values = curves.points(name)
         if not len(steps):
             continue
-        exact = _CLOCK_BITS if name in ("tokens", "seconds") else bits
-        found[name] = {"x": arrays.add(np.diff(steps, prepend=0)), "y": arrays.add(values, exact)}
+        found[name] = {"x": arrays.add(np.diff(steps, prepend=0)), "y": arrays.add(values, bits)}
         if curves.stride > 1:
             mean_steps, means = curves.means(name)
             found[name] |= {"mx": arrays.add(np.diff(np.round(mean_steps).astype(np.int64), prepend=0))}
-            found[name] |= {"my": arrays.add(means, bits)}
+            found[name] |= {"my": arrays.add(means, _MEAN_BITS)}
     return found
 
 
@@ -156,7 +157,9 @@ def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
     drop = 23 - bits
     if drop:
         half, mask = 1 << (drop - 1), ~((1 << drop) - 1) & 0xFFFFFFFF
-        number = np.where(np.isfinite(values), (number + half) & mask, number)
+        exact = ~np.isfinite(values)
+        exact[-1:] = True
+        number = np.where(exact, number, (number + half) & mask)
     return number.astype("<u4")
 
 

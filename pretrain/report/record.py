@@ -24,7 +24,7 @@ _MOST_FRAMES = 512
 
 
 class Curves:
-    """Numbers by step, each series as lowest, highest and mean of at most ``spans`` equal spans of steps.
+    """Numbers by step, each series as lowest, highest and mean of at most ``spans`` equal spans of steps, and its last.
 
     Spans double when there is no room for the next step. As long as all steps fit, each is a span of its own and
     nothing is lost; later the extremes stay, with the steps at which they were.
@@ -42,6 +42,7 @@ class Curves:
         self._low_at, self._high_at = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), np.int64)
         self._sum, self._sum_at = np.zeros((spans, 0)), np.zeros((spans, 0))
         self._count, self._gap = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), bool)
+        self._last, self._last_at = np.zeros(0), np.zeros(0, np.int64)
 
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Values of one step, no earlier than the one before; one that is not finite leaves a gap."""
@@ -51,6 +52,7 @@ class Curves:
             self._double()
         columns, values = self._columns_of(names), np.asarray(values, np.float64)
         is_finite = np.isfinite(values)
+        self._last[columns], self._last_at[columns] = np.where(is_finite, values, math.nan), step
         self._gap[span, columns[~is_finite]] = True
         columns, values = columns[is_finite], values[is_finite]
         for extreme, at, is_new in (
@@ -64,15 +66,16 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a series: the extremes of every span, in the order of their steps. A span without a
-        finite value, where one was logged, is a NaN."""
+        """Steps and values of a series: the extremes of every span, in the order of their steps, and the last value. A
+        span without a finite value, where one was logged, is a NaN."""
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]
         low_at, high_at = self._low_at[has, column], self._high_at[has, column]
         gaps = np.flatnonzero(~has & self._gap[:, column])
-        steps = np.concatenate([low_at, high_at, self._first_step + gaps * self.stride])
-        values = np.concatenate([low, high, np.full(len(gaps), math.nan)])
+        last, last_at = self._last[column : column + 1], self._last_at[column : column + 1]
+        steps = np.concatenate([low_at, high_at, self._first_step + gaps * self.stride, last_at])
+        values = np.concatenate([low, high, np.full(len(gaps), math.nan), last])
         steps, kept = np.unique(steps, return_index=True)
         return steps, values[kept]
 
@@ -115,6 +118,8 @@ class Curves:
                     array = getattr(self, attribute)
                     more = np.full((self._spans, lacking), fill, array.dtype)
                     setattr(self, attribute, np.concatenate([array, more], 1))
+                self._last = np.concatenate([self._last, np.full(lacking, math.nan)])
+                self._last_at = np.concatenate([self._last_at, np.zeros(lacking, np.int64)])
             self._columns[names] = np.array([self.names[name] for name in names], np.int64)
         return self._columns[names]
 

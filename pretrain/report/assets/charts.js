@@ -80,16 +80,21 @@ const ROUTING = [
 const MEANS = () => ROUTING.map(([name, title, unit, text, unitOf]) =>
   metric(`moe/${name}`, title, unit, text, { unitOf }));
 
-/** A curve of each layer of the run whose routing is shown, of the metric that `select` has. */
+const LAYER_ORDER = { light: "from the first layer, dark, to the last", dark: "from the first layer, blue, to the last" };
+const isFew = (view) => (view.routing?.layers.length ?? 0) <= FEW;
+
+/** A curve of each layer of the run whose routing is shown, of the metric that `select` has. A few have colours that
+ * are easily told apart, many have a ramp. */
 function layerChart(select) {
   const known = () => ROUTING.find(([name]) => name === select.value) ?? [select.value, select.value, "", format.small];
   return {
-    title: "By layer", unit: "from the first layer, dark, to the last", wide: true, height: 280, pick: true,
+    title: "By layer", unit: (view) => (isFew(view) ? "" : LAYER_ORDER[theme()]), wide: true, height: 280, pick: true,
     tools: [element("label", { class: "pick" }, "metric ", select)],
     format: (...value) => known()[3](...value), unitOf: (value) => known()[4]?.(value) ?? 1,
     lines: (view) => (view.routing?.layers ?? []).flatMap((layer, index, all) => curve(
       view.routing, `${layer.number}/${select.value}`, view, layer.label,
-      { of: "layer_curves", colour: layerColour(index, all.length), dash: undefined, width: 1.25 })),
+      { of: "layer_curves", width: 1.25, ...(isFew(view) ? { colour: runColour(index), dash: runDash(index) }
+        : { colour: layerColour(index, all.length), dash: undefined }) })),
   };
 }
 

@@ -61,7 +61,7 @@ class LoadMaps {
     const labels = Math.ceil(Math.max(...Array.from({ length: rows }, (_, y) => ctx.measureText(rowText(y)).width))) + 8;
     const width = Math.min(room, labels + 1 + columns * widest);
     const cellHeight = Math.max(rows > 400 ? 1 : 2, Math.min(tallest, Math.floor(330 / rows)));
-    const height = rows * cellHeight + 22;
+    const height = rows * cellHeight + 36; // ticks, and below them what they are of
     canvas.style.width = `${width}px`;
     canvas.style.height = `${height}px`;
     canvas.width = Math.round(width * ratio);
@@ -94,12 +94,17 @@ class LoadMaps {
     }
     ctx.textBaseline = "top";
     ctx.textAlign = "center";
-    const nameWidth = ctx.measureText(axis).width;
-    ctx.fillText(axis, width - nameWidth / 2, rows * cellHeight + 7);
-    for (const [x, text] of columnTicks((width - labels) / 60)) {
+    ctx.fillText(axis, (labels + width) / 2, rows * cellHeight + 21);
+    const ticks = columnTicks((width - labels) / 60).map(([x, text]) => {
       const half = ctx.measureText(text).width / 2;
-      const at = Math.max(labels + half, labels + (x + 0.5) * cellWidth);
-      if (at + half < width - nameWidth - 8) ctx.fillText(text, at, rows * cellHeight + 7);
+      return { text, half, at: Math.min(width - half - 1, Math.max(labels + half, labels + (x + 0.5) * cellWidth)) };
+    });
+    const last = ticks.at(-1);
+    let end = -Infinity;
+    for (const { text, half, at } of [...ticks.slice(0, -1).filter((tick) => tick.at + tick.half + 5 < last.at - last.half), last]) {
+      if (at - half < end + 5) continue;
+      ctx.fillText(text, at, rows * cellHeight + 7);
+      end = at + half;
     }
     ctx.strokeStyle = ink.strong;
     ctx.lineWidth = 1.5;
@@ -199,16 +204,20 @@ class LoadMaps {
   }
 }
 
-/** [column, text] of about so many columns of `columns`. */
-function everyColumn(columns) {
-  return (count) => niceTicks(0, columns - 1, Math.min(columns - 1, 2 * count)).filter(Number.isInteger).map((x) => [x, String(x)]);
+/** Round whole numbers, about `count` of them, and the last. */
+function wholeTicks(first, last, count) {
+  return [...new Set([...niceTicks(first, last, count).filter(Number.isInteger), last])];
 }
 
-/** [frame, text] of frames that have a round step. */
+/** [column, text] of about so many columns of `columns`, the last among them. */
+function everyColumn(columns) {
+  return (count) => wholeTicks(0, columns - 1, Math.min(columns - 1, 2 * count)).map((x) => [x, String(x)]);
+}
+
+/** [frame, text] of frames that have a round step, and of the last. */
 function stepColumns(frames, count) {
   const ends = frames.map(([, last]) => last);
-  return niceTicks(frames[0][0], ends[ends.length - 1], count).filter(Number.isInteger)
-    .map((step) => [lowerBound(ends, step), format.integer(step)]);
+  return wholeTicks(frames[0][0], ends[ends.length - 1], count).map((step) => [lowerBound(ends, step), format.integer(step)]);
 }
 
 function stepText([first, last]) {

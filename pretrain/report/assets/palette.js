@@ -1,5 +1,5 @@
 // Colours, for both themes. Those of runs are Okabe and Ito's, which colour-blind readers can tell apart; from the
-// eighth run on they come again, dashed.
+// eighth run on they come again, dashed. A few layers have them too.
 
 const RUN_COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0508a", "#4a4a4a", "#b37d00", "#3d9bd1"],
@@ -11,7 +11,7 @@ const LOAD_COLOURS = {
   dark: ["#8accff", "#3b8fd6", "#1f4f7d", "#252a31", "#7d4518", "#e07b2a", "#ffc794"],
 };
 const DEAD = { light: "#c2187a", dark: "#ff5cb8" };
-// Layers, from the first to the last (cividis).
+// Many layers, from the first to the last (cividis).
 const LAYER_COLOURS = {
   light: ["#00306f", "#35486e", "#575d6d", "#747475", "#8f8c78", "#b1a26f", "#c9a200"],
   dark: ["#4f8ee0", "#6f9bd0", "#8ea9bf", "#a9b3a8", "#c4bd8c", "#dec96b", "#fde74c"],

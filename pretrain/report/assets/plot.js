@@ -3,6 +3,14 @@
 const SYNC = "fmoe";
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 
+const FEW = 8; // lines of one chart that all have a name and a colour of their own
+const LEAST_SPACE = 52; // pixels from tick to tick of an x axis
+
+/** About how many ticks an x axis has: some 90 pixels each, less on a small chart. */
+function tickCount(width) {
+  return Math.max(width / 90, Math.min(5, width / LEAST_SPACE));
+}
+
 /** An element with attributes, and children that are text unless they are elements. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -21,9 +29,9 @@ function dot(colour) {
 
 class Plot {
   /**
-   * spec: title, unit, format (of a value, with so many digits), lines(view) -> [{label, colour, x, y, width, dash, dots, quiet}], and
-   * optionally wide, height, log (whether it begins so), read (the format of what is read out), level(view) -> [{y, label, colour}], pick (only the nearest
-   * line is read out), tools (elements beside the title), unitOf (a value's, whose multiples are round).
+   * spec: title, unit (text, or of the view), format (of a value, with so many digits), lines(view) -> [{label, colour,
+   * x, y, width, dash, dots, quiet}], and optionally wide, height, log (whether it begins so), read (the format of what
+   * is read out), level(view) -> [{y, label, colour}], pick (of more than a few lines only the nearest is read out), tools (elements beside the title), unitOf (a value's, whose multiples are round).
    * A line's raw {x, y}, where it has one, are what is read out.
    */
   constructor(parent, spec) {
@@ -41,9 +49,9 @@ class Plot {
       this.draw(this._view);
     });
     const tools = element("div", { class: "tools" }, ...(spec.tools ?? []), this._button);
-    const unit = element("span", { class: "unit" }, spec.unit ?? "");
+    this._unit = element("span", { class: "unit" });
     this.card = element("div", { class: spec.wide ? "card wide" : "card" },
-      element("div", { class: "head" }, element("h3", {}, spec.title), unit, tools), this._readout, this._body);
+      element("div", { class: "head" }, element("h3", {}, spec.title), this._unit, tools), this._readout, this._body);
     this.card.dataset.plot = spec.title;
     parent.append(this.card);
     this._body.addEventListener("keydown", (event) => this._key(event));
@@ -58,6 +66,7 @@ class Plot {
     this._lines = [...lines.filter((line) => line.quiet), ...lines.filter((line) => !line.quiet)]; // quiet ones below
     this.card.hidden = !this._lines.length;
     if (this.card.hidden) return;
+    this._unit.textContent = (typeof this.spec.unit === "function" ? this.spec.unit(view) : this.spec.unit) ?? "";
     const tables = this._lines.map((line) => [line.x, this.log ? Array.from(line.y, positive) : Array.from(line.y, gap)]);
     const data = uPlot.join(tables);
     const shape = JSON.stringify([view.axis, this.log, theme(), this._lines.map((l) => [l.colour, l.width, l.dash, l.dots])]);
@@ -91,7 +100,7 @@ class Plot {
         y: { distr: this.log ? 3 : 1, range: (_, low, high) => this._range(low, high) },
       },
       axes: [
-        { ...axis, size: 30, space: 70, splits: (u, _, low, high) => niceTicks(low, high, u.bbox.width / devicePixelRatio / 90),
+        { ...axis, size: 30, space: LEAST_SPACE, splits: (u, _, low, high) => niceTicks(low, high, tickCount(u.bbox.width / devicePixelRatio)),
           values: (_, ticks) => ticks.map((tick) => axisText(view.axis, tick)) },
         { ...axis, size: (u, texts) => 14 + 6.3 * Math.max(3, ...(texts ?? []).map((text) => text.length)), gap: 4,
           splits: (u, _, low, high) => this._ticks(low, high, u.bbox.height / devicePixelRatio / 36),
@@ -153,10 +162,11 @@ class Plot {
     this._readout.replaceChildren(...parts);
   }
 
-  /** The one that the cursor is nearest to; without a cursor, or below the first, the two ends. */
+  /** All of a few; else the one that the cursor is nearest to; without a cursor, or below the first, the two ends. */
   _picked(values, x) {
+    if (values.length <= FEW) return values;
     const u = this._uplot;
-    if (x === null || !u || u.cursor.top < 0) return values.length > 2 ? [values[0], values.at(-1)] : values;
+    if (x === null || !u || u.cursor.top < 0) return [values[0], values.at(-1)];
     const away = ({ value }) => Math.abs(u.valToPos(value, "y") - u.cursor.top);
     return values.filter(({ value }) => Number.isFinite(value)).sort((a, b) => away(a) - away(b)).slice(0, 1);
   }
@@ -177,7 +187,9 @@ class Plot {
       stroke(ctx, left, at, left + width, at);
       ctx.font = `${11 * devicePixelRatio}px ${FONT.slice(5)}`;
       ctx.textAlign = "right";
-      ctx.fillText(label, left + width - 4 * devicePixelRatio, at - 4 * devicePixelRatio);
+      const isAbove = at - 16 * devicePixelRatio >= top; // else it would leave the plot
+      ctx.textBaseline = isAbove ? "bottom" : "top";
+      ctx.fillText(label, left + width - 4 * devicePixelRatio, at + (isAbove ? -3 : 4) * devicePixelRatio);
     }
     for (const mark of this._view.marks) drawMark(ctx, mark, u.valToPos(mark.x, "x", true), u.bbox);
     ctx.restore();
@@ -197,7 +209,7 @@ class Plot {
 
   _spoken() {
     const ends = this._lines.filter((line) => !line.quiet && line.x.length).slice(0, 6)
-      .map((line) => `${line.label} ends at ${this.spec.format(line.y[line.y.length - 1])}`);
+      .map((line) => `${line.label} ends at ${(this.spec.read ?? this.spec.format)((line.raw ?? line).y.at(-1))}`);
     return `${this.spec.title}: ${ends.join(", ")}`;
   }
 

@@ -11,9 +11,9 @@ const NUMBERS = [
   ["tokens_per_second", "tokens a second, mean", format.rate], ["step_seconds", "seconds a step, mean", format.seconds],
   ["mfu", "model FLOPs utilization, mean", format.percent],
   ["memory_mb", "memory of rank 0", format.mebibytes], ["grad_norm", "gradient norm, last", format.small],
-  ["moe/load_cv", "load imbalance, last", format.small], ["moe/drop_rate", "drop rate, last", format.percent],
-  ["moe/dead_experts", "dead experts of a layer, last", format.small], ["moe/entropy", "router entropy, last", format.small],
-  ["moe/exchange_bytes", "exchange of a layer and step", format.bytes], ["skipped", "steps skipped", format.integer],
+  ["moe/load_cv", "load imbalance, mean of the layers, last", format.small], ["moe/drop_rate", "drop rate, mean of the layers, last", format.percent],
+  ["moe/dead_experts", "dead experts, mean of the layers, last", format.small], ["moe/entropy", "router entropy, mean of the layers, last", format.small],
+  ["moe/exchange_bytes", "exchange a step, mean of the layers, last", format.bytes], ["skipped", "steps skipped", format.integer],
 ];
 
 function head(cells, first) {

@@ -14,6 +14,31 @@ from pretrain.report.page import page, write_report
 from pretrain.report.payload import encode
 from pretrain.report.runs import open_runs
 
+# Notes of every canvas which texts were written since it was last cleared or resized, and which level lines were drawn.
+WATCH = """
+const { prototype } = CanvasRenderingContext2D;
+const { fillText, clearRect, moveTo, lineTo } = prototype;
+prototype.fillText = function (text, x, y) {
+  const box = this.measureText(text), { a, d, e, f } = this.getTransform();
+  const corners = [a * (x - box.actualBoundingBoxLeft) + e, d * (y - box.actualBoundingBoxAscent) + f,
+    a * (x + box.actualBoundingBoxRight) + e, d * (y + box.actualBoundingBoxDescent) + f];
+  (this.canvas.texts ??= []).push([text, corners]);
+  fillText.call(this, text, x, y);
+};
+prototype.clearRect = function (...box) {
+  this.canvas.texts = [];
+  this.canvas.levels = [];
+  clearRect.apply(this, box);
+};
+prototype.moveTo = function (x, y) { this.from = y; moveTo.call(this, x, y); };
+prototype.lineTo = function (x, y) {
+  if (this.from === y && String(this.getLineDash()) === '2,4') (this.canvas.levels ??= []).push(y);
+  lineTo.call(this, x, y);
+};
+const { get, set } = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, 'width');
+Object.defineProperty(HTMLCanvasElement.prototype, 'width', {
+  get, set(value) { this.texts = []; this.levels = []; set.call(this, value); } });
+"""
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
 TIMEOUT = 60_000  # milliseconds, for a machine that does other things too
 
@@ -49,6 +74,10 @@ class Opened:
     def drawing(self, title):
         return self.card(title).locator("canvas").evaluate("canvas => canvas.toDataURL()")
 
+    def texts(self, selector):
+        """What is written on a canvas by now: ``{text: (left, top, right, bottom)}``, in its pixels."""
+        return self.page.locator(selector).first.evaluate("canvas => Object.fromEntries(canvas.texts)")
+
     def set(self, selector, value):
         """Moves a slider."""
         self.page.eval_on_selector(
@@ -63,8 +92,10 @@ def open_page(browser):
     no file was asked for but the page itself."""
     opened, contexts = [], []
 
-    def go(where, **options):
+    def go(where, watched=False, **options):
         context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
+        if watched:
+            context.add_init_script(WATCH)
         contexts.append(context)
         one = Opened(context.new_page())
         opened.append(one)
@@ -246,6 +277,89 @@ def test_axes_scales_smoothing_and_zoom(open_page, reports):
     marked = opened.drawing("Gradient norm")
     loss.uncheck("#marks")
     assert opened.drawing("Gradient norm") != marked
+
+
+@pytest.mark.parametrize(("entropy", "is_above"), [(5.89, True), (7.4, True), (7.75, False)])
+def test_the_level_of_unigram_entropy_is_named_beside_its_line(open_page, tmp_path, entropy, is_above):
+    def change(row):
+        return row if row["step"] else row | {"corpus/unigram_entropy": entropy}
+
+    write_report([write_run(tmp_path / "run", 30, change=change)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html", watched=True)
+    canvas = opened.page.locator("#loss canvas")
+    (level,) = set(canvas.evaluate("canvas => canvas.levels"))
+    plot_top = canvas.evaluate("c => (c.parentElement.querySelector('.u-over').offsetTop) * devicePixelRatio")
+    _, top, _, bottom = opened.texts("#loss canvas")["unigram entropy"]
+    assert (bottom < level - 1) if is_above else (top > level + 1)
+    assert top >= plot_top and abs(level - (bottom if is_above else top)) < 12
+
+
+@pytest.mark.parametrize(
+    ("viewport", "experts"), [(WIDE, 8), (WIDE, 16), (WIDE, 61), (PHONE, 8), (PHONE, 16), (PHONE, 61)]
+)
+def test_the_last_expert_and_the_last_step_have_their_number(open_page, tmp_path, viewport, experts):
+    write_report([write_run(tmp_path / "run", 297, experts=experts)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html", watched=True, viewport=viewport)
+    for selector, last, name in (("#map", str(experts - 1), "expert"), ("#history", "297", "step")):
+        texts = opened.texts(selector)
+        height, width = opened.page.eval_on_selector(
+            selector, "c => [c.place.rows * c.place.cellHeight * devicePixelRatio, c.width]"
+        )
+        below = {text: box for text, box in texts.items() if box[1] > height}
+        assert last in below and name in below and len(below) > 3
+        assert all(box[0] >= 0 and box[2] <= width for box in below.values())
+        for one, a in below.items():
+            for other, b in below.items():
+                apart = a[2] < b[0] or b[2] < a[0] or a[3] < b[1] or b[3] < a[1]
+                assert apart or one == other, f"{one} and {other} lie on each other"
+
+
+def test_small_charts_have_numbers_all_along(open_page, tmp_path):
+    write_report([write_run(tmp_path / "run", 300)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html", watched=True)
+    for viewport in (WIDE, PHONE):
+        opened.page.set_viewport_size(viewport)
+        opened.page.wait_for_timeout(300)
+        card = '[data-plot="Gradient norm"] canvas'
+        assert opened.page.locator(card).bounding_box()["width"] < 400
+        assert {"0", "100", "200", "300"} <= set(opened.texts(card))
+
+
+def test_a_few_layers_are_all_named_and_of_many_the_ends(open_page, tmp_path):
+    for layers, scheme in ((4, "light"), (8, "dark"), (9, "light")):
+        path = tmp_path / f"{layers}.html"
+        write_report([write_run(tmp_path / str(layers), 20, layers)], path)
+        opened = open_page(path, color_scheme=scheme)
+        names = opened.card("By layer").locator(".readout span")
+        looks = (
+            opened.card("By layer").locator(".readout i").evaluate_all("dots => dots.map((i) => i.style.background)")
+        )
+        heading = opened.card("By layer").locator(".unit").inner_text()
+        if layers > 8:
+            assert [text.split(" ")[1] for text in names.all_inner_texts()] == ["1", "9"]
+            assert heading == "from the first layer, dark, to the last"
+            continue
+        assert [text.split(" ")[1] for text in names.all_inner_texts()] == [str(n) for n in range(1, layers + 1)]
+        assert len(set(looks)) == min(layers, 7), "the eighth is dashed"
+        assert heading == ""
+        opened.card("By layer").locator(".u-over").hover(position={"x": 300, "y": 60})
+        assert names.count() == layers + 1, "the step, and all of them"
+
+
+def test_the_legend_and_the_numbers_tell_the_same(open_page, tmp_path):
+    """Of a loss whose fourth digit is lost with a few bits, and of a run that is longer than a curve has spans."""
+
+    def change(row):
+        return row | {"loss": 3.94755363, "val/loss": 3.94755363} if row["step"] == 1500 else row
+
+    write_report([write_run(tmp_path / "run", 1500, 1, 2, change=change)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    card = opened.card("Training and validation loss")
+    assert card.locator(".readout").inner_text().count("3.9476") == 2
+    assert "run validation ends at 3.9476" in card.locator(".plot").get_attribute("aria-label")
+    numbers = opened.text("#numbers")
+    assert re.search(r"validation loss, last\s+3\.9476", numbers)
+    assert "dead experts, mean of the layers, last" in numbers
 
 
 def test_layers_by_metric(open_page, reports):

@@ -32,14 +32,26 @@ def test_a_longer_run_keeps_the_extremes_of_every_span_where_they_were(steps):
     curves = filled(values, 64)
     found_steps, found = curves.points("loss")
     stride = curves.stride
-    assert steps <= 64 * stride < 2 * steps and len(found_steps) <= 128
+    assert steps <= 64 * stride < 2 * steps and len(found_steps) <= 129
     assert (np.diff(found_steps) > 0).all()
     assert found.tolist() == values[found_steps - 1].tolist()
     spans = [values[at : at + stride] for at in range(0, steps, stride)]
-    expected = sorted(v for span in spans for v in {span.min(), span.max()})
-    assert sorted(found.tolist()) == expected
+    expected = {v for span in spans for v in (span.min(), span.max())} | {values[-1]}
+    assert set(found.tolist()) == expected and len(found) == len(expected)
     assert curves.means("loss")[1] == pytest.approx([span.mean() for span in spans])
     assert curves.mean("loss") == pytest.approx(values.mean())
+
+
+def test_a_curve_ends_with_the_last_value_whatever_else_is_in_its_span():
+    curves = filled([0.0] * 64 + [1.0, 3.0, 2.0], 16)
+    assert curves.stride == 8
+    steps, found = curves.points("loss")
+    assert (steps[-1], found[-1]) == (67, 2.0) and {1.0, 3.0} <= set(found.tolist())
+    assert curves.thinned(1).points("loss")[1][-1] == 2.0
+    curves.add(68, ("loss", "val/loss"), [math.inf, 2.5])
+    steps, found = curves.points("loss")
+    assert steps[-1] == 68 and math.isnan(found[-1])
+    assert [part.tolist() for part in curves.points("val/loss")] == [[68], [2.5]]
 
 
 def test_many_series_have_fewer_spans_and_keep_their_extremes():
