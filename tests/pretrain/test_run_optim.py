@@ -255,7 +255,7 @@ WRONG = {
     ),
     "warmup": (
         {"warmup_tokens": 10**6},
-        "optimizer.warmup_tokens=1000000, 245 steps, is not less than train.steps=9",
+        "optimizer.warmup_tokens=1000000, 245 steps, is not less than train.steps=9: give a shorter warmup too",
     ),
 }
 
