@@ -16,7 +16,6 @@ IN_CI = {  # a case each, with or without the distributed optimizer
     "PP2 VPP2": False,
     "PP2xEP2": False,
     "TP2xEP2": True,
-    "TP2xDP2": True,
     "TP2xPP2": True,
     "TP2 ETP2": True,
 }
@@ -94,11 +93,12 @@ OTHERS = [
     )
     if (model, layout) != ("t5", "PP2xDP2")  # a T5 is not cut into stages
 ]
-OTHERS_IN_CI = {"t5": "TP2xEP2", "bert": "TP2"}
+OTHERS_IN_CI = {("t5", "TP2xEP2")}
 
 
 @pytest.mark.parametrize(
-    "case", [marks(case, case["sequence"] == "on" and case["layout"] == OTHERS_IN_CI[case["model"]]) for case in OTHERS]
+    "case",
+    [marks(case, case["sequence"] == "on" and (case["model"], case["layout"]) in OTHERS_IN_CI) for case in OTHERS],
 )
 def test_encoder_decoders_and_encoders_too(forks, alone, case):
     test_a_split_equals_one_process(forks, alone, case)
@@ -121,7 +121,7 @@ MODERN = [
         ("t5, modern", "TP2", "off", False, "selective"),
     )
 ]
-MODERN_IN_CI = {("gpt, modern", "TP2", "off"), ("gpt, modern", "TP2xEP2", "on")}
+MODERN_IN_CI = {("gpt, modern", "TP2", "off")}
 
 
 @pytest.mark.parametrize(

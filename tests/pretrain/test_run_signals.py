@@ -89,7 +89,12 @@ def is_alive(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", "SIGTERM to all", "SIGKILL", pytest.param("SIGUSR1 to all", marks=pytest.mark.conformance)]
+    "name",
+    [
+        "SIGTERM",
+        "SIGKILL",
+        *(pytest.param(f"{name} to all", marks=pytest.mark.conformance) for name in ("SIGTERM", "SIGUSR1")),
+    ],
 )
 def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):
     """SIGTERM, SIGUSR1: code 75 and a checkpoint. SIGKILL, which nobody can answer: the workers are gone all the same,
