@@ -14,6 +14,11 @@ TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
 endif
 
+# A file of versions to install, else the newest: .ci/constraints.txt has those of CI, .ci/lowest.txt the lowest that
+# pyproject.toml allows. Each belongs to a VENV of its own: `make VENV=.venv-lowest CONSTRAINTS=.ci/lowest.txt test`.
+CONSTRAINTS ?=
+INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+
 .PHONY: help train compare test conformance gpu lint bench docs corpus clean
 
 help:
@@ -37,12 +42,21 @@ compare: $(VENV)/.train corpus
 corpus: $(VENV)/.train
 	FMOE=$(BIN)/fmoe bash data/pylib/prepare.sh
 
-test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+# `make ISA=avx2 test` limits torch, oneDNN and the native backend to what a lesser processor has.
+ISA ?=
+ISA_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FMOE_NATIVE_ISA=avx2
+ISA_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE FMOE_NATIVE_ISA=avx512
+PYTEST = $(if $(ISA),$(or $(ISA_$(ISA)),$(error ISA=$(ISA) is unknown: avx2 or avx512)) )$(BIN)/python -m pytest
 
+test: $(VENV)/.test
+	$(PYTEST) $(ARGS)
+
+# The second part runs after failures of the first too.
 conformance: $(VENV)/.test
-	$(BIN)/python -m pytest tests/conformance -m 'conformance or not conformance' $(ARGS)
-	$(BIN)/python -m pytest tests --ignore tests/conformance -m conformance $(ARGS)
+	status=0; \
+	$(PYTEST) tests/conformance -m 'conformance or not conformance' $(ARGS) || status=$$?; \
+	$(PYTEST) tests --ignore tests/conformance -m conformance $(ARGS) || status=$$?; \
+	exit $$status
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
@@ -69,11 +83,11 @@ $(BIN)/python:
 
 # torch first and by itself, so that nothing else chooses its build.
 $(VENV)/.train: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[pretrain]'
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) --editable '.[pretrain]'
 	@touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.train

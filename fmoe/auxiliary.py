@@ -31,26 +31,52 @@ class AuxiliaryLosses:
         return sum(weighted) if weighted else None
 
     def _attach_losses(self, routing: Routing, share: float) -> Tensor:
-        """The combine weights, in whose backward pass the losses join and the statistics are counted.
+        """The combine weights, in whose backward pass the losses join.
 
         Args:
             share: of this rank in the losses' gradients (`fmoe.parallel.slicing.Part`).
         """
         if not (self.training and torch.is_grad_enabled()):
-            if self.counts_evaluation and not self.training:
-                self.metrics.add(routing.stats, {})
             return routing.weight_TK
         total = self.total_loss(routing)
         total = total if total is None or share == 1 else total * share
         if total is not None and self.aux_loss == "manual":
             self._offer(total)
             total = None
-        if total is None and not routing.weight_TK.requires_grad:
-            self.record(routing)  # nothing of the router is trained: no backward pass will come by
+        if total is not None and not total.requires_grad:
+            total = None
+        if torch.compiler.is_compiling() and (total is not None or routing.weight_TK.requires_grad):
+            return recording.attach(routing.weight_TK, routing, total, self._number)
+        if total is None:
             return routing.weight_TK
-        if torch.compiler.is_compiling():
-            return recording.attach(routing, total, self._number)
-        return losses.attach_loss(routing.weight_TK, total, self.scale, lambda: self.record(routing))
+        return losses.attach_loss(routing.weight_TK, total, self.scale)
+
+    def _count(self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs, in whose backward pass the statistics of a micro batch are counted, once.
+
+        A checkpoint runs a forward pass several times, so the backward pass counts: it reaches the outputs whichever
+        of router, experts and input are trained. Where all three are frozen, the forward pass counts.
+
+        Args:
+            weight_TK: what `_attach_losses` returned.
+        """
+        if not self.training:
+            if self.counts_evaluation:
+                self.metrics.add(routing.stats, {})
+            return outputs
+        if not torch.is_grad_enabled():
+            return outputs
+        trained = [place for place, out in enumerate(outputs) if out.requires_grad]
+        if not trained:
+            if not recording.is_repeated():
+                self.record(routing)
+        elif not torch.compiler.is_compiling():
+            recording.hook([outputs[place] for place in trained], lambda: self.record(routing))
+        elif not weight_TK.requires_grad:
+            place = trained[0]
+            outputs = [*outputs]
+            outputs[place] = recording.attach(outputs[place], routing, None, self._number)
+        return outputs
 
     def scale(self) -> float | Tensor:
         """Factor between the auxiliary losses and the backward pass, as it is now."""
@@ -70,7 +96,7 @@ class AuxiliaryLosses:
             )
 
     def record(self, routing: Routing) -> None:
-        """Counts the statistics of one micro batch; called once, in its backward pass."""
+        """Count the statistics of one micro batch; called once, as a rule in its backward pass."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
         if hasattr(self.gate, "record"):
@@ -100,4 +126,4 @@ def collect_losses(model: nn.Module) -> Tensor:
     if collected:
         return sum(collected)
     parameter = next(model.parameters(), None)
-    return torch.zeros((), device=None if parameter is None else parameter.device)
+    return torch.zeros((), device=None if parameter is None else parameter.device, dtype=torch.float32)

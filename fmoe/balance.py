@@ -44,7 +44,7 @@ def update_balance_profile(
     """Fills in a layer's figures from its choices; fit for a gate hook. ``num_expert`` is that of all workers;
     ``gate_context`` is the loss, where there is one."""
     chosen_N = gate_top_k_idx.reshape(-1)
-    count_E = torch.zeros(num_expert, device=chosen_N.device)
+    count_E = torch.zeros(num_expert, device=chosen_N.device, dtype=torch.float32)
     count_E.index_add_(0, chosen_N.clamp(min=0), (chosen_N >= 0).to(count_E.dtype))
     for name, metric in metrics.items():
         balance_dict[name][layer_idx] = metric(count_E)

@@ -4,10 +4,18 @@ Commands are entry points of the group ``fmoe.commands``, functions ``main(argv)
 can add one; this module imports none of them before it is asked for.
 """
 
+import argparse
+import difflib
+import errno
+import os
+import select
+import signal
 import sys
+from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn
 
-from fmoe.errors import EXIT_USAGE, UserError, known_names
+from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
 
 USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help tells more)"
 
@@ -45,11 +53,14 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for a wrong input (one line on stderr), or what it says itself."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
+        if sys.stdout is not None:
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files may be no UTF-8
+        os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts import nothing from the working folder
     known = commands()
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if argv else EXIT_USAGE
+        return run("fmoe", lambda: print(usage())) or (0 if argv else EXIT_USAGE)
     name, *rest = argv
     if name not in known:
         print(f"fmoe: error: unknown command {name!r}; {known_names(name, known)}", file=sys.stderr)
@@ -57,13 +68,63 @@ def main(argv: list[str] | None = None) -> int:
     return run(f"fmoe {name}", lambda: known[name].load()(rest))
 
 
+class Parser(argparse.ArgumentParser):
+    """Ends with one line and exit code 2 for wrong arguments; an unknown option names the nearest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
+        # Before argparse does: it would first miss what the option with the typing error was to be.
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words[: words.index("--")] if "--" in words else words:
+            if not word.startswith("--"):
+                if self._subparsers is not None:
+                    break  # a subcommand and its options
+                continue
+            option = word.partition("=")[0]
+            if not any(known == option or (self.allow_abbrev and known.startswith(option)) for known in self._options):
+                self.error(unknown_option(option, self._options, self.prog))
+        return super().parse_known_args(words, namespace)
+
+    @property
+    def _options(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+def unknown_option(option: str, known: Iterable[str], program: str, near: Sequence[str] = ()) -> str:
+    """Return the message for an option that is not in ``known``; ``near`` are the nearest, if the caller has them."""
+    near = near or difflib.get_close_matches(option, list(known), n=3, cutoff=0.7)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all"
+    return f"unknown option {option}; {hint}"
+
+
 def run(program: str, command) -> int:
-    """Calls ``command()`` and turns a `UserError` into its line on stderr and exit code 2, an interrupt into 130."""
+    """Calls ``command()`` and turns a `UserError` into its line on stderr and exit code 2, an interrupt into 130.
+
+    A path that the system refuses, too long or not permitted, is a wrong input as well.
+
+    A reader of the output that ends first, as ``| head`` does, ends the command quietly with 141, as SIGPIPE would.
+    """
     try:
-        return command() or 0
+        try:
+            code = command() or 0
+        except SystemExit:  # after --help
+            _flush()
+            raise
+        _flush()
+        return code
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise  # another pipe
+        drop_output()
+        return 128 + signal.SIGPIPE
     except UserError as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USAGE
+        return _refuse(program, str(error))
+    except OSError as error:
+        if error.errno not in _REFUSED_PATHS or error.filename is None:
+            raise
+        return _refuse(program, f"{os.fsdecode(error.filename)}: {error.strerror}")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in _PACKAGES_OF_PRETRAIN:
@@ -75,6 +136,34 @@ def run(program: str, command) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
+
+
+_REFUSED_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def _refuse(program: str, message: str) -> int:
+    print(f"{program}: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def drop_output() -> None:
+    """Send standard output, with its buffer, to the null device from here on: it has no reader."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is closed
+        sys.stdout.flush()
+
+
+def _has_lost_reader() -> bool:
+    """Return whether standard output is a pipe without a reader."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # no file behind it
+        return False
+    return bool(poll.poll(0))
 
 
 # Import names of the `pretrain` extra: a command that needs one of them ends with the extra's name, not a traceback.
@@ -89,7 +178,6 @@ _PACKAGES_OF_PRETRAIN = frozenset(
         "safetensors",
         "sentencepiece",
         "tokenizers",
-        "tyro",
         "wandb",
     ]
 )

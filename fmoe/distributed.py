@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fmoe import collectives, ownership
+from fmoe.compat.fastmoe import tag_missing
 from fmoe.errors import UserError
 from fmoe.layer import FMoE
 from fmoe.parallel.buckets import copy_back
@@ -70,7 +72,7 @@ class DistributedGroupedDataParallel(nn.Module):
             flat = flat.float() if fp32_allreduce else flat
             if not no_scale and not reduce_after:
                 flat /= group.size()
-            dist.all_reduce(flat, group=group)
+            collectives.run(dist.all_reduce, flat, group=group)
             if not no_scale and reduce_after:
                 flat /= group.size()
             copy_back(flat, gradients)
@@ -83,11 +85,15 @@ class DistributedGroupedDataParallel(nn.Module):
     def _sync_params(self) -> None:
         for group, parameters in self._by_group():
             flat = torch.cat([p.reshape(-1) for p in parameters])
-            dist.broadcast(flat, get_rank_0_in_comm(group), group=group)
+            collectives.run(dist.broadcast, flat, get_rank_0_in_comm(group), group=group)
             copy_back(flat, parameters)
 
     def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
         """Parameters that travel together: same group, same dtype; in the same order on all ranks."""
+        ownership.refresh()
+        for module in self.module.modules():
+            if (name := getattr(module, "_dp_comm", None)) is not None:
+                tag_missing(module.parameters(recurse=False), name)
         alone = {
             parameter
             for layer in self.module.modules()

@@ -5,6 +5,7 @@ Commands end with that line and exit code 2; everything else keeps its traceback
 
 import difflib
 import importlib
+import unicodedata
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -21,6 +22,19 @@ class MissingPackageError(UserError, ImportError):
 
 class BuildError(RuntimeError):
     """The native backend cannot be built or loaded on this machine. The message is one line: what failed and why."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters, escape sequences' among them, and lone surrogates written as escapes.
+
+    Names in files are somebody else's: a terminal must not act on them.
+    """
+    return "".join(
+        character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp", "Cf")
+        else character
+        for character in text
+    )
 
 
 def known_names(name: str, known: Iterable[str]) -> str:

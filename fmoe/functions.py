@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe import collectives
 from fmoe.dispatch.all_to_all import route_of_counts
 from fmoe.dispatch.plan import DispatchPlan
 from fmoe.dispatch.routes import Route
@@ -134,7 +135,7 @@ class AllGather:
             return inp
         group = get_torch_default_comm() if group is None else group
         lengths = [torch.zeros(1, dtype=torch.int64, device=inp.device) for _ in range(world_size)]
-        dist.all_gather(lengths, lengths[rank].new_tensor([inp.shape[0]]), group=group)
+        collectives.run(dist.all_gather, lengths, lengths[rank].new_tensor([inp.shape[0]]), group=group)
         lengths = torch.cat(lengths).tolist()
         bounds = [slice_bounds(sum(lengths), part, world_size) for part in range(world_size)]
         if lengths != [end - begin for begin, end in bounds]:

@@ -1,13 +1,12 @@
 """``fmoe info``: what is installed and what would run."""
 
-import argparse
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 
-from fmoe.cli import commands
+from fmoe.cli import Parser, commands
 
 _EXTRAS = {
     "pretrain": [
@@ -18,7 +17,6 @@ _EXTRAS = {
         "rich",
         "safetensors",
         "sentencepiece",
-        "tyro",
         "wandb",
     ],
     "tensorboard": ["tensorboard"],
@@ -58,7 +56,7 @@ def _version(package: str) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Prints `lines`."""
-    argparse.ArgumentParser(
+    Parser(
         prog="fmoe info",
         description="What is installed, what would run, and what is missing; worth pasting into an issue.",
     ).parse_args(argv)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
-from fmoe import random, recording
+from fmoe import collectives, ownership, random, recording
 from fmoe.auxiliary import AuxiliaryLosses
 from fmoe.compat import fastmoe
 from fmoe.dispatch import build_exchange
@@ -190,13 +190,15 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
         self._pending: list[Tensor] = []
         self._warned = self._has_offered = False
         self._number = recording.enrol(self)
+        ownership.enrol(self)
 
     def _draw_seed(self) -> int:
-        seed = torch.randint(1 << 62, (1,), device="cpu")
+        seed = torch.randint(1 << 62, (1,), device="cpu", dtype=torch.int64)
         if self.world_size > 1:
             on_host = any(device.type == "cpu" for device in self.moe_group._device_types)
             seed = seed if on_host else seed.cuda()
-            dist.broadcast(seed, src=dist.get_global_rank(self.moe_group, 0), group=self.moe_group)
+            source = dist.get_global_rank(self.moe_group, 0)
+            collectives.run(dist.broadcast, seed, src=source, group=self.moe_group)
         return int(seed)
 
     def build(self) -> None:
@@ -242,6 +244,18 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
             parameter.allreduce = False
         self._tag_again()
 
+    def _mark_parameters(self) -> None:
+        """Mark the parameters again, because other tensors may have replaced them (`fmoe.ownership`)."""
+        experts = self._modules.get("experts")
+        if experts is None:
+            return
+        if getattr(experts, "_is_fsdp_managed_module", False):
+            from torch.distributed.fsdp import FSDPModule
+
+            if not any(isinstance(module, FSDPModule) for module in experts.modules()):
+                return  # torch's fully_shard took them for dense ones: `refuse_replicating_wrapper` sees it by the mark
+        self._mark_experts()
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
         self._mark_experts()
@@ -253,6 +267,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
     def __setstate__(self, state):
         super().__setstate__(state)
         self._number = recording.enrol(self)
+        ownership.enrol(self)
         self._mark_experts()
 
     def __deepcopy__(self, memo):
@@ -326,7 +341,10 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
             outputs = transfer.run(leaves, weight_TK, runner)
             self.exchange.follow(outputs)
             if self.shared is not None:
-                outputs[0] = outputs[0] + self.shared(x_TD)
+                shared_TD = self.shared(x_TD)
+                if groups.mask_T is not None:
+                    shared_TD = shared_TD.masked_fill(~part.own(groups.mask_T).unsqueeze(1), 0)
+                outputs[0] = outputs[0] + shared_TD
         except _StopRecomputationError:  # no failure: a checkpoint has all that it wants of this pass
             raise
         except Exception as error:
@@ -338,6 +356,7 @@ class FMoE(AuxiliaryLosses, fastmoe.FastMoEMembers, nn.Module):
             outputs = [
                 gather_slices(out.view(*sliced, *out.shape[1:]), leading[0], self.slice_group) for out in outputs
             ]
+        outputs = self._count(routing, weight_TK, outputs)
         outputs = [out.reshape(*leading, *out.shape[-1:]) for out in outputs]
         return pytree.tree_unflatten(outputs, runner.nest)
 

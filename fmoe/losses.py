@@ -29,6 +29,7 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
         A scalar; 0 when there is no token.
     """
     num_groups, size, num_experts = probs_GSE.shape
+    load_GE = load_GE.to(torch.promote_types(probs_GSE.dtype, torch.float32))
     fraction_GE = load_GE / load_GE.sum(1, keepdim=True).clamp(min=1)
     if valid_GS is None:
         per_group_G = (fraction_GE * probs_GSE.mean(1)).sum(1)

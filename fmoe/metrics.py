@@ -1,16 +1,31 @@
 """Routing statistics of a layer, summed on its device with no host sync until they are read."""
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fmoe.routing import RoutingStats
+from fmoe.routing import RoutingStats, sum_dtype
 
 # After the E loads: the scalars of RoutingStats, then each loss times tokens.
 _SCALARS = ("dropped", "entropy", "tokens")
+
+# Threads add to one layer's sums (nn.DataParallel's replicas, backward passes at once). One lock for all layers: a lock
+# of the layer's own could be neither copied nor pickled with it.
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may hold the lock, and the child has no such thread to release it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -60,19 +75,22 @@ class LayerMetrics:
         """Adds one micro batch. Called from the backward pass, so that recomputation counts nothing twice."""
         if stats is None:
             return
-        self.seen.update(losses)
         scalars = [stats.dropped, stats.entropy, stats.tokens]
         scalars += [
             losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
             for name in self.loss_names
         ]
-        sums = torch.cat([stats.load_E.float(), torch.stack([s.float() for s in scalars])])
-        self._sums = sums if self._sums is None else self._sums + sums
+        sums = torch.cat([stats.load_E, torch.stack(scalars)]).to(sum_dtype(stats.load_E.device))
+        with _lock:
+            self.seen.update(losses)
+            self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """[E + 3 + number of losses], float32: sums over what was added, fit to be added over ranks."""
+        """[E + 3 + number of losses], `sum_dtype`: sums over all passes added, which ranks can add up."""
         size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-        return torch.zeros(size, device=device) if self._sums is None else self._sums.clone()
+        if self._sums is None:
+            return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
+        return self._sums.clone()
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
         """Turns sums (own, or reduced over ranks) into means. Reads them on the host."""
@@ -91,6 +109,13 @@ class LayerMetrics:
             },
             tokens=int(tokens),
         )
+
+    def take(self) -> LayerReport:
+        """`report` and `reset` in one, between which no other thread adds."""
+        with _lock:
+            sums = self.sums()
+            self._sums = None
+        return self.report(sums)
 
     def reset(self) -> None:
         """Forgets what was added."""
@@ -123,7 +148,8 @@ def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     reports = {}
     for name, module in model.named_modules():
         if isinstance(found := getattr(module, "metrics", None), LayerMetrics):
-            reports[name] = found.report()
-            if reset:
-                found.reset()
+            reports[name] = found.take() if reset else found.report()
     return reports
+
+
+metrics.counting = counting  # `fmoe.metrics` is the function, which hides this module

@@ -10,6 +10,7 @@ So fmoe imports no model library.
 import contextlib
 import copy
 import inspect
+import logging
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe.adapters import ADAPTERS, Block, Found, find_blocks
+from fmoe.adapters import ADAPTERS, Block, Found, look_for_blocks
 from fmoe.adapters.block import known_activation
 from fmoe.errors import UserError
 from fmoe.layer import FMoE
@@ -27,6 +28,8 @@ from fmoe.random import key
 from fmoe.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 
 Convert = Callable[..., nn.Module]
+logger = logging.getLogger("fmoe")
+
 ModelAdapter = Callable[[nn.Module], Convert | None]
 
 # By name, so that none of them is imported: torch's (FSDPModule is FSDP2's), Megatron's, DeepSpeed's.
@@ -78,12 +81,14 @@ def fmoefy(
         changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
         return convert(model, num_experts=num_experts, **changed, **options)
     check_model(model)
-    found = find_blocks(model)
+    found, refused = look_for_blocks(model)
     if not found:
-        raise UserError(_what_was_looked_at(model, asked))
+        raise UserError(_what_was_looked_at(model, asked, refused))
+    if refused:
+        logger.warning("fmoefy leaves as they are: %s", _listed(refused))
     chosen = {index: found[index] for index in _choose(layers, len(found))}
     check_chosen(model, chosen.values(), granularity, options)
-    seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+    seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
     options = {"num_experts": num_experts, "granularity": granularity, **options}
     how = plan_blocks(list(chosen.values()), upcycle=upcycle, exact=exact, noise=noise, options=options)
     # All layers are made before the first is put in, so that an error leaves the model as it was.
@@ -123,7 +128,16 @@ def check_model(model: nn.Module) -> None:
         raise UserError(f"the model has {present} FMoE layers already: call fmoefy once, with all `layers`")
 
 
-def _what_was_looked_at(model: nn.Module, entries: list[str]) -> str:
+def _listed(refused: dict[str, str]) -> str:
+    """Modules and why they are refused, one line for each reason, with an example."""
+    names = {}
+    for name, reason in refused.items():
+        names.setdefault(reason, []).append(name)
+    lines = [f"{n[0]}{f' and {len(n) - 1} more' if n[1:] else ''} ({reason})" for reason, n in names.items()]
+    return ", ".join(lines[:4]) + (f" and {len(lines) - 4} other reasons" if lines[4:] else "")
+
+
+def _what_was_looked_at(model: nn.Module, entries: list[str], refused: dict[str, str]) -> str:
     counts = Counter(type(module).__name__ for module in model.modules())
     modules = ", ".join(f"{count} {name}" for name, count in counts.most_common(12))
     more = f" and {len(counts) - 12} other classes" if len(counts) > 12 else ""
@@ -131,7 +145,7 @@ def _what_was_looked_at(model: nn.Module, entries: list[str]) -> str:
         f"fmoefy found no feed-forward block in {type(model).__module__}.{type(model).__qualname__}. Adapters asked: "
         f"{', '.join(reversed(ADAPTERS))}; of whole models: {', '.join(entries) or 'none'}. "
         f"Modules seen: {modules}{more}. A block is Linear D -> H, activation, Linear H -> D, or its gated form; "
-        "fmoe.register_adapter adds a family"
+        "fmoe.register_adapter adds a family" + (f". Refused: {_listed(refused)}" if refused else "")
     )
 
 
@@ -235,7 +249,7 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))
     if "expert" not in options:
         options["expert_options"] = {
-            "activation": known_activation(block.activation),
+            "activation": known_activation(block.activation, block.tensors[0].dtype),
             "gated": block.is_gated,
             "bias": block.has_bias,
             "dropout": block.dropout,

@@ -126,14 +126,15 @@ def noise_key(layer_seed: int) -> int | Tensor:
 def derive(key_: int | Tensor, purpose: str, device: torch.device) -> Tensor:
     """``key(key_, purpose)`` as an int64 scalar, on ``device`` or (while torch.compile traces) on the host."""
     if torch.compiler.is_compiling():
-        return _derive_op(torch.as_tensor(key_, device="cpu"), purpose)
-    return torch.full((), key(int(key_), purpose), device=device)  # filled there: a copy would wait for the device
+        return _derive_op(torch.as_tensor(key_, device="cpu", dtype=torch.int64), purpose)
+    # Filled there: a copy would wait for the device.
+    return torch.full((), key(int(key_), purpose), dtype=torch.int64, device=device)
 
 
 def _noise_key(layer_seed: int) -> int:
     where = position()
     if where is None:
-        return int(torch.randint(_INT63, (), device="cpu"))
+        return int(torch.randint(_INT63, (), device="cpu", dtype=torch.int64))
     return key("noise", where.seed, layer_seed, where.step)
 
 
@@ -141,7 +142,7 @@ def _noise_key(layer_seed: int) -> int:
 # device is a keyword as in torch's own, by which a checkpoint that is traced finds whose generator it is to keep.
 @torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
-    return torch.tensor(_noise_key(layer_seed), device=device)
+    return torch.tensor(_noise_key(layer_seed), device=device, dtype=torch.int64)
 
 
 @_noise_key_op.register_fake
@@ -151,7 +152,7 @@ def _(layer_seed: int, *, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("fmoe::first_token", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _first_token_op(*, device: torch.device) -> Tensor:
-    return torch.tensor(_first_token(), device=device)
+    return torch.tensor(_first_token(), device=device, dtype=torch.int64)
 
 
 @_first_token_op.register_fake
@@ -161,7 +162,7 @@ def _(*, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("fmoe::derive_key", mutates_args=())
 def _derive_op(key_: Tensor, purpose: str) -> Tensor:
-    return torch.tensor(key(int(key_), purpose), device=key_.device)
+    return torch.tensor(key(int(key_), purpose), device=key_.device, dtype=torch.int64)
 
 
 @_derive_op.register_fake
@@ -182,6 +183,18 @@ def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     first = start // 2
     halves = _hash(keys_G, first, (start + count + 1) // 2).view(torch.int16)  # the low half first, and signed
     return halves[:, start - 2 * first :][:, :count].to(torch.float32).mul_(2.0**-16).add_(0.5)
+
+
+def dropped(keys_G: Tensor, count: int, rate: float) -> Tensor:
+    """bool [G, count], each True with probability `drop_rate(rate)`: row g is a pure function of ``keys_G[g]``. 16 bits
+    decide, two elements for each hash, and no floating-point number is made."""
+    halves = _hash(keys_G, 0, (count + 1) // 2).view(torch.int16)[:, :count]
+    return halves < round(drop_rate(rate) * 2**16) - 2**15
+
+
+def drop_rate(rate: float) -> float:
+    """The multiple of 2^-16 next to ``rate``, below 1: the rate at which `dropped` drops, and which scales the rest."""
+    return min(round(rate * 2**16), 2**16 - 1) / 2**16
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:

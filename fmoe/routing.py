@@ -36,6 +36,12 @@ class RoutingStats:
     tokens: Tensor
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which statistics are summed over micro batches: in float32, counts above 2^24 no longer grow. MPS
+    has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What a gate decided: a value, with no side channel.
@@ -155,7 +161,7 @@ class RoutingGroups:
         """A key of noise for every group, int64 [G], that it has wherever it lies."""
         if self._key is None:
             self._key = self._noise_key()
-        index_G = torch.arange(self.count, device=device) + self.first_group
+        index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
@@ -202,7 +208,7 @@ class RoutingGroups:
     def token_keys(self, purpose: str, device: torch.device) -> Tensor:
         """A key of noise for every token, int64 [T], that it has wherever its group lies."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
-        return self.join(random.fold(keys_G1, torch.arange(self.size, device=device)))
+        return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))
 
 
 def tokens_of(

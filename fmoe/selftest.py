@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe import parallel, random
-from fmoe.cli import run
+from fmoe import collectives, parallel, random
+from fmoe.cli import Parser, run
 from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError
 from fmoe.layer import FMoE
@@ -55,7 +55,7 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 where everything agrees, else 1, on all ranks."""
-    parser = argparse.ArgumentParser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
+    parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="ranks that experts are spread over; default: all")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take")
@@ -218,7 +218,9 @@ def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -
         exchange=case.exchange,
         exchange_options=case.options,
     )
-    x, upstream = torch.randn(2, ep * SEQUENCES, LENGTH, WIDTH, generator=generator).to(device)
+    x, upstream = torch.randn(
+        2, ep * SEQUENCES, LENGTH, WIDTH, generator=generator, dtype=torch.float32, device="cpu"
+    ).to(device)
     mine = slice(worker * SEQUENCES, (worker + 1) * SEQUENCES)
     random.set_position(seed=0, step=1, first_token=0)
     expected, expected_grad = _pass(whole, x, upstream)
@@ -228,7 +230,7 @@ def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -
     routers = []
     for mine_, right in zip(part.gate.parameters(), whole.gate.parameters(), strict=True):
         if ep > 1:
-            dist.all_reduce(mine_.grad, group=groups.moe_group)
+            collectives.run(dist.all_reduce, mine_.grad, group=groups.moe_group)
         routers.append(_error(mine_.grad, right.grad))
     errors["router gradient"] = max(routers)
     local = slice(part.first_expert, part.first_expert + part.num_local_experts)
@@ -272,10 +274,10 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
             continue
         travel = build_exchange(groups.moe_group, ep, exchange, options)
         num_rows = -(-max(1, round(size * 1e6 / (4 * ROW_WIDTH))) // ep) * ep
-        rows = torch.randn(num_rows, ROW_WIDTH, device=device)
+        rows = torch.randn(num_rows, ROW_WIDTH, device=device, dtype=torch.float32)
         routing = Routing(
-            (torch.arange(num_rows, device=device) % ep).unsqueeze(1),
-            torch.ones(num_rows, 1, device=device),
+            (torch.arange(num_rows, device=device, dtype=torch.int64) % ep).unsqueeze(1),
+            torch.ones(num_rows, 1, device=device, dtype=torch.float32),
             most=num_rows // ep,
         )
         seconds = [_seconds(travel, routing, rows, groups) for _ in range(2 + REPEATS)]
@@ -313,7 +315,7 @@ def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGr
     travel.open(routing).run([rows], routing.weight_TK, lambda arrived, counts: arrived)
     wait()
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=rows.device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=groups.data_group)
+    collectives.run(dist.all_reduce, seconds, dist.ReduceOp.MAX, group=groups.data_group)
     return seconds.item()
 
 

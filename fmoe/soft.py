@@ -24,7 +24,7 @@ class _DenseExperts(nn.Module):
             if value < 1:
                 raise UserError(f"{name}={value} is not positive")
         self.d_model, self.num_experts = d_model, num_experts
-        self.seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
+        self.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         self.experts = build_experts(
             expert, num_experts, slice(0, num_experts), d_model, d_hidden, self.seed, expert_options or {}
@@ -33,7 +33,7 @@ class _DenseExperts(nn.Module):
     def _run(self, rows_ERD: Tensor) -> Tensor:
         """[E, R, D] -> [E, R, ...]: each expert over its R rows."""
         num_experts, num_rows, width = rows_ERD.shape
-        counts_L = torch.full((num_experts,), num_rows)
+        counts_L = torch.full((num_experts,), num_rows, dtype=torch.int64, device="cpu")
         out = self.experts(rows_ERD.reshape(num_experts * num_rows, width), counts_L)
         return out.view(num_experts, num_rows, *out.shape[1:])
 
@@ -72,7 +72,7 @@ class SoftMoE(_DenseExperts):
         self.slots = nn.Parameter(torch.empty(num_experts * slots_per_expert, d_model))
         self.scale = nn.Parameter(torch.ones(()))
         with random.keyed("soft slots", self.seed), torch.no_grad():
-            self.slots.copy_(torch.randn(self.slots.shape, device="cpu") * d_model**-0.5)
+            self.slots.copy_(torch.randn(self.slots.shape, device="cpu", dtype=torch.float32) * d_model**-0.5)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., S, D] -> the same.
@@ -81,7 +81,7 @@ class SoftMoE(_DenseExperts):
             mask: bool [..., S], False for padding: it is in no slot and comes out as zero.
         """
         self._check(x)
-        x_BSD = x.reshape(-1, *x.shape[-2:])
+        x_BSD = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             # Normalised on both sides, as the paper does, so that the softmax does not collapse at large widths.
@@ -94,11 +94,11 @@ class SoftMoE(_DenseExperts):
                 combine_BSQ = combine_BSQ * mask_BS1
             dispatch_BSQ = logits_BSQ.softmax(1)
         slots_BQD = dispatch_BSQ.to(x.dtype).transpose(1, 2) @ x_BSD
-        num_sequences = x_BSD.shape[0]
-        rows_ERD = slots_BQD.view(num_sequences, self.num_experts, -1, self.d_model).transpose(0, 1)
-        out_ERD = self._run(rows_ERD.reshape(self.num_experts, -1, self.d_model))
-        out_BQD = out_ERD.view(self.num_experts, num_sequences, self.slots_per_expert, -1).transpose(0, 1).flatten(1, 2)
-        return (combine_BSQ.to(out_BQD.dtype) @ out_BQD).view(*x.shape[:-1], -1)
+        per_expert = (self.num_experts, self.slots_per_expert)
+        out_ERD = self._run(slots_BQD.unflatten(1, per_expert).transpose(0, 1).flatten(1, 2))
+        out_BQD = out_ERD.unflatten(1, (len(x_BSD), self.slots_per_expert)).transpose(0, 1).flatten(1, 2)
+        y_BSD = combine_BSQ.to(out_BQD.dtype) @ out_BQD
+        return y_BSD.view(*x.shape[:-1], y_BSD.shape[-1])
 
 
 class MMoE(_DenseExperts):
@@ -128,7 +128,9 @@ class MMoE(_DenseExperts):
         self.num_tasks = num_tasks
         self.gates = nn.Parameter(torch.empty(num_tasks, num_experts, d_model))
         with random.keyed("task gates", self.seed), torch.no_grad():
-            self.gates.copy_(torch.empty(self.gates.shape, device="cpu").uniform_(-1, 1) * d_model**-0.5)
+            self.gates.copy_(
+                torch.empty(self.gates.shape, device="cpu", dtype=torch.float32).uniform_(-1, 1) * d_model**-0.5
+            )
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """[..., D] -> N outputs of that shape, one a task."""
@@ -139,4 +141,4 @@ class MMoE(_DenseExperts):
         with torch.autocast(x.device.type, enabled=False):
             weight_NTE = torch.einsum("ned,td->nte", self.gates.to(dtype), x_TD.to(dtype)).softmax(-1)
         y_NTD = torch.einsum("nte,etd->ntd", weight_NTE.to(out_ETD.dtype), out_ETD)
-        return [y_TD.view(*x.shape[:-1], -1) for y_TD in y_NTD.unbind(0)]
+        return [y_TD.view(*x.shape[:-1], y_TD.shape[-1]) for y_TD in y_NTD.unbind(0)]

@@ -184,7 +184,8 @@ def _shares(layer: FMoE, block: Block, how: Upcycling) -> Tensor:
     """
     upcycle_(layer, block, how)
     mode = layer.training
-    x = torch.randn(2, 64, block.d_model, generator=torch.Generator().manual_seed(1), device="cpu").float()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 64, block.d_model, generator=generator, dtype=torch.float32, device="cpu")
     x[1] = x[1, :1]
     x = x.transpose(0, 1).contiguous() if block.sequence_first else x
     dense = block(x).double()

@@ -10,14 +10,25 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from fmoe import ownership
 from megatron_patch import loss_scale
 from megatron_patch.patches import Patch, apply
 from megatron_patch.version import check_version
 
 # Marks parameters whose gradients are parts on each tensor parallel rank, though the model is not sequence parallel.
 PARTIAL = "is_partial_over_tensor_ranks"
+
+
+def announce_experts(config: TransformerConfig, num_experts: int) -> None:
+    """Have Megatron's schedule scale auxiliary losses for models of this config: it looks at ``num_moe_experts`` alone.
+
+    A layer does so for its own config. Models of several configs (stacks, pipeline chunks) need it in each: the
+    schedule looks into one of them, whichever holds the layers.
+    """
+    config.num_moe_experts = num_experts
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
@@ -70,7 +81,25 @@ def _without_fp8(init: Callable) -> Callable:
     return wrapped
 
 
+def _with_marks(init: Callable) -> Callable:
+    """Mark the experts' parameters of now, before the wrapper reads the marks."""
+
+    @functools.wraps(init)
+    def wrapped(self, *args, **kwargs):
+        ownership.refresh()
+        init(self, *args, **kwargs)
+
+    return wrapped
+
+
 PATCHES = (
+    Patch(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        "__init__",
+        _with_marks,
+        "the wrapper reads `allreduce` of each parameter, which one that replaced another has lost "
+        "(distributed_data_parallel.py:122)",
+    ),
     Patch(
         "megatron.core.distributed.finalize_model_grads",
         "_allreduce_non_tensor_model_parallel_grads",

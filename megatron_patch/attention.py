@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_patch import wide
+from megatron_patch.dropout import HeadDropout
 
 
 class SDPAttention(DotProductAttention):
@@ -44,13 +45,17 @@ class SDPAttention(DotProductAttention):
         special |= is_causal and query.shape[0] != key.shape[0]
         if special or attention_bias is not None or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        dtype = torch.float32 if query.dtype == torch.bfloat16 and wide.is_wanted() else query.dtype
+        heads = [x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value)]
         dropout = self.attention_dropout.p if self.training else 0.0
+        if dropout and isinstance(self.attention_dropout, HeadDropout):
+            out = self._attend(*heads, attention_mask, is_causal)
+            return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         # As in the module replaced: under tensor parallelism each rank drops its own heads' scores.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
-            dtype = torch.float32 if query.dtype == torch.bfloat16 and wide.is_wanted() else query.dtype
             out = F.scaled_dot_product_attention(
-                *(x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value)),
+                *heads,
                 attn_mask=None if attention_mask is None else ~attention_mask,
                 dropout_p=dropout,
                 is_causal=is_causal,
@@ -58,3 +63,16 @@ class SDPAttention(DotProductAttention):
                 enable_gqa=query.shape[2] != key.shape[2],
             )
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """[b, heads, s, head width] each -> the same, with the probabilities written out: torch's kernels draw their
+        own dropout."""
+        if query.shape[1] != key.shape[1]:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        scores = (query * self.softmax_scale) @ key.transpose(2, 3)
+        if is_causal:
+            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        if mask is not None:
+            scores = scores.masked_fill(mask, -torch.inf)
+        probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return self.attention_dropout(probabilities) @ value

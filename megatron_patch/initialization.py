@@ -56,7 +56,7 @@ def key_output_layer(model: nn.Module, seed: int) -> None:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu")
+    whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu", dtype=torch.float32)
     with random.keyed("output layer", seed):
         model.config.init_method(whole)
     weight.copy_(whole.chunk(size)[rank])

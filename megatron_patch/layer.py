@@ -118,7 +118,7 @@ class MegatronFMoE(FMoE):
         modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
         # "mlp" is Megatron's own business, which recomputes whatever is in the MLP's place.
         self._recomputes = "moe" in (modules or ()) and "mlp" not in modules
-        config.num_moe_experts = self.num_experts
+        adapter.announce_experts(config, self.num_experts)
         self._place()
 
     def _place(self) -> None:

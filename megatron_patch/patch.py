@@ -4,10 +4,10 @@ import copy
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -16,10 +16,11 @@ from fmoe import UserError
 from fmoe.adapters import Block
 from fmoe.patch import check_chosen, check_model, plan_blocks
 from fmoe.upcycle import Upcycling
+from megatron_patch.adapter import announce_experts
 from megatron_patch.layer import MegatronFMoE
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
-MODELS = (GPTModel, T5Model, BertModel)
+MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
@@ -77,7 +78,7 @@ def fmoefy(
     seed: int = 0,
     **options,
 ) -> nn.Module:
-    """Puts `MegatronFMoE` in place of the MLPs of a Megatron-core GPTModel, T5Model or BertModel; returns the model.
+    """Puts `MegatronFMoE` in place of the MLPs of a Megatron-core model, one of `MODELS`; returns the model.
 
     Call it before Float16Module, DistributedDataParallel and the optimizer, which keep what they found. The model's
     layers are as they were if it raises.
@@ -131,8 +132,8 @@ def fmoefy(
     for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
     for _, config, offset in parts:
-        if made:  # in every stack's config: the schedule looks into one of them for losses to scale
-            config.num_moe_experts = made[0].num_experts
+        if made:
+            announce_experts(config, made[0].num_experts)
         if layers is not None:  # unlike layers: sharded_state_dict must not stack them into one tensor
             numbers = range(offset + 1, offset + config.num_layers + 1)
             config.moe_layer_freq = [int(number in layers) for number in numbers]
@@ -149,8 +150,9 @@ def _make(
     if block is not None:
         options["expert_options"] = expert_options(block, options.get("expert_options"))
     groups = getattr(layer, "pg_collection", None)
-    old = next(layer.mlp.parameters(), torch.empty(0))
-    new = MegatronFMoE(config, layer_number=layer.layer_number, pg_collection=groups, **options).to(old.device)
+    new = MegatronFMoE(config, layer_number=layer.layer_number, pg_collection=groups, **options)
+    old = next(layer.mlp.parameters(), None)
+    new = new if old is None else new.to(old.device)
     return new if block is None else fill(new, block, how)
 
 

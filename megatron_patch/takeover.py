@@ -141,7 +141,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     its own experts. Where a router's bias balances loads (``moe_router_enable_expert_bias``), `fmoe.end_step` moves it.
 
     Args:
-        model: a GPTModel, T5Model or BertModel. Layers without experts stay as they are.
+        model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts stay unchanged.
         seed: of the run; key of the layers' noise.
         options: of `MegatronFMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
             ``group_size``, ``loss_weights``, ``check``.

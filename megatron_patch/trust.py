@@ -28,8 +28,8 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     for of_experts, ratios in _held(optimizer):
         mine[of_experts].append(ratios)
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-    vectors = [torch.cat([torch.empty(0, device=device), *mine[kind]]) for kind in (False, True)]
-    sizes = torch.tensor([len(vector) for vector in vectors], device=device)
+    vectors = [torch.cat([torch.empty(0, device=device, dtype=torch.float32), *mine[kind]]) for kind in (False, True)]
+    sizes = torch.tensor([len(vector) for vector in vectors], device=device, dtype=torch.int64)
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     found = []
     for vector, size in zip(vectors, sizes.tolist(), strict=True):
@@ -56,7 +56,7 @@ def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
         for parameter, ratios in zip(parameters_of(part), found, strict=True):
             # `shared`: the embedding's copy on the last pipeline stage.
             if _is_first_copy(parameter) and not getattr(parameter, "shared", False):
-                yield is_expert(parameter), ratios
+                yield is_expert(parameter), ratios.float()
 
 
 def _is_first_copy(parameter: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fmoe import UserError
 from fmoe.adapters import Block, Found, LinearMap
-from fmoe.adapters.block import known_activation
+from fmoe.adapters.block import addition, known_activation
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.patch import NOT_DRAWN
 from fmoe.upcycle import Upcycling, upcycle_
@@ -67,8 +67,14 @@ def _what_is_more(mlp: nn.Module) -> str | None:
         return "it has experts already, which megatron_patch.convert_moe_layers takes over"
     if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
         return f"{type(mlp).__name__} is no MLP of Megatron-core"
+    if (added := addition(mlp)) is not None:
+        return f"it {added}"
     for name in ("linear_fc1", "linear_fc2"):
         linear = getattr(mlp, name)
+        if (added := addition(linear)) is not None:
+            return f"its {name} {added}"
+        if not type(linear).__module__.startswith("megatron.core.") or "weight" not in linear._parameters:
+            return f"its {name}, a {type(linear).__name__}, is not Megatron-core's own"
         others = sorted({key for key, _ in linear.named_parameters()} - {"weight", "bias"})
         if others or not torch.is_tensor(getattr(linear, "weight", None)):
             # Transformer Engine's, which normalises its input: an MLP's norm would be lost with it.
@@ -83,7 +89,11 @@ def _what_is_more(mlp: nn.Module) -> str | None:
 
 def expert_options(block: Block, options: dict | None) -> dict:
     """Of experts like the block, whose weights are left to `fill`."""
-    like = {"activation": known_activation(block.activation), "gated": block.is_gated, "bias": block.has_bias}
+    like = {
+        "activation": known_activation(block.activation, block.tensors[0].dtype),
+        "gated": block.is_gated,
+        "bias": block.has_bias,
+    }
     return {**like, **NOT_DRAWN, **(options or {})}
 
 

@@ -1,1 +1,39 @@
 """Pretraining: recipe, trainer, data, checkpoints, reports."""
+
+import importlib.util
+import os
+import sys
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def leave_working_folder() -> None:
+    """Keep the working folder's modules out of a program that ``python -m`` started, and of the processes it starts.
+
+    ``python -m`` searches the working folder first: a ``random.py`` or ``fmoe/`` there would be imported in place of
+    the real one. A clone without an installation, which has this package itself there, keeps it.
+    """
+    here = os.path.realpath(os.getcwd())
+    if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:
+        if here == _ROOT:
+            return
+        del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"
+    for name in ("fmoe", "megatron_patch"):
+        spec = importlib.util.find_spec(name)
+        found = os.path.dirname(os.path.dirname(os.path.realpath(spec.origin))) if spec and spec.origin else None
+        if found != _ROOT:
+            origin = spec.origin if spec else None
+            sys.stderr.write(
+                f"pretrain: error: pretrain is installed in {_ROOT}, {name} comes from {origin}: that module hides the "
+                "real one; look into PYTHONPATH\n"
+            )
+            sys.exit(2)
+
+
+def safe_environment() -> dict[str, str]:
+    """The environment of a process that imports nothing from the working folder, unless this package is in it."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    if os.path.realpath(os.getcwd()) == _ROOT:
+        environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return environment

@@ -1,36 +1,54 @@
 """``python -m pretrain RECIPE.toml [--section.key value] [--resume [WHERE]]``, alone or under torchrun."""
 
+from pretrain import leave_working_folder
+
+if __name__ == "__main__":
+    leave_working_folder()  # before anything else is imported
+
 import argparse
 import os
+import re
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
-from fmoe.cli import run
+from fmoe.cli import run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process, supervise
-from pretrain.config import load_recipe
-from pretrain.config.load import shipped_recipes
+from pretrain.config.load import is_recipe, read_recipe, recipe_keys, shipped_recipes, split_overrides
+from pretrain.config.reference import options_help
 from pretrain.exit_codes import EXIT_DIVERGED, Diverged
 
 _SECONDS_FOR_THE_FIRST = 30
 
 
-def parse(argv: Sequence[str], program: str, usage: str = "", about: str = "") -> tuple[argparse.Namespace, list[str]]:
-    """The recipe, ``--resume``, and the rest: options over the recipe. ``usage`` is what the program takes beside,
-    ``about`` what the help says of that."""
+def parse(
+    argv: Sequence[str], program: str, usage: str = "", about: str = ""
+) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+    """The recipe, ``--resume``, and the keys that options set, in any order.
+
+    Args:
+        usage: further arguments of the program.
+        about: their description in the help.
+
+    Raises:
+        UserError: no recipe, an unknown option, a wrong value.
+        SystemExit: for ``--help``, which it prints.
+    """
     shipped = ", ".join(shipped_recipes())
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
         add_help=False,
         usage=f"{program} RECIPE [--resume [WHERE] [--fallback]] {usage} [--section.key value ...]".replace("  ", " "),
+        description=f"RECIPE is a TOML file, or the name of a recipe that is shipped: {shipped}",
         epilog=f"{about}{program} RECIPE --help lists every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", nargs="?", help=f"a TOML file, or the name of a recipe that is shipped: {shipped}")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -44,12 +62,32 @@ def parse(argv: Sequence[str], program: str, usage: str = "", about: str = "") -
         action="store_true",
         help="with --resume: pass over damaged checkpoints, to the newest that is intact",
     )
-    arguments, overrides = parser.parse_known_args(argv)
-    if arguments.recipe is None:
-        if set(overrides) & {"-h", "--help"}:
+    overrides, rest = split_overrides(argv)
+    arguments, words = parser.parse_known_args(rest)
+    wants_help = bool({"-h", "--help"}.intersection(words))
+    options = [word for word in words if word.startswith("-") and word not in ("-h", "--help")]
+    if options:
+        option = options[0].partition("=")[0]
+        keys = [f"--{name.replace('_', '-')}" for name in recipe_keys()]
+        same = [name for name in keys if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]
+        flags = re.findall(r"--[a-z-]+", parser.usage)
+        raise UserError(unknown_option(option, [*flags, *keys], f"{program} RECIPE", same))
+    names = [word for word in words if not word.startswith("-")]
+    if not names and arguments.resume is not None and is_recipe(arguments.resume):
+        names, arguments.resume = [arguments.resume], "run"  # --resume RECIPE
+    if len(names) > 1:
+        raise UserError(f"one recipe, not {' and '.join(map(repr, names))}")
+    arguments.recipe = names[0] if names else None
+    if wants_help:
+        if arguments.recipe is None:
             parser.print_help()
-            raise SystemExit(0)
-        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or {shipped})")
+        else:
+            print(options_help(read_recipe(arguments.recipe, overrides), f"{program} {arguments.recipe}"))
+        raise SystemExit(0)
+    if arguments.recipe is None:
+        lists = [key for key, value in overrides if isinstance(value, tuple) and any(map(is_recipe, map(str, value)))]
+        after = f"; --{lists[0].replace('_', '-')} takes all words up to the next option" if lists else ""
+        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or {shipped}){after}")
     if arguments.fallback and arguments.resume is None:
         raise UserError("--fallback without --resume: a new run has no checkpoint to pass over")
     return arguments, overrides
@@ -60,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
     supervise.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
-        recipe = load_recipe(arguments.recipe, overrides)
+        recipe = read_recipe(arguments.recipe, overrides)
+        recipe.check()
         recipe.check_world_size(process.world_size())
         from pretrain.session import train  # here, because it imports megatron-core
 
@@ -69,15 +108,20 @@ def main(argv: Sequence[str]) -> int:
         if dist.get_rank() == 0:
             print(f"pretrain: error: {error}", file=sys.stderr)
         code = EXIT_DIVERGED
-    except (UserError, ModuleNotFoundError):
+    except (UserError, ModuleNotFoundError) as error:
         # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
-        if process.local_rank() != 0 and not dist.is_initialized():
+        is_told = isinstance(error, process.RefusedElsewhere)
+        if is_told or (process.local_rank() != 0 and not dist.is_initialized()):
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first that goes: that one goes first
                 time.sleep(_SECONDS_FOR_THE_FIRST)
             supervise.report(EXIT_USAGE)
             return EXIT_USAGE
         supervise.report(EXIT_USAGE)
         raise
+    except Exception:
+        if not supervise.keep_error(traceback.format_exc()):
+            raise
+        return 1
     finally:
         process.stop()
     return supervise.report(code)

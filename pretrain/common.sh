@@ -54,9 +54,9 @@ find_python() {
     fi
     for candidate in "$PYTHON" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$here/../.venv/bin/python" \
         "$here/../../../../bin/python" python3 python; do
-        if [[ -n $candidate ]] && "$candidate" -c '
+        if [[ -n $candidate ]] && "$candidate" -P -c '
 import importlib.util, sys
-sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "tyro", "pretrain")))
+sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "megatron", "sentencepiece", "pretrain")))
 ' 2>/dev/null; then
             PYTHON=$candidate
             return
@@ -86,5 +86,5 @@ train() {
     fi
     [[ $MAX_RESTARTS == 0 ]] || arguments+=(--max-restarts "$MAX_RESTARTS")
     [[ $DRY_RUN == 0 ]] || arguments+=(--dry-run)
-    exec "$PYTHON" -m pretrain.launch "${arguments[@]}" "$@" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
+    exec "$PYTHON" -P -m pretrain.launch "${arguments[@]}" "$@" ${OVERRIDES[@]+"${OVERRIDES[@]}"}
 }

@@ -18,6 +18,7 @@ from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
 from megatron_patch import MegatronFMoE, wide
+from megatron_patch.adapter import announce_experts
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
 from pretrain import generators
@@ -111,8 +112,8 @@ class Engine:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
-            if recipe.model.num_experts:  # by which the schedule knows whom to tell the scale of losses, on every stage
-                chunk.config.num_moe_experts = recipe.model.num_experts
+            if recipe.model.num_experts:
+                announce_experts(chunk.config, recipe.model.num_experts)
         if recipe.parallel.overlap_gradients:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -175,10 +176,11 @@ class Engine:
             optimizer_offload_fraction=recipe.optimizer.cpu_offload,
         )
 
-    def train_step(self, step: int, samples: Samples, judge: Judge | None = None) -> StepResult:
+    def train_step(self, step: int, samples: Samples | list[Batch], judge: Judge | None = None) -> StepResult:
         """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
 
         Args:
+            samples: of which it takes the step's; or those already, as `collate_step` makes them.
             judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
                 Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
                 step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's. It
@@ -224,7 +226,7 @@ class Engine:
         lowest = own.dynamic_scale["min_loss_scale"]
         return f" at loss scale {float(self.grad_scaler.scale):g}, the lowest (optimizer.min_loss_scale={lowest:g})"
 
-    def backward(self, step: int, samples: Samples, *, reduce: bool = True) -> Tensor:
+    def backward(self, step: int, samples: Samples | list[Batch], *, reduce: bool = True) -> Tensor:
         """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;
         this rank's loss."""
         batches = self.recipe.batches
@@ -272,7 +274,7 @@ class Engine:
         """Ranks of which each has the mean loss of its sequences: those of the last pipeline stage."""
         return self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
 
-    def accumulate(self, samples: Samples, first: int, count: int, step: int | None = None) -> Tensor:
+    def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
         """Runs the schedule over samples ``first ... first + count - 1``, backward too if there is a ``step``, whose
         gradients are added to those that are there and reduced over ranks.
 
@@ -291,7 +293,7 @@ class Engine:
             forward_only=step is None,
         )
         if not results:
-            return torch.zeros((), device=self.processes.device)
+            return torch.zeros((), device=self.processes.device, dtype=torch.float32)
         return torch.stack([result["loss"] for result in results]).mean()
 
     def sync_parameters(self) -> None:
@@ -300,13 +302,33 @@ class Engine:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
-    def _micro_batches(self, samples: Samples, first: int, count: int, step: int | None) -> list[Iterator[Batch]]:
+    def collate_step(self, step: int, samples: Samples) -> list[Batch]:
+        """This rank's micro batches of a training step. Reads samples and nothing that a step changes: any thread may
+        call it.
+
+        Raises:
+            UserError: a sample has a token id outside the vocabulary.
+        """
+        batches = self.recipe.batches
+        return self._collate(samples, batches.first(step), batches.sequences(step))
+
+    def _collate(self, samples: Samples, first: int, count: int) -> list[Batch]:
+        size, vocab_size = self.recipe.train.micro_batch, self.recipe.model.vocab_size
+        return [collate([samples[first + begin + i] for i in range(size)], vocab_size) for begin in self._begins(count)]
+
+    def _begins(self, count: int) -> range:
+        """Return the starts of this rank's micro batches among ``count`` samples."""
+        size = self.recipe.train.micro_batch
+        return range(self.data_group.rank() * size, count, self.data_group.size() * size)
+
+    def _micro_batches(
+        self, samples: Samples | list[Batch], first: int, count: int, step: int | None
+    ) -> list[Iterator[Batch]]:
         """This rank's share of samples ``first ... first + count - 1``, once for each chunk of the model, whose turns
         the schedule mixes; each sets the position of noise if ``step`` is."""
-        size, ranks = self.recipe.train.micro_batch, self.data_group.size()
-        begins = range(self.data_group.rank() * size, count, ranks * size)
-        batches = [collate([samples[first + begin + i] for i in range(size)]) for begin in begins]
+        batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
+        begins = self._begins(count)
         return [self._in_position(begins, batches, step, index) for index in range(len(self.chunks))]
 
     def _in_position(

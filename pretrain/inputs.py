@@ -1,39 +1,54 @@
 """The files that a run reads, opened and checked against the recipe before anything else happens."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError, require
 from fmoe.gates import build_gate
+from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
-from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.kinds import build_samples
-from pretrain.data.samples import Samples, unigram_entropy
+from pretrain.data.counts import TokenCounts, outside_vocabulary
+from pretrain.data.indexed import IndexedCorpus, corpus_paths
+from pretrain.data.kinds import build_samples, epochs_per_sample
+from pretrain.data.samples import Samples, count_tokens, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.gate import exchange_options, gate_options
 from pretrain.tracking.trackio import check_installed
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
 VALIDATION_SEED = 0
+# Read in a tenth of a second. Counted by each rank before all agree again: none waits for long.
+_TOKENS_A_ROUND = 1 << 26
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Training and validation samples (None: no validation), the training corpus's unigram entropy in nats, and the
-    SHA-256 of its tokens, of those of the validation, a file each, and of the tokenizer; None where a corpus was
-    prepared without."""
+    """Training and validation samples (None: no validation), the training corpora and their unigram entropy in nats
+    (None: a corpus has no counts, see `with_counts`), and the SHA-256 of their tokens, of the validation tokens, a
+    file each, and of the tokenizer; None where a corpus was prepared without."""
 
     train: Samples
     validation: Samples | None
-    unigram_entropy: float
+    corpora: tuple[IndexedCorpus, ...]
+    unigram_entropy: float | None
     fingerprints: tuple[str | None, ...] = ()
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
+    epochs_per_sample: tuple[float, ...] = ()
+    """Of each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
+    warnings: tuple[str, ...] = ()
+    """What of the data is possible, but hardly meant; a line each."""
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -56,8 +71,8 @@ def open_inputs(recipe: Recipe) -> Inputs:
 
     Raises:
         UserError: a file is missing or damaged, a corpus is empty or shorter than a sequence, the tokenizer's
-            vocabulary or a token id is larger than the model's vocabulary, the tokenizer lacks a special piece that the
-            kind of model takes.
+            vocabulary or a token id is larger than the model's vocabulary (of a large corpus without counts,
+            `with_counts` finds it), the tokenizer lacks a special piece that the kind of model takes.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -66,9 +81,99 @@ def open_inputs(recipe: Recipe) -> Inputs:
     with naming("data.train"):
         train = [open_corpus(prefix, tokenizer) for prefix in data.train]
         samples = build_samples(recipe, train, tokenizer, recipe.train.seed, data.weights)
-        entropy = unigram_entropy(train, model.vocab_size)
+        _check_ids(train, model.vocab_size)
+        entropy = unigram_entropy(train, model.vocab_size) if all(corpus.counts for corpus in train) else None
     validation, sums = open_validation(recipe, tokenizer) if data.validation else (None, ())
-    return Inputs(samples, validation, entropy, _fingerprints(train), sums, tokenizer.fingerprint)
+    return Inputs(
+        samples,
+        validation,
+        tuple(train),
+        entropy,
+        _fingerprints(train),
+        sums,
+        tokenizer.fingerprint,
+        epochs_per_sample(recipe, train, data.weights),
+        tuple(_doubts(recipe, validation, _fingerprints(train), sums)),
+    )
+
+
+def _doubts(
+    recipe: Recipe, validation: Samples | None, train_sums: Sequence[str | None], sums: Sequence[str | None]
+) -> Iterator[str]:
+    data, wanted = recipe.data, recipe.train.validation_sequences
+    train = list(zip(data.train, train_sums, strict=True))
+    held_out = list(zip(data.validation, sums, strict=True))
+    for key, corpora in (("data.train", train), ("data.validation", held_out)):
+        for number, (prefix, sum_) in enumerate(corpora):
+            for other, other_sum in corpora[:number]:
+                if _is_same(prefix, sum_, other, other_sum):
+                    yield f"{key}: {prefix} and {other} hold the same tokens"
+    for prefix, sum_ in held_out:
+        for other, other_sum in train:
+            if _is_same(prefix, sum_, other, other_sum):
+                yield f"data.validation: {prefix} holds the tokens of data.train={other}: val/loss is a training loss"
+    if validation is not None and validation.samples_per_epoch < wanted:
+        yield (
+            f"train.validation_sequences={wanted} exceeds the {validation.samples_per_epoch} sequences of "
+            f"data.validation={', '.join(data.validation)}: a validation repeats some"
+        )
+
+
+def _is_same(prefix: str, sum_: str | None, other: str, other_sum: str | None) -> bool:
+    """Return whether two corpora hold the same tokens, by their SHA-256 or because they are one file."""
+    bins = [corpus_paths(path)[0] for path in (prefix, other)]
+    return (sum_ is not None and sum_ == other_sum) or os.path.samefile(*bins)
+
+
+def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
+    """The inputs with their unigram entropy; the tokens of corpora that come without counts are counted for it.
+
+    Collective: each rank reads its share of such a corpus, and rank 0 keeps the counts next to it if it can.
+
+    Raises:
+        UserError: on every rank; a token id is outside the model's vocabulary.
+    """
+    ranks = Ranks()
+    for corpus in inputs.corpora:
+        # The files of several machines may differ in their times: rank 0 decides.
+        if ranks.total(int(ranks.rank == 0 and corpus.counts is None)):
+            if ranks.rank == 0:
+                logger.warning("%s has no token counts: its %d tokens are read once", corpus.prefix, corpus.num_tokens)
+            corpus.counts = _count_together(corpus, vocab_size, ranks)
+        if ranks.rank == 0 and (reason := corpus.keep_counts()) is not None:
+            logger.warning("the token counts of %s are not kept, each new run reads it: %s", corpus.prefix, reason)
+    with naming("data.train"):
+        return replace(inputs, unigram_entropy=unigram_entropy(inputs.corpora, vocab_size))
+
+
+def _count_together(corpus: IndexedCorpus, vocab_size: int, ranks: Ranks) -> TokenCounts:
+    unigrams = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, corpus.num_tokens, ranks.size * _TOKENS_A_ROUND):
+        with ranks.together(), naming("data.train"):
+            begin = start + ranks.rank * _TOKENS_A_ROUND
+            chunk = corpus.flat[begin : begin + _TOKENS_A_ROUND]
+            if len(chunk):
+                least, largest = int(chunk.min()), int(chunk.max())
+                if least < 0 or largest >= vocab_size:
+                    raise outside_vocabulary(corpus.prefix, least if least < 0 else largest, vocab_size)
+                unigrams += np.bincount(chunk, minlength=vocab_size)
+    if ranks.size > 1:
+        total = torch.from_numpy(unigrams).to(ranks.device())
+        dist.all_reduce(total)
+        unigrams = total.cpu().numpy()
+    used = np.flatnonzero(unigrams)
+    largest = int(used[-1]) if len(used) else -1
+    return TokenCounts(0, largest, unigrams[: largest + 1])
+
+
+def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
+    """Raises UserError if one of the corpora holds a token id outside the vocabulary; a large one that comes without
+    counts may."""
+    for corpus in corpora:
+        if corpus.counts is None and corpus.num_tokens <= _TOKENS_A_ROUND:
+            corpus.counts = count_tokens(corpus)
+        if corpus.counts is not None:
+            corpus.counts.check(corpus.prefix, vocab_size)
 
 
 def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str | None = None) -> Tokenizer:
@@ -82,6 +187,8 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
     """
     data, model = recipe.data, recipe.model
     with naming("data.tokenizer" if path is None else "--tokenizer"):
+        if Path(data.tokenizer if path is None else path).is_char_device():
+            raise UserError(f"{path or data.tokenizer} is a device, not a file")
         tokenizer = Tokenizer.load(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
@@ -105,7 +212,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
     with naming("data.validation"):
         corpora = [open_corpus(prefix, tokenizer) for prefix in recipe.data.validation]
         samples = build_samples(recipe, corpora, tokenizer, VALIDATION_SEED)
-        unigram_entropy(corpora, recipe.model.vocab_size)  # meets every token: none may lie beyond the vocabulary
+        _check_ids(corpora, recipe.model.vocab_size)
     return samples, _fingerprints(corpora)
 
 
@@ -114,7 +221,7 @@ def naming(key: str) -> Iterator[None]:
     """An error of what the key names begins with the key."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise UserError(f"{key}: {error}") from error
 
 

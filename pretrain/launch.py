@@ -1,42 +1,89 @@
 """``fmoe train RECIPE``: starts as many processes as the recipe's splits need, here or its share of several nodes, and
 trains; or, with ``--dry-run``, says what the run would be."""
 
+from pretrain import leave_working_folder, safe_environment
+
+if __name__ == "__main__":
+    leave_working_folder()  # before anything else is imported
+
 import argparse
+import contextlib
 import json
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from fmoe.cli import run
-from fmoe.errors import UserError
-from pretrain import process, supervise
+from fmoe.errors import EXIT_USAGE, UserError
+from pretrain import agent, lock, process, supervise
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
-from pretrain.config import Recipe, load_recipe
+from pretrain.config import Recipe
+from pretrain.config.load import read_recipe
+from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
     """Checks the recipe and its inputs, then runs torchrun, or trains in this process if one is enough."""
+    given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
-    recipe = load_recipe(arguments.recipe, overrides, f"fmoe train {arguments.recipe}")
+    recipe = read_recipe(arguments.recipe, overrides)
+    recipe.check()
     nodes, here = spread(options, recipe)
     if options.dry_run:
         return dry_run(recipe, nodes, is_json=options.json)
     _check(options, nodes, arguments.resume)
     if process.world_size() > 1 or recipe.parallel.world_size == 1:
         return train(argv)
-    if check(recipe, arguments.resume, arguments.fallback):
-        return 0
-    environment = dict(os.environ)
-    # Threads of all processes together are the machine's cores.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // here)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(options, nodes)]
-    torchrun += ["--nproc-per-node", str(here), "--max-restarts", str(options.max_restarts or 0)]
-    sys.stdout.flush()
-    return supervise.run([*torchrun, "-m", "pretrain", *argv], environment)
+    from pretrain.resume import check_exists  # here, because it imports packages that may be missing
+
+    folder, environment = Path(recipe.run.folder), safe_environment()
+    check_exists(folder, arguments.resume)
+    with contextlib.ExitStack() as stack:
+        if not options.node_rank:
+            try:
+                environment[lock.TOKEN] = stack.enter_context(lock.hold(folder, is_launcher=True))
+            except UserError as error:
+                if nodes == 1:
+                    raise
+                environment[lock.REFUSED] = str(error)  # rank 0 tells the other nodes
+        if lock.REFUSED not in environment and check(recipe, arguments.resume, arguments.fallback):
+            return 0
+        # Threads of all processes together are the machine's cores.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // here)))
+        torchrun = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
+        torchrun += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
+        sys.stdout.flush()
+        log = folder / (f"torchrun-{options.node_rank}.log" if options.node_rank else "torchrun.log")
+        code = supervise.run(agent.command(torchrun), environment, log)
+        if code not in _SAID:
+            _say_how_to_go_on(folder, given)
+        return code
+
+
+_SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the run printed what to do
+
+
+def _say_how_to_go_on(folder: Path, argv: Sequence[str]) -> None:
+    """Print the newest checkpoint, and the command that resumes from it."""
+    from pretrain.checkpoint import latest  # here, because it imports packages that may be missing
+    from pretrain.resume import CHECKPOINTS
+
+    words: list[str] = []
+    for word, before in zip(argv, ["", *argv], strict=False):
+        if not (word.startswith("--resume=") or word == "--resume" or (before == "--resume" and word[:1] != "-")):
+            words.append(word)
+    newest = latest(folder / CHECKPOINTS)
+    sys.stderr.write(
+        f"  newest checkpoint  {newest or 'none: the run begins anew'}\n"
+        f"  to go on           {shlex.join(['fmoe', 'train', *words, '--resume', 'auto'])}\n"
+    )
+    sys.stderr.flush()
 
 
 _USAGE = (

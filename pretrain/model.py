@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron_patch import fmoefy
+from megatron_patch.dropout import key_dropout
 from pretrain.config import Recipe
 from pretrain.gate import exchange_options, gate_options
 from pretrain.models import kind_of
@@ -19,6 +20,8 @@ def build_model(
     # Megatron-core warns about every module that it does not know.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     module = kind_of(recipe).build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+    if model.dropout:
+        key_dropout(module, recipe.train.seed)
     if model.num_experts:
         fmoefy(
             module,

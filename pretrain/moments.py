@@ -51,7 +51,7 @@ def saved(shard: Shard) -> Iterator[tuple[Moment, Tensor]]:
     for moment in moments(shard):
         value = state.get(moment.name)
         if value is None:
-            value = torch.zeros(moment.along(shard.main.shape, 1), device=shard.main.device)
+            value = torch.zeros(moment.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
         # 8-bit codes travel as the numbers they stand for: they are found again from them.
         yield moment, value.dequantize() if hasattr(value, "codes") else value
 
@@ -67,7 +67,7 @@ def restored(shard: Shard, step: float, read: Callable[[Moment], Tensor]) -> dic
         optimizer.param_groups[0]["step"] = int(step)  # Transformer Engine's and apex's
     elif not isinstance(optimizer, Lars | torch.optim.SGD):
         # Each parameter has its own step tensor: torch's optimizers advance it in place.
-        state["step"] = torch.tensor(float(step))
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return state
 
 

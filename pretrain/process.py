@@ -1,6 +1,8 @@
 """The processes of a run: who I am, on which device, and leaving without anybody waiting."""
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from fmoe.errors import UserError
+from pretrain import lock
 
 _TIMEOUT = timedelta(minutes=10)
+_TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
+_SECONDS_TO_HEAR = 10
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,64 @@ def timeout(hang_minutes: float = 0.0) -> timedelta:
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
-def start(limit: timedelta = _TIMEOUT) -> Processes:
+class RefusedElsewhere(UserError):
+    """Rank 0 refuses to begin, and prints why."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rendezvous of the processes of a run, before they have a process group."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+    def first(self, action: Callable[[], None]) -> None:
+        """Call ``action`` on rank 0 before any rank continues.
+
+        Raises:
+            UserError: `action` raised it, on rank 0; a `RefusedElsewhere` on the others.
+        """
+        if self.rank == 0:
+            try:
+                action()
+            except UserError:
+                self._tell("refused")
+                raise
+            self._tell("begins")
+        else:
+            self.store.wait(["first"], _TIMEOUT_FIRST)
+            said = self.store.get("first")
+            self.store.add("heard", 1)
+            if said == b"refused":
+                raise RefusedElsewhere("rank 0 refuses to begin")
+
+    def _tell(self, what: str) -> None:
+        self.store.set("first", what)
+        deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
+        while what == "refused" and self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def meet(limit: timedelta = _TIMEOUT) -> Meeting:
+    """Meet the other processes of the run.
+
+    Args:
+        limit: how long one waits for another.
+    """
+    if "RANK" not in os.environ:  # alone: no port, no environment variables
+        return Meeting(dist.HashStore(), 0, 1)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    # torchrun's store outlives the workers that it restarts: the addresses of the dead are not for these.
+    return Meeting(dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
+
+
+def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Processes:
     """Joins the other processes: nccl where torch sees GPUs, else gloo.
 
     Args:
         limit: how long one waits for another.
+        meeting: of the processes, where they have met already.
 
     Raises:
         UserError: more processes on this machine than it has GPUs.
@@ -60,13 +118,8 @@ def start(limit: timedelta = _TIMEOUT) -> Processes:
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun's store outlives the workers that it restarts: the addresses of the dead are not for these.
-        store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    else:  # alone: no port, no environment variables
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    met = meeting or meet(limit)
+    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -5,6 +5,7 @@ Going on (``--resume``) takes everything: weights, optimizer, schedule, generato
 """
 
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
+from pretrain.config.bounds import check_path
 from pretrain.inputs import Inputs
 
 METRICS = "metrics.jsonl"
@@ -29,6 +31,7 @@ MAY_CHANGE = {
     "tracking.*": "from here on",
     "model.eval_capacity_factor": "validation only",
     "data.validation": "validation only",
+    "data.prefetch": "when batches are built, not which",
     "train.steps": "ends later or earlier; without optimizer.decay_steps the decay ends there too",
     "train.micro_batch": "losses agree within rounding",
     "train.validation_every": "validation only",
@@ -37,6 +40,8 @@ MAY_CHANGE = {
 }
 # What may not be otherwise all the same: another optimizer has another state.
 MAY_NOT_CHANGE = ("optimizer.name",)
+# Files are known by their content, wherever they are now: `check_data`.
+_BY_CONTENT = ("data.train", "data.tokenizer")
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,8 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
         for name, value in values.items():
             key = f"{section}.{name}"
             if key not in MAY_NOT_CHANGE and (key in MAY_CHANGE or f"{section}.*" in MAY_CHANGE):
+                continue
+            if key in _BY_CONTENT:
                 continue
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:
@@ -84,19 +91,50 @@ def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
 
 
 def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
-    """Raises UserError if going on would not take the sample after the last that the checkpoint has seen."""
+    """Raise UserError if resuming would not take the sample after the last that the checkpoint has seen.
+
+    Corpora and tokenizer are compared by their SHA-256, in any folder; one prepared without, by its path.
+    """
+    then = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
     was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
             f"{checkpoint.path} goes on with sample {was['next_sample']}; after its step {checkpoint.step} "
             f"train.global_batch={recipe.train.global_batch} goes on with {now['next_sample']}"
         )
-    sums = list(zip(was["corpora"], now["corpora"], strict=False))
-    if was["samples_per_epoch"] != now["samples_per_epoch"] or any(a and b and a != b for a, b in sums):
+    number, old_number = len(recipe.data.train), len(then["train"])
+    if number != old_number:
+        raise UserError(f"data.train has {number} corpora, {old_number} when {checkpoint.path} was written")
+    digests = [*was["corpora"], *[None] * (number - len(was["corpora"]))]
+    for files in zip(recipe.data.train, then["train"], now["corpora"], digests, strict=True):
+        _check_same("data.train", *files, checkpoint)
+    files = recipe.data.tokenizer, then["tokenizer"], now["tokenizer"], was.get("tokenizer")
+    _check_same("data.tokenizer", *files, checkpoint)
+    if was["samples_per_epoch"] != now["samples_per_epoch"]:
         raise UserError(
             f"data.train has other content than when {checkpoint.path} was written: "
             f"{now['samples_per_epoch']} samples an epoch, then {was['samples_per_epoch']}"
         )
+
+
+def _check_same(
+    key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
+) -> None:
+    """Raises UserError unless both are the same file: by content or, where that is unknown, by path."""
+    if digest and old_digest:
+        if digest != old_digest:
+            raise UserError(
+                f"{key} has other content than when {checkpoint.path} was written: the SHA-256 of {path} begins with "
+                f"{digest[:12]}, the SHA-256 of {old_path} began with {old_digest[:12]}"
+            )
+    elif os.path.realpath(path) != os.path.realpath(old_path):
+        raise UserError(f"{key}={path} differs from {old_path}, with which {checkpoint.path} was made")
+
+
+def check_exists(folder: Path, resume: str | None) -> None:
+    """Raises UserError where ``--resume`` means a run's folder that does not exist."""
+    if resume == "run" and not folder.exists():
+        raise UserError(f"run.folder={folder} does not exist: without --resume a new run begins there")
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
@@ -113,18 +151,25 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
-        if (folder / METRICS).exists() or newest is not None:
+        if newest is not None:
             raise UserError(
                 f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
+            )
+        if (folder / METRICS).exists():
+            raise UserError(
+                f"run.folder={folder} holds a run already, which has no checkpoint: --resume auto starts it again and "
+                f"keeps its {METRICS} as {METRICS}.old, or name another folder"
             )
         return None
     if resume == "auto" and newest is None:
         return None
-    if resume == "run" and not folder.exists():
-        raise UserError(f"run.folder={folder} does not exist: without --resume a new run begins there")
+    check_exists(folder, resume)
+    if resume == "run" and newest is None and not step_folders(folder) and not (folder / MANIFEST).exists():
+        raise UserError(f"run.folder={folder} holds no checkpoint yet: --resume auto starts the run")
     candidates = _candidates(folder, resume, fallback)
     # Checkpoints are never overwritten and a record has no step twice: going back is another run.
-    if resume not in ("auto", "run") and newest is not None and candidates[0].resolve() != newest.resolve():
+    is_elsewhere = resume not in ("auto", "run") and newest is not None
+    if is_elsewhere and os.path.realpath(candidates[0]) != os.path.realpath(newest):
         raise UserError(
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
             f"go on from {candidates[0]} in another folder"
@@ -164,7 +209,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
     ranks = Ranks()
     with ranks.together():
         for path in damaged:
-            if ranks.rank == 0 and path.parent.resolve() == (folder / CHECKPOINTS).resolve():
+            if ranks.rank == 0 and os.path.realpath(path.parent) == os.path.realpath(folder / CHECKPOINTS):
                 set_aside(path)
     return checkpoint
 
@@ -184,6 +229,8 @@ def verify_together(path: Path) -> Checkpoint:
 
 def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     """Step folders to try, the first one first; one unless there is a way back."""
+    if resume not in ("auto", "run"):
+        check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)
     if step_of(path.name) is not None and path.is_dir():
         found = [path] + [other for other in step_folders(path.parent) if step_of(other.name) < step_of(path.name)]

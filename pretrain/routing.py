@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fmoe.metrics import LayerMetrics, LayerReport
+from fmoe.routing import sum_dtype
 from megatron_patch import MegatronFMoE
 
 
@@ -53,7 +54,7 @@ class RoutingReports:
 
     def _learn(self) -> None:
         """What a stage without experts does not know: how wide the statistics are, and how losses are called."""
-        sizes = torch.tensor([self._width, self._num_experts], device=self._device)
+        sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()
         text = ",".join(self._loss_names).encode()
@@ -69,12 +70,15 @@ class RoutingReports:
         if not self._num_experts:
             return {}
         # After the sums of a layer: which losses it has, what it sent, and how many ranks have it.
-        rows = torch.zeros(self._num_layers, self._width + len(self._loss_names) + 2, device=self._device)
+        width = self._width + len(self._loss_names) + 2
+        rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
         for layer, sent in zip(self._layers, self._sent, strict=True):
             row = rows[layer.layer_number - 1]
             row[: self._width] = layer.metrics.sums(self._device)
             row[-2] = layer.exchange.traffic.sent - sent
-            row[self._width : -2] = torch.tensor([float(name in layer.metrics.seen) for name in self._loss_names])
+            row[self._width : -2] = torch.tensor(
+                [float(name in layer.metrics.seen) for name in self._loss_names], dtype=torch.float32, device="cpu"
+            )
             row[-1] = 1
             layer.metrics.reset()
         dist.all_reduce(rows, group=self._data_group)

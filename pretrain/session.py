@@ -1,5 +1,6 @@
 """From a checked recipe to a finished run: folder, checkpoint to go on from, trainer."""
 
+import contextlib
 import json
 import logging
 import platform
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fmoe.errors import UserError
+from fmoe.cli import drop_output
+from fmoe.errors import UserError, printable
 from megatron_patch import cpu
-from pretrain import process
+from pretrain import lock, process
 from pretrain.callbacks import (
     Callback,
     Checkpointing,
@@ -30,7 +32,7 @@ from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
 from pretrain.engine import init_parallel
 from pretrain.exit_codes import EXIT_REQUEUE
-from pretrain.inputs import Inputs, open_inputs
+from pretrain.inputs import Inputs, open_inputs, with_counts
 from pretrain.process import Processes
 from pretrain.report import REPORT, write_report
 from pretrain.resume import (
@@ -39,6 +41,7 @@ from pretrain.resume import (
     agree_on_intact,
     changes,
     check_data,
+    check_exists,
     check_resumable,
     find_checkpoint,
     verify_together,
@@ -84,6 +87,16 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     cpu.install()
     folder = Path(recipe.run.folder)
     inputs = open_inputs(recipe)
+    check_exists(folder, resume)
+    meeting = process.meet(process.timeout(recipe.guard.hang_minutes))
+    with contextlib.ExitStack() as stack:
+        meeting.first(lambda: stack.enter_context(lock.hold(folder)))
+        return _train(recipe, inputs, folder, meeting, resume, fallback)
+
+
+def _train(
+    recipe: Recipe, inputs: Inputs, folder: Path, meeting: process.Meeting, resume: str | None, fallback: bool
+) -> int:
     checkpoint = find_checkpoint(folder, resume, fallback=fallback)
     weights = open_weights(recipe) if checkpoint is None else None
     # With a way back, whether the newest is intact comes first.
@@ -91,7 +104,7 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
         if process.local_rank() == 0:
             summarize(recipe)
         return 0
-    processes = process.start(process.timeout(recipe.guard.hang_minutes))
+    processes = process.start(process.timeout(recipe.guard.hang_minutes), meeting)
     dist.barrier()  # every rank has looked at the folder before one of them writes
     if checkpoint is not None:
         checkpoint = agree_on_intact(folder, resume, fallback=fallback)
@@ -99,6 +112,8 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
             if processes.is_main:
                 summarize(recipe)
             return 0
+    else:  # one that goes on has met its tokens, and its entropy is in the record
+        inputs = with_counts(inputs, recipe.model.vocab_size)
     changed = [] if checkpoint is None else changes(recipe, checkpoint)
     events = Events(folder / EVENTS, None if checkpoint is None else checkpoint.path, changed)
     callbacks: list[Callback] = [events, *_guards(recipe)]
@@ -140,13 +155,16 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     _describe(trainer, folder, processes)
     if changed and processes.is_main:
         _say([f"goes on from step {checkpoint.step} with {', '.join(changed)}"])
-    trainer.run()
+    try:
+        trainer.run()
+    finally:  # a run that diverged, was stopped or failed has a report too
+        if processes.is_main:
+            _write_report(folder)
     if not trainer.is_done:
         if processes.is_main:
             _say([f"stopped at step {trainer.step} by a signal: {latest(folder / CHECKPOINTS)}; --resume goes on"])
         return EXIT_REQUEUE
     if processes.is_main:
-        _write_report(folder)
         summarize(recipe)
     return 0
 
@@ -179,11 +197,8 @@ def summarize(recipe: Recipe) -> None:
     last: dict = {}
     for record in read_metrics(folder / METRICS):
         last.update(record)
-    losses = [f"training loss {last['loss']:.4f}"] if "loss" in last else []
-    if "val/loss" in last:
-        losses.append(f"validation loss {last['val/loss']:.4f}")
-    if "corpus/unigram_entropy" in last:
-        losses.append(f"unigram entropy {last['corpus/unigram_entropy']:.4f}")
+    named = {"loss": "training loss", "val/loss": "validation loss", "corpus/unigram_entropy": "unigram entropy"}
+    losses = [f"{name} {_figure(last, key)}" for key, name in named.items() if key in last]
     lines = [
         f"finished at step {last.get('step')}: {', '.join(losses)} (nats a token)",
         f"  metrics      {folder / METRICS}",
@@ -201,24 +216,35 @@ def summarize(recipe: Recipe) -> None:
     _say(lines)
 
 
+def _figure(row: dict, key: str) -> str:
+    """A metric as metrics.jsonl has it, where null stands for a value that is not finite."""
+    value = row[key]
+    return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
+
+
 def _write_report(folder: Path) -> None:
     try:
-        write_report([folder], folder / REPORT)
+        write_report([folder], folder / REPORT, False)
     except Exception as error:  # the run is whole without it
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning("the report was not written, all else is; fmoe report %s writes it: %s", folder, reason)
+        logger.warning("the report was not written; fmoe report %s writes it: %s", folder, reason)
 
 
 def _say(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write("\n".join(map(printable, lines)) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has had enough; the run goes on
+        drop_output()
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
     """Writes ``run.json``: versions, sizes, what the data are, and which experts each rank holds, read from the layers
     themselves."""
     layers = trainer.engine.moe_layers
-    mine = torch.tensor([layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0])
+    mine = torch.tensor(
+        [layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0], dtype=torch.int64, device="cpu"
+    )
     everyone = [torch.empty_like(mine, device=processes.device) for _ in range(processes.world_size)]
     dist.all_gather(everyone, mine.to(processes.device))
     if not processes.is_main:

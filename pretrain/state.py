@@ -210,7 +210,7 @@ def load(engine, checkpoint: Checkpoint) -> None:
             def cut(moment: Moment, at=at, shard=shard) -> Tensor:
                 if moment.axis is None:
                     return _read(checkpoint, f"optimizer/{moment.name}/", at, shard.start, shard.stop)
-                value = torch.empty(moment.along(shard.main.shape, 1))
+                value = torch.empty(moment.along(shard.main.shape, 1), dtype=torch.float32, device="cpu")
                 for place, view in _factor_views(moment, value, shard.main.shape, at):
                     part = _read(checkpoint, f"optimizer/{moment.name}/", [replace(place, begin=0)], 0, view.numel())
                     view.copy_(part.view(view.shape))
@@ -275,7 +275,7 @@ def _read(checkpoint: Checkpoint, prefix: str, places: list[_Place], start: int,
         if first < last:
             values = checkpoint.read(name, place.offset, place.block, first - place.begin, last - place.begin)
             parts.append(values.reshape(-1))
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _load_rank_state(engine, checkpoint: Checkpoint) -> None:

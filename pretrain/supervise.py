@@ -7,6 +7,7 @@ they then end well, ends by itself.
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrain import process
+from fmoe.errors import EXIT_USAGE, UserError
+from pretrain import lock, process
+from pretrain.agent import FAILED, FOLDER, LOG, error_name
 from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
 
-_FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder in which parent and workers meet
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of workers: how often torchrun has started them again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Seconds that torchrun leaves its workers when it gets a signal itself, as from a scheduler that signals everybody; its
@@ -42,17 +44,27 @@ def _before_exec() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
     """Runs torchrun to its end and returns what the workers that it started last say, or else torchrun's own code.
+
+    Prints which rank died and why, where no worker reported how the run ends.
 
     The first SIGTERM, SIGUSR1 or SIGINT has the run stop between two steps (`EXIT_REQUEUE`). A second SIGINT goes to
     torchrun, which ends its workers at once.
+
+    Args:
+        command: `pretrain.agent.command`'s, or one that stands in for it.
+        log: gets torchrun's own messages if the run fails.
+
+    Raises:
+        UserError: the command ended well, but the programs that it started were not ours.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
 
     def forward(number: int, _frame) -> None:
         received.append(number)
+        lock.ending()
         if child is not None:
             _stop(child.pid, Path(folder), number, len(received) == 1)
 
@@ -62,7 +74,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
             # A session of its own: Ctrl-C in a terminal would go to torchrun directly, which ends everybody.
             child = subprocess.Popen(
                 command,
-                env=dict([_PATIENCE]) | {**environment, _FOLDER: folder},
+                env=dict([_PATIENCE]) | {**environment, FOLDER: folder},
                 start_new_session=True,
                 preexec_fn=_before_exec,
             )
@@ -73,11 +85,76 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
             for number, handler in before.items():
                 signal.signal(number, handler)
         said = _told(Path(folder), "code")
+        if code and said != EXIT_USAGE:
+            _keep(Path(folder) / LOG, log)
         if said:
             return said
+        if code and not received:
+            _explain(Path(folder), code, log)
+        if not code and not (Path(folder) / "life").exists():
+            raise UserError(
+                "nothing was trained: the processes that were started ran another module called pretrain; PYTHONPATH "
+                f"is {environment.get('PYTHONPATH', '')!r}"
+            )
     if code and received:  # before there was anything to save
         return 128 + signal.SIGINT if received[0] == signal.SIGINT else EXIT_REQUEUE
     return code if code >= 0 else 128 - code
+
+
+_CAUSES = {
+    signal.SIGKILL: "most likely the machine was out of memory (dmesg tells), or somebody ended it",
+    signal.SIGBUS: "most likely shared memory or a disk was full (df /dev/shm)",
+    signal.SIGSEGV: "native code failed",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGTERM: "a scheduler or somebody ended it",
+}
+
+
+def _ending_of(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"was killed by signal {-code}"
+    return f"was killed by {number.name}" + (f": {_CAUSES[number]}" if number in _CAUSES else "")
+
+
+def _explain(folder: Path, code: int, log: Path | None) -> None:
+    """Print which rank died first, and of what; the errors of the others go to the log."""
+    failed: list[dict] = []
+    with contextlib.suppress(OSError, ValueError):
+        failed = json.loads((folder / FAILED).read_text())
+    # Who was killed gave no error, and others lost their connection to it; who was ended by torchrun came last.
+    failed.sort(key=lambda one: (one["code"] in (-signal.SIGTERM, 0), one["code"] >= 0, one["time"]))
+    lines = []
+    for number, one in enumerate(failed):
+        with contextlib.suppress(OSError):
+            path = folder / error_name(one["rank"])
+            if number == 0:
+                lines.append(path.read_text().rstrip())
+            else:
+                _keep(path, log)
+    if failed:
+        text = f"rank {failed[0]['rank']} (process {failed[0]['pid']}) {_ending_of(failed[0]['code'])}"
+    else:
+        text = f"torchrun {_ending_of(code)}"
+    lines.append(f"fmoe train: error: {text}")
+    if len(failed) > 1:
+        lines.append(f"  ended after it     rank {', '.join(str(other['rank']) for other in failed[1:])}")
+    if log is not None and log.exists():
+        lines.append(f"  torchrun's log     {log}")
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def _keep(found: Path, log: Path | None) -> None:
+    """Add torchrun's messages to the log in the run folder."""
+    with contextlib.suppress(OSError):
+        text = found.read_text(errors="replace")
+        if text and log is not None:
+            with log.open("a") as file:
+                file.write(text)
 
 
 def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
@@ -96,7 +173,7 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
 
 def join() -> None:
     """A worker begins: it ends with its launcher, if that is `run`'s torchrun."""
-    if _FOLDER in os.environ:
+    if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
@@ -109,10 +186,22 @@ def ready() -> None:
 
 def report(code: int) -> int:
     """Tells the parent how the run ends. The code to end this process with: 0 where torchrun need not make a fuss."""
-    if _FOLDER not in os.environ or code == 0:
+    if FOLDER not in os.environ or code == 0:
         return code
     _tell("code", code)
     return 0 if code in (EXIT_REQUEUE, EXIT_DIVERGED) else code
+
+
+def keep_error(text: str) -> bool:
+    """Leave a worker's traceback to the launcher, which prints only the first one's.
+
+    Returns:
+        True if it will. False without a launcher, and where torchrun will start the workers again.
+    """
+    if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
+        return False
+    _write(error_name(os.environ["RANK"]), text)
+    return True
 
 
 def _tell(name: str, value: int) -> None:
@@ -127,7 +216,7 @@ def _told(folder: Path, name: str) -> int | None:
 
 
 def _write(name: str, text: str) -> None:
-    if folder := os.environ.get(_FOLDER):
+    if folder := os.environ.get(FOLDER):
         # Renamed, so that nobody reads half of it; several workers may say the same at once.
         path = Path(folder) / f"{name}.{os.getpid()}"
         with contextlib.suppress(OSError):  # a parent that is gone

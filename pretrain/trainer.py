@@ -17,6 +17,7 @@ from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
+from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine
 from pretrain.inputs import Inputs
 from pretrain.peak import peak_flops
@@ -44,6 +45,9 @@ class Trainer:
         self.step = 0
         self.is_stopping = self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
+        self._batches = Prefetch(
+            lambda step: self.engine.collate_step(step, inputs.train), recipe.train.steps, recipe.data.prefetch
+        )
 
     @property
     def is_done(self) -> bool:
@@ -65,6 +69,9 @@ class Trainer:
             for callback in self.callbacks:
                 started.append(callback)
                 callback.on_start(self, metrics)
+            if self.processes.is_main:  # now that events are written
+                for warning in self.inputs.warnings:
+                    logger.warning("%s", warning)
             while not self.is_last:
                 for callback in self.callbacks:
                     callback.before_step(self)
@@ -75,12 +82,15 @@ class Trainer:
             error = caught
             raise
         finally:
+            self._batches.close()
             for callback in started:
                 callback.on_end(self, error)
 
     def _step(self, peak: float) -> Metrics:
         begin = time.perf_counter()
-        result = self.engine.train_step(self.step, self.inputs.train, self._judge)
+        batches = self._batches.take(self.step)
+        data_wait = time.perf_counter() - begin
+        result = self.engine.train_step(self.step, batches, self._judge)
         routing = self.engine.routing()
         seconds = time.perf_counter() - begin
         self.step += 1
@@ -97,11 +107,15 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "tokens": batches.first(self.step) * length,
             "flops": self._flops_per_token * batches.first(self.step) * length,
+            "epochs": batches.first(self.step) / self.inputs.train.samples_per_epoch,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
+            "data_wait_seconds": data_wait,
             "mfu": self._flops_per_token * tokens / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
+        for number, epochs in enumerate(self.inputs.epochs_per_sample, start=1):
+            metrics[f"epochs/source_{number}"] = epochs * batches.first(self.step)
         if result.loss_scale is not None:
             metrics |= {"loss_scale": result.loss_scale, "skipped_steps": self.engine.grad_scaler.skipped}
         means = dict.fromkeys(_OF_A_LAYER, 0.0)

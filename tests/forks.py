@@ -134,9 +134,7 @@ def _serve(pipe) -> None:
 
     torch.set_num_threads(1)  # a fork must not inherit a thread pool
     import pretrain.session  # noqa: F401 - and with it megatron-core
-    from pretrain.config import load_recipe
 
-    load_recipe("quickstart")  # fills tyro's caches, a third of a second
     while True:
         try:
             size, target, args = pipe.recv()

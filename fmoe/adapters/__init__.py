@@ -7,6 +7,7 @@ An adapter is ``module -> list[Block]``: it looks at one module and returns the 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fmoe.adapters.bert import bert
@@ -15,6 +16,7 @@ from fmoe.adapters.glu import glu
 from fmoe.adapters.mlp import mlp
 from fmoe.adapters.sequential import sequential
 from fmoe.adapters.torch_layer import torch_layer
+from fmoe.adapters.trace import Refusal
 
 Adapter = Callable[[nn.Module], list[Block]]
 
@@ -55,21 +57,31 @@ def find_blocks(model: nn.Module) -> list[Found]:
 
     Each module goes to the first adapter that finds something in it; inside of a block nothing more is looked for.
     """
+    return look_for_blocks(model)[0]
+
+
+@torch.inference_mode(False)  # derivatives are compared too
+def look_for_blocks(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
+    """`find_blocks`, and by name the modules that look like a block but are not taken, with the reason."""
     names = {module: name for name, module in model.named_modules()}
-    found, taken = [], set()
+    found, refused, taken = [], {}, set()
     for module in names:
         if module in taken:
             continue
+        refusals = []
         for adapter in reversed(ADAPTERS):
-            blocks = ADAPTERS[adapter](module)
-            if not blocks:
-                continue
+            results = ADAPTERS[adapter](module)
+            refusals = [result for result in results if isinstance(result, Refusal)] or refusals
+            blocks = [result for result in results if not isinstance(result, Refusal)]
             for block in blocks:
                 name = ".".join(part for part in (names.get(block.module, ""), block.place) if part)
                 found.append(Found(name, adapter, block))
                 taken.update(block.module.modules() if block.install is None else [block.module])
-            break
-    return found
+            if blocks:
+                refusals = [result for result in results if isinstance(result, Refusal)]
+                break
+        refused |= {names[module] or type(module).__name__: refusal.reason for refusal in refusals[:1]}
+    return found, refused
 
 
 __all__ = ["ADAPTERS", "Adapter", "Block", "Found", "LinearMap", "find_blocks", "linear_map", "register_adapter"]

@@ -1,9 +1,11 @@
 """Blocks cut in two: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin."""
 
+import torch
 from torch import nn
 
-from fmoe.adapters.block import Block, is_plain, linear_map
-from fmoe.adapters.trace import difference, find_activation, run
+from fmoe.adapters.block import Block, addition, is_plain, linear_map
+from fmoe.adapters.injection import Trial, is_same, wide_rows
+from fmoe.adapters.trace import Pieces, keeps_output, read_block
 
 
 def bert(module: nn.Module) -> list[Block]:
@@ -13,26 +15,40 @@ def bert(module: nn.Module) -> list[Block]:
     intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
     if not isinstance(intermediate, nn.Module) or not isinstance(output, nn.Module):
         return []
-    linear = [child for child in intermediate.children() if linear_map(child) is not None]
-    map_out = linear_map(getattr(output, "dense", None))
-    if len(linear) != 1 or map_out is None:
+    children = list(intermediate.children())
+    linear = [child for child in children if linear_map(child) is not None]
+    last = getattr(output, "dense", None)
+    if len(linear) != 1 or linear_map(last) is None or addition(intermediate) is not None:
         return []
-    map_in = linear_map(linear[0])
-    if map_in.weight.shape != map_out.weight.shape[::-1]:
+    if not all(is_plain(child) and addition(child) is None for child in children if child is not linear[0]):
         return []
-    if not all(is_plain(child) for child in intermediate.children() if child is not linear[0]):
+    pieces = read_block(module)
+    if not isinstance(pieces, Pieces) or (pieces.first, pieces.last) != (tuple(linear), last):
         return []
-    traced = run(intermediate, intermediate, map_in.weight.shape[1], map_in.weight)
-    if traced is None:
-        return []
-    rows, result, calls = traced
-    if [c.module for c in calls[:1]] != linear or difference(calls[0].input, rows) > 0:
-        return []
-    found = find_activation(intermediate, calls[1:], [[calls[0].value]], result)
-    if found is None or any(isinstance(c.module, nn.Dropout) for c in calls):
+    if pieces.dropout or not _is_all(intermediate, pieces):
         return []
 
     def install(moe: nn.Module) -> None:
         module.intermediate, output.dense = moe, nn.Identity()
 
-    return [Block(maps_in=(map_in,), map_out=map_out, activation=found[0], module=module, install=install)]
+    block = Block(module=module, install=install, **pieces.block)
+    return [block] if keeps_output(pieces.trial, block) else []
+
+
+def _is_all(intermediate: nn.Module, pieces: Pieces) -> bool:
+    """Whether ``intermediate`` is the first map and what was seen between the maps, and no more."""
+    (first,), (block,) = pieces.first, pieces.maps_in
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 32, block.weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    rows = rows.to(block.weight)
+    for x in (rows, wide_rows(rows, is_multiplied=False)):
+        seen = []
+
+        def stand_in(value, seen=seen):
+            seen.append(value.clone())
+            return pieces.values.clone()
+
+        _, result = Trial(intermediate, intermediate, (x,), {})(stand_ins={first: stand_in})
+        if not is_same(seen[0], x) or not is_same(result, pieces.hidden):
+            return False
+    return True

@@ -26,17 +26,89 @@ class LinearMap(NamedTuple):
 def linear_map(module: nn.Module | None) -> LinearMap | None:
     """The map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (a linear map stored transposed).
 
-    None for all else: quantised weights, and modules that do more than their weight says (LoRA, parametrisations).
+    None for all else, and for a module that computes more than its weight and bias say: see `obstacle`.
     """
-    if module is None or next(module.children(), None) is not None:
+    if module is None or obstacle(module) is not None:
         return None
-    if isinstance(module, nn.Linear):
-        weight = module.weight
-    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        weight = module.weight.t()
-    else:
-        return None
-    return LinearMap(weight, module.bias) if weight.is_floating_point() else None
+    return LinearMap(module.weight.t() if _is_conv1d(module) else module.weight, module.bias)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def addition(module: nn.Module) -> str | None:
+    """What was added to this one module, beside its class, and would be lost with it; None for nothing."""
+    if any(getattr(module, name, None) for name in _HOOKS):
+        return "has hooks"
+    if "forward" in vars(module):
+        return "has a forward of its own, put in place of its class's"
+    return None
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the module is not the linear map of its weight and bias alone; None if it is."""
+    kind = type(module)
+    if not _is_conv1d(module) and not isinstance(module, nn.Linear):
+        return f"is a {kind.__name__}, not an nn.Linear"
+    lazy = nn.parameter.UninitializedTensorMixin
+    if any(isinstance(value, lazy) for value in module._parameters.values()):
+        return "has no weight yet: run the model once to initialise it"
+    if (added := addition(module)) is not None:
+        return added
+    held = module._parameters
+    if next(module.children(), None) is not None or not held.keys() <= {"weight", "bias"} or module._buffers:
+        return f"is a {kind.__name__} with more than a weight and a bias"
+    for name in ("weight", "bias"):
+        value = getattr(module, name, None)
+        if value is not held.get(name) or (value is None and name == "weight"):
+            return f"computes its {name} (spectral or weight norm, pruning, a parametrization)"
+        if value is None:
+            continue
+        if hasattr(value, "placements"):
+            return f"has a sharded {name} (DTensor): call fmoefy before sharding"
+        if type(value) is not nn.Parameter or value.layout is not torch.strided or not value.is_floating_point():
+            return f"has a {name} of {type(value).__name__} {value.dtype}: experts need plain floating-point weights"
+        if torch.finfo(value.dtype).bits < 16:
+            return f"has a {name} of {value.dtype}: experts need 16 bits or more"
+        if value._backward_hooks or value._post_accumulate_grad_hooks:
+            return f"has hooks on its {name}"
+    if type(module).forward is not nn.Linear.forward and not _is_conv1d(module) and not _computes_linear_map(module):
+        return f"is a {type(module).__name__}, which computes something else than its weight and bias say"
+    return None
+
+
+def _computes_linear_map(module: nn.Linear) -> bool:
+    """Whether a subclass's forward is the linear map, in both modes, on a small float64 copy with other weights."""
+    generator = torch.Generator().manual_seed(0)
+    height, width = min(module.out_features, 24), min(module.in_features, 16)
+    tensors = {}
+    for name, p in module._parameters.items():
+        if p is not None:
+            tensors[name] = nn.Parameter(
+                torch.randn((height, width)[: p.ndim], generator=generator, dtype=torch.float64, device="cpu")
+            )
+    try:
+        copied = copy.deepcopy(module, {id(module._parameters[name]): tensor for name, tensor in tensors.items()})
+        copied.in_features, copied.out_features = width, height
+        rows = torch.randn(64, width, generator=generator, dtype=torch.float64, device="cpu")
+        scales = torch.exp2(torch.arange(-24.0, 40.0, dtype=torch.float64, device="cpu"))
+        rows = (rows * scales.unsqueeze(1)).requires_grad_()
+        leaves = [rows, *tensors.values()]
+        expected = F.linear(rows, tensors["weight"], tensors.get("bias"))
+        slopes = torch.autograd.grad(expected.sum(), leaves)
+        for training in (False, True):
+            actual = copied.train(training)(rows)
+            pairs = zip((actual, *torch.autograd.grad(actual.sum(), leaves)), (expected, *slopes), strict=True)
+            for a, e in pairs:
+                if a.shape != e.shape or not ((a - e).norm(dim=-1) <= 1e-9 * e.norm(dim=-1)).all():
+                    return False
+    except Exception:  # no copy, or not a function of rows
+        return False
+    return True
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +144,10 @@ class Block:
     def __post_init__(self):
         if len(self.maps_in) not in (1, 2):
             raise UserError(f"a feed-forward block has 1 or 2 input maps, not {len(self.maps_in)}")
+        if None in (*self.maps_in, self.map_out):
+            raise UserError(
+                "a map of a feed-forward block is None: linear_map takes a plain nn.Linear without hooks only"
+            )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
             shapes = ", ".join(str(tuple(m.weight.shape)) for m in (*self.maps_in, self.map_out))
@@ -105,48 +181,93 @@ class Block:
         return F.linear(hidden * value[0] if value else hidden, *self.map_out)
 
 
-# Around zero, where activations differ, and far off, where some are clipped.
-_GRID = [i / 20 for i in range(-240, 241)] + [-1e4, -100.0, -30.0, 30.0, 100.0, 1e4]
+def probe_values(dtype: torch.dtype) -> Tensor:
+    """Values [N], float64 and exact in ``dtype``, at which activations are compared: dense where they bend, powers of
+    two far out in both directions, where some are clipped, and some of all bits, which a cast inside would lose."""
+    near = torch.arange(-192, 193, dtype=torch.float64, device="cpu") / 16
+    exponents = torch.arange(-20, 40, dtype=torch.float64, device="cpu")
+    far = (torch.exp2(exponents).unsqueeze(1) * near.new_tensor([1.0, 1.25, 1.5, 1.75])).flatten()
+    full = 4 * torch.randn(128, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    values = torch.cat([near, far, -far, full.to(dtype).double()])
+    return values[values.abs() <= torch.finfo(dtype).max]
 
 
-def known_activation(activation: Activation) -> str | Activation:
+def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.dtype) -> bool:
+    """Whether each value differs by no more than rounding.
+
+    Args:
+        size: bound on what cancelled where little was left, as far out on GELU's negative side.
+        dtype: of the model. 16 bits count as float32, in which activations are evaluated, unless ``actual`` has them.
+    """
+    if actual.shape != expected.shape:
+        return False
+    rounding = 64 * torch.finfo(dtype).eps if dtype == torch.float64 else 4 * torch.finfo(torch.float32).eps
+    expected = expected.to(actual)
+    limit = max(rounding, torch.finfo(actual.dtype).eps) * expected.abs().double() + rounding * size
+    error = (actual.double() - expected.double()).abs()
+    return bool(((error <= limit) | (actual == expected) | (actual.isnan() & expected.isnan())).all())
+
+
+def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) -> bool:
+    """Whether two functions have the same values and derivatives wherever a model of ``dtype`` can come."""
+    grid = probe_values(dtype)
+    results = []
+    for function in (actual, expected):
+        x = grid.clone().requires_grad_()
+        with torch.enable_grad():
+            y = function(x.clone())  # a copy, which it may overwrite
+            if y.shape != x.shape or not y.requires_grad:
+                return False
+            # Large ones, which a backward pass of its own may clip.
+            (slope,) = torch.autograd.grad(y, x, torch.full_like(y, 1024.0))
+            slope = slope / 1024
+        results.append((y.detach(), slope.masked_fill(grid == 0, 0)))  # relu's slope at 0 is a convention
+    (y, slope), (expected_y, expected_slope) = results
+    return agree(y, expected_y, grid.abs().clamp(max=16), dtype) and agree(slope, expected_slope, 16, dtype)
+
+
+def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
     """The name that `fmoe.experts` has for an activation, told by its values; the activation itself if it has none.
 
     Hugging Face has a class for each spelling of GELU; under a name the experts can use a fused one.
     """
-    grid = torch.tensor(_GRID, dtype=torch.float32, device="cpu")  # whatever the default dtype and device are
-    try:
-        values = activation(grid.clone())
-    except Exception:  # an activation of images, say: it is then used as it is
-        return activation
     for name, function in ACTIVATIONS.items():
-        expected = function(grid)
-        if values.shape == expected.shape and torch.allclose(values, expected, rtol=1e-6, atol=1e-6):
-            return name
+        try:
+            if same_function(activation, function, dtype):
+                return name
+        except Exception:  # an activation of images, say: it is then used as it is
+            break
     if getattr(activation, "inplace", False):  # autograd forbids it on the halves of a gated block
         activation = copy.copy(activation)
         activation.inplace = False
     return activation
 
 
+def _rows(count: int, width: int) -> Tensor:
+    values = probe_values(torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randint(len(values), (count, width), generator=generator, dtype=torch.int64, device="cpu")
+    return values[order]
+
+
 @torch.no_grad()
 def is_rowwise(activation: Activation, width: int) -> bool:
     """Whether the function keeps shapes and treats every row by itself, as a row must not depend on its neighbours in
     an expert."""
-    x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0), device="cpu")
+    x = _rows(6, width).view(2, 3, width)
     try:
-        whole, rows = activation(x.clone()), [activation(row.clone()) for row in x.view(6, 1, width)]
+        whole, rows = activation(x.clone()), torch.stack([activation(row.clone()) for row in x.view(6, 1, width)])
     except Exception:
         return False
-    return whole.shape == x.shape and torch.allclose(whole.view(6, 1, width), torch.stack(rows), atol=1e-6)
+    return whole.shape == x.shape and torch.allclose(whole.view(6, 1, width), rows, atol=1e-9, equal_nan=True)
 
 
 @torch.no_grad()
 def is_elementwise(activation: Activation) -> bool:
     """Whether the function treats every value by itself, so that the hidden units can be split."""
-    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), device="cpu")
+    x = _rows(64, 8)
     halves = torch.cat([activation(half.clone()) for half in x.chunk(2, dim=-1)], dim=-1)
-    return torch.allclose(activation(x.clone()), halves, atol=1e-6)
+    return torch.allclose(activation(x.clone()), halves, atol=1e-9, equal_nan=True)
 
 
 def is_plain(module: nn.Module) -> bool:

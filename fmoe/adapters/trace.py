@@ -1,170 +1,317 @@
 """Reading a feed-forward block by running it.
 
 Children of a module tell what it is made of, not in which order it calls them, nor what else it does. So the module is
-run once on random rows, its children's calls are recorded, and the block is believed if the recorded values are those
-of the formula. Nothing depends on class or attribute names.
+run on random rows, the calls of its linear maps are recorded, and values are put in their outputs' place: in float64,
+from 1e-6 to 1e12, in both modes. What arrives at the output map must be the activation of them, with its derivative.
+Weights, a normalisation before the block and the dtype of the model cannot hide a clamp or another activation then.
+Nothing depends on class or attribute names.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from fmoe.adapters.block import LinearMap, is_plain, is_rowwise, linear_map
+from fmoe.adapters.block import (
+    Block,
+    LinearMap,
+    is_plain,
+    is_rowwise,
+    linear_map,
+    probe_values,
+)
+from fmoe.adapters.injection import Call, Injection, Rates, Trial, difference, limit, required, restored, wide_rows
 from fmoe.experts.ffn import ACTIVATIONS, Activation
 
 
-class Call(NamedTuple):
-    """A child's call. ``value`` is a copy of the output, which an activation may overwrite."""
+class Refusal(NamedTuple):
+    """Why something that looks like a block is none, or none that can be replaced."""
 
-    module: nn.Module
-    input: Tensor
-    output: Tensor
-    value: Tensor
+    reason: str
 
 
 class Pieces(NamedTuple):
-    """What a module was seen to do; the names are those of `fmoe.adapters.Block`."""
+    """What a module was seen to do.
+
+    Attributes:
+        maps_in, map_out, activation, dropout: of `fmoe.adapters.Block`.
+        first, last: the modules of the maps.
+        between: modules called between them.
+        after: dropouts called behind them.
+        counts: calls of each module in one run.
+        rate: module and attribute with the rate of the dropout between the maps, if that is called as a function.
+        trial: how it was run.
+        is_whole: whether the module's input goes into the maps, and the last one's result comes out, as they are.
+        values, hidden: what went into the last map when these values were put in the place of the first one's result.
+        is_dropped: the dropout between the maps is also the one of the last one's result.
+    """
 
     maps_in: tuple[LinearMap, ...]
     map_out: LinearMap
     activation: Activation
     dropout: float
+    first: tuple[nn.Module, ...]
+    last: nn.Module
+    between: tuple[nn.Module, ...]
     after: tuple[nn.Module, ...]
+    counts: Counter
+    rate: tuple[nn.Module, str] | None
+    trial: Trial
+    is_whole: Callable[[], bool]
+    values: Tensor
+    hidden: Tensor
+    is_dropped: bool
+
+    @property
+    def block(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("maps_in", "map_out", "activation", "dropout")}
 
 
-def read_block(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> Pieces | None:
-    """The feed-forward block that ``function`` computes with direct children of ``owner``; None if it is none."""
-    maps = [m for child in owner.children() if (m := linear_map(child)) is not None]
-    for width in dict.fromkeys(m.weight.shape[1] for m in maps):
-        traced = run(owner, function, width, maps[0].weight)
-        if traced is not None and (pieces := _match(owner, *traced)) is not None:
-            return pieces
+def near(owner: nn.Module) -> dict[str, nn.Module]:
+    """Children and their children, by name: what may be a block of this module's own."""
+    return {name: m for name, m in owner.named_modules() if name and name.count(".") < 2}
+
+
+def looks_linear(module: nn.Module) -> tuple[int, int] | None:
+    """Sizes (in, out) of what is a linear map by its looks, though it may be quantised, adapted or a convolution."""
+    kind = type(module).__name__
+    for names in (("in_features", "out_features"), ("nx", "nf"), ("in_channels", "out_channels")):
+        sizes = tuple(getattr(module, name, None) for name in names)
+        if all(isinstance(size, int) for size in sizes) and (
+            "Linear" in kind or "Conv1D" in kind or isinstance(module, nn.Linear | nn.Conv1d)
+        ):
+            return sizes
     return None
 
 
-def run(
-    owner: nn.Module, function: Callable[[Tensor], Tensor], width: int, like: Tensor
-) -> tuple[Tensor, Tensor, list[Call]] | None:
-    """Calls ``function`` on rows [1, 3, width]: rows, output, and the calls of direct children of ``owner`` in order.
-
-    Modules run in training mode, but for `nn.Dropout`: other randomness then shows as a mismatch and is not lost
-    silently. None if ``function`` wants something else.
-    """
-    rows = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0), device="cpu")
-    rows = rows.to(device=like.device, dtype=like.dtype)
-    calls: list[Call] = []
-
-    def record(module, args, output):
-        if args and torch.is_tensor(args[0]) and torch.is_tensor(output):
-            calls.append(Call(module, args[0], output, output.clone()))
-
-    handles = [child.register_forward_hook(record) for child in owner.children()]
-    devices = [like.device] if like.is_cuda else []
-    try:
-        with _dropout_off(owner), torch.no_grad(), torch.random.fork_rng(devices):
-            output = function(rows.clone())
-    except Exception:  # it takes other arguments: it is no feed-forward block
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return (rows, output, calls) if torch.is_tensor(output) else None
+def is_there_and_back(first: nn.Module, last: nn.Module, parts: int = 1) -> bool:
+    """Whether two modules look like linear maps D -> ``parts`` H and H -> D. A size of 0 is not known yet."""
+    sizes = looks_linear(first), looks_linear(last)
+    return None not in sizes and _fit(*sizes, parts)
 
 
-@contextmanager
-def _dropout_off(owner: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in owner.modules()}
-    for module in modes:
-        module.training = not isinstance(module, nn.Dropout)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
+    (width, height), (last_height, last_width) = first, last
+    return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Relative, norm-wise; infinite for other shapes, 0 on the meta device, where there are no values."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    if actual.is_meta:
-        return 0.0
-    scale = expected.double().norm().clamp(min=1e-30)
-    return ((actual.double() - expected.double()).norm() / scale).item()
-
-
-def limit(like: Tensor) -> float:
-    """Largest `difference` that rounding explains."""
-    return 4 * torch.finfo(like.dtype).eps
-
-
-def find_activation(
-    owner: nn.Module, calls: list[Call], hidden: list[list[Tensor]], target: Tensor
-) -> tuple[Activation, int] | None:
-    """The activation with ``act(gate) [* value] == target``, and which of the candidates ``hidden`` has it.
-
-    Args:
-        calls: of children between the linear maps.
-        hidden: ``[hidden]``, or orders of ``[gate, value]``.
-    """
-    functions = [c.module for c in calls if is_plain(c.module) and not isinstance(c.module, nn.Dropout | nn.Identity)]
-    functions += [f for f in vars(owner).values() if callable(f) and not isinstance(f, type)]
-    if not target.is_meta:  # called as a function: F.gelu(self.fc1(x))
-        functions += ACTIVATIONS.values()
-    best, found = limit(target), None
-    for order, (gate, *value) in enumerate(hidden):
-        for function in functions:
-            try:
-                with torch.no_grad():
-                    result = function(gate.clone())
-                    error = difference(result * value[0] if value else result, target)
-            except Exception:  # not a function of one tensor
+def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
+    """Names of the pairs of maps D -> H and H -> D that this module holds itself, and not one of its children alone;
+    and whether they are likely a block's: few others are beside them, unlike an attention's."""
+    linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
+    siblings = Counter(name.rpartition(".")[0] for name in linear)
+    pairs = {}
+    for a, first in linear.items():
+        for b, last in linear.items():
+            if not (_fit(first, last, 1) or _fit(first, last, 2)) or a.partition(".")[0] == b.partition(".")[0]:
                 continue
-            if error <= best and (found is None or error < best):
-                best, found = error, (function, order)
-    return found if found is not None and is_rowwise(found[0], target.shape[-1]) else None
+            holders = {name.rpartition(".")[0] for name in (a, b)}
+            limit = 1 if len(holders) == 2 else 2 if len({*first}) == 1 else 3
+            pairs[a, b] = max(siblings[holder] for holder in holders) <= limit
+    return pairs
 
 
-def _match(owner: nn.Module, rows: Tensor, output: Tensor, calls: list[Call]) -> Pieces | None:
-    linear = [i for i, call in enumerate(calls) if linear_map(call.module) is not None]
-    if len(linear) not in (2, 3) or len({calls[i].module for i in linear}) != len(linear):
-        return None
-    *first, last = linear
-    maps = [linear_map(calls[i].module) for i in first]
-    target = calls[last].input
-    if any(difference(calls[i].input, rows) > 0 for i in first) or difference(calls[last].value, output) > 0:
-        return None
-    between, dropouts = calls[first[0] + 1 : last], [i for i, c in enumerate(calls) if isinstance(c.module, nn.Dropout)]
-    inner = [calls[i].module.p for i in dropouts if first[0] < i < last]
-    if len(inner) > 1 or any(i < first[0] for i in dropouts):
-        return None
-    if len(first) == 1 and calls[first[0]].value.shape[-1] == 2 * target.shape[-1]:  # gate and value in one map
-        maps = [LinearMap(w, b) for w, b in zip(maps[0].weight.chunk(2), _halves(maps[0].bias), strict=True)]
-        hidden = list(calls[first[0]].value.chunk(2, dim=-1))
-        gated_first = True
-    else:
-        hidden = [calls[i].value for i in first]
-        gated_first = len(first) == 1 or any(c.input is calls[first[0]].output for c in between)
-    orders = [[0, 1], [1, 0]] if gated_first else [[1, 0], [0, 1]]
-    if len(hidden) == 1:
-        orders = [[0]]
-    if rows.shape != output.shape or any(value.shape != target.shape for value in hidden):
-        return None
-    found = find_activation(owner, between, [[hidden[i] for i in order] for order in orders], target)
-    if found is None:
-        return None
+def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | Refusal:
+    """The feed-forward block that ``function`` (``owner`` itself if None) computes with maps that ``owner`` holds."""
+    pairs, names = lookalikes(owner), near(owner)
+    maps = {names[n]: linear_map(names[n]) for pair in pairs for n in pair}
+    maps = {module: found for module, found in maps.items() if found is not None}
+    pairs = {(names[a], names[b]) for a, b in pairs}
+    shapes = {tuple(m.weight.shape) for m in maps.values()}
+    # [H, D] with its [D, H]; [2 H, D] for gate and value in one.
+    shapes = sorted((h, w) for h, w in shapes if (w, h) in shapes or (h % 2 == 0 and (w, h // 2) in shapes))
+    if not shapes:
+        return Refusal("it has no linear maps D -> H and H -> D")
+    like, function = next(iter(maps.values())).weight, function or owner
+    refusal = Refusal("its maps are not called one after the other")
+    # A module may narrow its input before the block (MobileBERT).
+    others = [looks_linear(m) for m in owner.modules() if looks_linear(m) is not None]
+    height = min(h for h, _ in shapes)
+    for width in dict.fromkeys([*(w for _, w in shapes), *(size[0] for size in others)]):
+        for trial in _trials(owner, function, (height, width), like):
+            try:
+                calls, _ = trial()
+            except Exception as error:  # it takes other arguments
+                text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                refusal = Refusal(f"its forward does not run on rows alone ({text})")
+                continue
+            for index, call in enumerate(calls):
+                before = [i for i in range(index) if calls[i].module in maps]
+                for chosen in (before[-1:], before[-2:]):
+                    first = [calls[i].module for i in chosen]
+                    if call.module in maps and all((m, call.module) in pairs for m in first) and first:
+                        found = _read(trial, calls, chosen, index, maps)
+                        if isinstance(found, Pieces):
+                            return found
+                        refusal = found
+            break
+    return refusal
+
+
+def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
+    """Rows for the first parameter, enough to hold all values that are tried; None, rows or sizes for the others that
+    have no default. Images where the module holds a convolution.
+
+    What the block is not in may want more, an attention's masks and positions: then it is left out, by returning its
+    input, alone or with a None.
+    """
+    height, width = shape
+    side = math.isqrt(max(8, math.ceil(len(probe_values(like.dtype)) / (2 * height)))) + 1
+    generator = torch.Generator().manual_seed(0)
+    # Two sequences: what mixes or counts them would not show in one.
+    rows = torch.randn(2, side * side, width, generator=generator, device="cpu", dtype=torch.float32)
+    rows = rows.to(device=like.device, dtype=like.dtype)
+    others = len(required(function)) - 1
+    choices = [(rows, *(None for _ in range(others)))]
+    if others > 0:
+        choices.append((rows, *(rows for _ in range(others))))
+        # Streams of their own widths (LiLT).
+        widths = {looks_linear(near(owner)[name])[0] for name, _ in lookalikes(owner)}
+        choices += [(rows, *(rows[..., :w] for _ in range(others))) for w in sorted(widths) if w < width]
+        choices.append((rows, *((side, side) if others == 2 else ((side, side),) * others)))
+    if any(isinstance(m, nn.Conv2d) for m in owner.children()):
+        choices.append((rows.transpose(1, 2).unflatten(2, (side, side)), *(None for _ in range(others))))
+    yield from (Trial(owner, function, args, {}) for args in choices)
+    holders = {name.partition(".")[0] for pair in lookalikes(owner) for name in pair}
+    left_out = [m for name, m in owner.named_children() if name not in holders and next(m.children(), None) is not None]
+    for more in ((), (None,), (None, None)) if left_out else ():
+        stubs = {m: partial(_return_input, more=more) for m in left_out}
+        yield from (Trial(owner, function, args, stubs) for args in choices)
+
+
+def _return_input(*args: Any, more: tuple, **kwargs: Any) -> Any:
+    x = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+    return (x, *more) if more else x
+
+
+def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: dict) -> Pieces | Refusal:
+    """The block of the maps called at ``chosen`` and, out, at ``index``."""
+    called = [call.module for call in calls]
+    first, last = tuple(called[i] for i in chosen), called[index]
+    names, counts = {m: name for name, m in trial.owner.named_modules()}, Counter(called)
+    label = " and ".join(names[m] for m in (*first, last))
+    if any(counts[m] > 1 for m in (*first, last)):
+        return Refusal(f"{label} are called several times in one forward pass")
+    map_out = maps[last]
+    between = tuple(m for m in called[chosen[0] + 1 : index] if m not in first)
+    more = f"more than an activation of single rows lies between {label}"
+    if between:
+        more += f" ({', '.join(dict.fromkeys(type(m).__name__ for m in between))})"
+    dropouts = [m for m in between if isinstance(m, nn.Dropout)]
+    if len(dropouts) > 1:
+        return Refusal(more)
+    if len(first) == 2 and len({maps[m].weight.shape for m in (*first, last)} - {map_out.weight.shape}) > 1:
+        return Refusal(f"{label} have sizes that do not fit")
+    is_fused = len(first) == 1 and maps[first[0]].weight.shape[0] == 2 * map_out.weight.shape[1]
+    maps_in = [maps[m] for m in first]
+    if is_fused:
+        biases = (None, None) if maps_in[0].bias is None else maps_in[0].bias.chunk(2)
+        maps_in = list(map(LinearMap, maps_in[0].weight.chunk(2), biases))
+    inject = Injection(trial, first, last, [calls[i].output.shape for i in chosen], map_out.weight, is_fused)
+    try:
+        hidden = inject().hidden
+    except Exception:  # a normalisation, say, whose weights do not go with float64
+        return Refusal(more)
+    if not all(is_plain(m) for m in between if not {*first, last} & {*m.modules()}):
+        return Refusal(more)
+    holders = [trial.owner, *(m for m in trial.owner.modules() if {*first, last} & set(m._modules.values()))]
+    functions = [m for m in between if is_plain(m) and not isinstance(m, nn.Dropout | nn.Identity)]
+    functions += [f for m in holders for f in vars(m).values() if callable(f) and not isinstance(f, type)]
+    functions += ACTIVATIONS.values()  # called as a function: F.gelu(self.fc1(x))
+    orders = [[0]] if len(maps_in) == 1 else [[0, 1], [1, 0]]
+    found = next(((f, o) for o in orders for f in functions if inject.follows(f, o, hidden)), None)
+    if found is None or not is_rowwise(found[0], hidden.shape[-1]):
+        return Refusal(more)
     activation, order = found
+    rate, dropout = None, dropouts[0].p if dropouts else 0.0
+    if not inject.follows(activation, order, inject(training=True).hidden):
+        rates = Rates()
+        if dropouts or not inject.follows(activation, order, inject(training=True, rates=rates).hidden):
+            return Refusal(f"what lies between {label} is random in training")
+        if (rate := _attribute_of(rates, holders, inject)) is None:
+            return Refusal(f"the rate of the dropout between {label} is no attribute of its own")
+        dropout = rates.inside[0]
+    if not inject.keeps_slope(activation, order):
+        return Refusal(f"the activation between {label} has a derivative of its own")
+    if not inject.is_sole_use():
+        return Refusal(f"what lies between {label} is used elsewhere too")
     return Pieces(
-        maps_in=tuple(maps[i] for i in orders[order]),
-        map_out=linear_map(calls[last].module),
+        maps_in=tuple(maps_in[i] for i in order),
+        map_out=map_out,
         activation=activation,
-        dropout=inner[0] if inner else 0.0,
-        after=tuple(calls[i].module for i in dropouts if i > last),
+        dropout=dropout,
+        first=first,
+        last=last,
+        between=between,
+        after=tuple(m for m in called[index + 1 :] if isinstance(m, nn.Dropout)),
+        counts=counts,
+        rate=rate,
+        trial=trial,
+        is_whole=lambda: not any(isinstance(m, nn.Dropout) for m in called[: chosen[0]]) and inject.is_whole(),
+        values=inject.values(inject.parts)[0],
+        hidden=hidden,
+        is_dropped=index + 1 < len(calls)
+        and called[index + 1] in dropouts
+        and calls[index + 1].input is calls[index].output,
     )
 
 
-def _halves(bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (None, None) if bias is None else bias.chunk(2)
+def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
+    """The attribute that holds the rate of the one dropout between the maps, and no other's."""
+    for holder in holders if len(rates.inside) == 1 else ():
+        for name, value in list(vars(holder).items()):
+            if not isinstance(value, float) or value != rates.inside[0]:
+                continue
+            without = Rates()
+            setattr(holder, name, 0.0)
+            try:
+                inject(training=True, rates=without)
+            finally:
+                setattr(holder, name, value)
+            if not without.inside and without.outside == rates.outside:
+                return holder, name
+    return None
+
+
+class _Dense(nn.Module):
+    """A block where the MoE layer will be."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
+    """Whether the module's output stays what it was, up to rounding, with the block's formula in the place of the MoE
+    layer.
+
+    Args:
+        owner: what ``block.install`` changes, if it is more than the module of ``trial``.
+    """
+    rows = trial.args[0]
+    for x in (rows, wide_rows(rows)) if block.install is None else (rows,):
+        for training in (False, True):
+            before = tree_leaves(trial(training=training, rows=x, rates=Rates())[1])
+            if block.install is None:
+                with torch.no_grad():
+                    after = [block(x)]
+            else:
+                with restored(owner or trial.owner):
+                    block.install(_Dense(block))
+                    try:
+                        after = tree_leaves(trial(training=training, rows=x, rates=Rates())[1])
+                    except Exception:  # it reads attributes of what is no longer there
+                        return False
+            if len(before) != len(after):
+                return False
+            if not all(difference(b, a) <= limit(a) for a, b in zip(before, after, strict=True) if torch.is_tensor(a)):
+                return False
+    return True

@@ -1,7 +1,7 @@
 """What FastMoE's arguments of `FMoE` mean here (its README and doc/parallelism of version 1.1)."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,14 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
     """Tags parameters with ``dp_comm``, the group that `DistributedGroupedDataParallel` averages them over."""
     for parameter in module.parameters():
         parameter.dp_comm = comm
+    for part in module.modules():
+        part._dp_comm = comm  # for parameters that take the place of these
+
+
+def tag_missing(parameters: Iterable[nn.Parameter], comm: str) -> None:
+    """Tag parameters that have no tag: copies and new ones."""
+    for parameter in parameters:
+        parameter.dp_comm = getattr(parameter, "dp_comm", comm)
 
 
 class FastMoEMembers:
@@ -130,8 +138,7 @@ class FastMoEMembers:
         """Tags parameters that lost theirs: a copy's, or new ones."""
         if self._expert_dp_comm is not None:
             for module, comm in ((self.experts, self._expert_dp_comm), (self.gate, "gate")):
-                for parameter in module.parameters():
-                    parameter.dp_comm = getattr(parameter, "dp_comm", comm)
+                tag_missing(module.parameters(), comm)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -149,6 +156,7 @@ def fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], wei
     """Tokens whose mask is k != 0 are not routed; their output is ``mask_dict[k]``, weighted like an expert's."""
     mask_T = mask.reshape(-1).to(y_TD.device)
     for key, value in mask_dict.items():
-        filled_TD = weight_TK.sum(-1, keepdim=True).to(y_TD.dtype) * torch.as_tensor(value, device=y_TD.device)
+        value = torch.as_tensor(value, dtype=torch.promote_types(y_TD.dtype, torch.float32), device=y_TD.device)
+        filled_TD = weight_TK.sum(-1, keepdim=True).to(y_TD.dtype) * value
         y_TD = torch.where((mask_T == key).unsqueeze(-1), filled_TD.to(y_TD.dtype), y_TD)
     return y_TD

@@ -65,7 +65,7 @@ class Leg:
         inverse_S = order_S.argsort()
         wanted_S = receive_S[order_S]
         shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (wanted_S.cumsum(0) - wanted_S)
-        row_R = torch.arange(num_rows, device=receive_S.device)
+        row_R = torch.arange(num_rows, device=receive_S.device, dtype=torch.int64)
         order_R = row_R + shift_S.repeat_interleave(wanted_S, output_size=num_rows)
         return order_R, row_R - shift_S[inverse_S].repeat_interleave(receive_S, output_size=num_rows)
 
@@ -143,7 +143,7 @@ class AllToAllExchange(GroupExchange):
             shadows = choose(loads_WE, self.num_local_experts, self.shadow, self.cost)
             shadow_counts = [loads_WE[self.worker][e] for e in shadows]
             if shadows:
-                count_E = count_E.index_fill(0, torch.tensor(shadows, device=count_E.device), 0)
+                count_E = count_E.index_fill(0, torch.tensor(shadows, device=count_E.device, dtype=torch.int64), 0)
         # One number for both, of which the largest counts: a failure is more than any depth.
         note = depth if error is None else _DEPTHS * (self.worker + 1)
         tensors, received = self._exchange_counts(count_E, note)
@@ -182,7 +182,7 @@ class AllToAllExchange(GroupExchange):
         in which rows are to leave (None: by id)."""
         send, receive = ([row[:-1] for row in _rows(values, self.num_workers)] for values in on_host)
         receive_WL = tensors[1][:, :-1]
-        key_WL = torch.arange(self.num_local_experts, device=receive_WL.device).expand_as(receive_WL)
+        key_WL = torch.arange(self.num_local_experts, device=receive_WL.device, dtype=torch.int64).expand_as(receive_WL)
         return [Leg(self.group, send, receive, receive_WL, key_WL)], receive, None
 
     def describe(self) -> str:
@@ -269,5 +269,5 @@ class AllToAllTransfer:
 def route_of_counts(group: dist.ProcessGroup, sent_WL: Tensor, received_WL: Tensor, device: torch.device) -> Route:
     """The route of rows whose counts are known: int64 tensors [W, L]."""
     received = received_WL.to(device)
-    key_WL = torch.arange(received.shape[1], device=device).expand_as(received)
+    key_WL = torch.arange(received.shape[1], device=device, dtype=torch.int64).expand_as(received)
     return Route([Leg(group, sent_WL.tolist(), received_WL.tolist(), received, key_WL).stage(0, 1, None)])

@@ -224,7 +224,7 @@ def raise_together(
 
 
 def _as_bytes(text: bytes, device: torch.device) -> Tensor:
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     if text:
         message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return message.to(device)

@@ -115,11 +115,12 @@ class HierarchicalExchange(AllToAllExchange):
         device = tensors[0].device
         # Rows come from worker i of the node by (node m, expert l) and are to leave by (m, i, l).
         i, m, local = torch.meshgrid(
-            *(torch.arange(n, device=device) for n in (node_size, num_nodes, num_local)), indexing="ij"
+            *(torch.arange(n, device=device, dtype=torch.int64) for n in (node_size, num_nodes, num_local)),
+            indexing="ij",
         )
         near_key = ((m * node_size + i) * num_local + local).flatten(1)
         # Then they come from node n by (i, l) and are wanted by l.
-        far_key = torch.arange(num_local, device=device).repeat(num_nodes, node_size)
+        far_key = torch.arange(num_local, device=device, dtype=torch.int64).repeat(num_nodes, node_size)
         legs = [
             Leg(self.node, send, near, tensors[1][:, :-1], near_key),
             Leg(self.peers, pass_on, far, tensors[2][:, :-1], far_key),

@@ -50,7 +50,7 @@ class PaddedExchange(GroupExchange):
         most = routing.expert_TK.numel() if routing.most is None else routing.most
         device = routing.expert_TK.device
         if self.slots is None:
-            agreed = torch.tensor([max(most, 1)], device=device)
+            agreed = torch.tensor([max(most, 1)], device=device, dtype=torch.int64)
             with self.traffic.paused():
                 all_reduce(self.group, agreed, dist.ReduceOp.MAX, "agreement on slots").wait(for_host=True)
             self.slots = int(agreed)
@@ -65,8 +65,8 @@ class PaddedExchange(GroupExchange):
         plan = PaddedPlan(DispatchPlan.from_routing(routing, self.num_experts), slots, self.chunks)
         if self._counts is None or self._counts[1].device != device:
             counts = [[slots] * self.num_local_experts] * self.num_workers
-            key_WL = torch.arange(self.num_local_experts, device=device).expand(self.num_workers, -1)
-            self._counts = counts, torch.tensor(counts, device=device), key_WL
+            key_WL = torch.arange(self.num_local_experts, device=device, dtype=torch.int64).expand(self.num_workers, -1)
+            self._counts = counts, torch.tensor(counts, device=device, dtype=torch.int64), key_WL
         counts, on_device, key_WL = self._counts
         leg = Leg(self.group, counts, counts, on_device, key_WL)
         return AllToAllTransfer(self, plan, [leg], counts, None, self.chunks, depth=depth)

@@ -48,9 +48,13 @@ class DispatchPlan:
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, order_N = queue_N.sort(stable=True)
-        place_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+        place_N = torch.empty_like(order_N).scatter_(
+            0, order_N, torch.arange(len(order_N), device=order_N.device, dtype=torch.int64)
+        )
         # Where each expert begins among the sorted: no atomics, no host sync (torch.bincount on CUDA has both).
-        begin_E1 = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
+        begin_E1 = torch.searchsorted(
+            sorted_N, torch.arange(num_experts + 1, device=sorted_N.device, dtype=torch.int64)
+        )
         return cls(order_N, place_N.view_as(expert_TK), kept_TK, begin_E1.diff())
 
     @property
@@ -96,14 +100,14 @@ class DispatchPlan:
         device = self.count_E.device
         num_experts = self.count_E.shape[0]
         end_E = self.count_E.cumsum(0)
-        place_N = torch.arange(len(self.order_N), device=device)
+        place_N = torch.arange(len(self.order_N), device=device, dtype=torch.int64)
         expert_N = torch.searchsorted(end_E, place_N, right=True)  # E at the dropped tail
         known_N = expert_N.clamp(max=num_experts - 1)
         position_N = place_N - (end_E - self.count_E)[known_N]
         chunk_N = position_N * num_chunks // self.count_E[known_N].clamp(min=1)
-        rank_E = torch.arange(num_experts, device=device)
+        rank_E = torch.arange(num_experts, device=device, dtype=torch.int64)
         if expert_order is not None:
-            rank_E = torch.tensor(list(expert_order), device=device).argsort()
+            rank_E = torch.tensor(list(expert_order), device=device, dtype=torch.int64).argsort()
         key_N = chunk_N * num_experts + rank_E[known_N]
         for rank, expert in enumerate(last):
             key_N = torch.where(expert_N == expert, num_chunks * num_experts + rank, key_N)

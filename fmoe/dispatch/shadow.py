@@ -42,9 +42,9 @@ class Cost:
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
         """Of the slowest worker: 4 journeys of its rows (there, back, and their gradients), the GEMMs of its rows, and
         2 journeys of each shadowed expert (parameters, gradients)."""
-        loads_WE = torch.as_tensor(loads_WE)
+        loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
-        sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64), 0)
+        sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
         sent_WW = sent_WE.unflatten(1, (-1, num_local)).sum(2)
         received_W, own_W = sent_WW.sum(0), sent_WW.diagonal()
         computed = int((home_W + received_W).max())
@@ -56,7 +56,7 @@ class Cost:
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
     """Experts to shadow: as many of the hottest, ``most`` at most, as make the pass fastest. One alone may change
     nothing where two workers are as slow as each other, so all numbers are tried."""
-    loads_WE = torch.tensor(loads_WE)
+    loads_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
     hottest = loads_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
     count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(loads_WE, num_local, hottest[:n]))
     return hottest[:count]
@@ -80,7 +80,7 @@ def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, 
 
     wire = seconds_of(lambda: all_to_all(group, payload, what="measurement").wait(for_host=True))
     gemm = seconds_of(lambda: matrix @ matrix)
-    sums = torch.tensor([wire, gemm], dtype=torch.float64).to(device)
+    sums = torch.tensor([wire, gemm], dtype=torch.float64, device="cpu").to(device)
     all_reduce(group, sums, dist.ReduceOp.MAX, "measurement").wait(for_host=True)
     wire, gemm = sums.tolist()
     remote_bytes = payload.nbytes * (group.size() - 1) / group.size()
@@ -132,7 +132,7 @@ def borrow(group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor], is_t
     """
     own = tensors if owner == group.rank() else [t.detach() for t in tensors]
     # All join in the backward pass, whoever trains which experts.
-    joins = torch.empty(0, requires_grad=is_trained)
+    joins = torch.empty(0, requires_grad=is_trained, dtype=torch.float32, device="cpu")
     return list(_Borrow.apply(group, owner, joins, *own))
 
 

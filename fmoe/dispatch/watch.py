@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe.ops import scratch
+from fmoe import collectives
+from fmoe.ops import memory
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Watch:
             self._told_failure = False
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
-    def wait(self, work: dist.Work, what: str, number: int) -> None:
+    def wait(self, work: collectives.Started, what: str, number: int) -> None:
         """Returns when ``work``, the collective of that number, is done. For the CPU.
 
         Raises:
@@ -115,7 +116,7 @@ class Watch:
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))
 
-    def wait_on_device(self, work: dist.Work, what: str, number: int) -> None:
+    def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
         """For CUDA: before the host reads what ``work`` brings, so that it never blocks for ever."""
         begin = time.monotonic()
         next_look, nap = begin + PATIENCE, 1e-5
@@ -219,7 +220,9 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
 class Pending:
     """A collective under way; keeps alive what it reads and writes."""
 
-    def __init__(self, watch: Watch, work: dist.Work, what: str, sent: int, result: torch.Tensor, *read: torch.Tensor):
+    def __init__(
+        self, watch: Watch, work: collectives.Started, what: str, sent: int, result: torch.Tensor, *read: torch.Tensor
+    ):
         watch.started += 1
         if watch.traffic is not None:
             watch.traffic.sent += sent
@@ -247,10 +250,10 @@ def all_to_all(
 ) -> Pending:
     """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
     rows = rows.contiguous()
-    out = scratch.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
+    out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = dist.all_to_all_single(out, rows, receive, send, group=group, async_op=True)
+        work = collectives.start(dist.all_to_all_single, out, rows, receive, send, group=group)
     num_rows = rows.shape[0]
     kept = num_rows // group.size() if send is None else send[group.rank()]
     sent = rows.nbytes // num_rows * (num_rows - kept) if num_rows else 0
@@ -260,10 +263,10 @@ def all_to_all(
 def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
     """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
     part = part.contiguous()
-    out = scratch.empty((group.size() * part.shape[0], *part.shape[1:]), part)
+    out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = _gather_into(out, part, group=group, async_op=True)
+        work = collectives.start(_gather_into, out, part, group=group)
     return Pending(watch, work, what, part.nbytes * (group.size() - 1), out, part)
 
 
@@ -271,7 +274,7 @@ def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.S
     """``all_reduce`` in place, under watch."""
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = dist.all_reduce(value, op=op, group=group, async_op=True)
+        work = collectives.start(dist.all_reduce, value, op=op, group=group)
     return Pending(watch, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
 
 
@@ -279,7 +282,7 @@ def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: 
     """``broadcast`` in place from the group's ``worker``, under watch."""
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = dist.broadcast(value, dist.get_global_rank(group, worker), group=group, async_op=True)
+        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, worker), group=group)
     others = group.size() - 1 if group.rank() == worker else 0
     return Pending(watch, work, what, value.nbytes * others, value)
 
@@ -288,7 +291,7 @@ def reduce(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str
     """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
     watch = watch_of(group)
     with _start_errors(watch, what):
-        work = dist.reduce(value, dist.get_global_rank(group, worker), group=group, async_op=True)
+        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, worker), group=group)
     return Pending(watch, work, what, 0 if group.rank() == worker else value.nbytes, value)
 
 

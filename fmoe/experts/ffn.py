@@ -5,7 +5,7 @@ Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,7 +138,7 @@ class FFNExperts(Stacked):
             method = {"weight_in": self.init_method, "weight_out": self.output_init_method}.get(name)
             fan_in = self.d_model if name.endswith("_in") else self.d_hidden * self.hidden_parts
             for local, target in enumerate(parameter.unbind(0)):
-                value = torch.empty(self.whole_shape(name, target.shape), device="cpu")
+                value = torch.empty(self.whole_shape(name, target.shape), device="cpu", dtype=torch.float32)
                 with random.keyed("expert", self.seed, self.first_expert + local, name):
                     if method is not None:
                         method(value)
@@ -208,7 +208,7 @@ class FFNExperts(Stacked):
         if fused is not None:
             return fused(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
-        if not (self.dropout and self.training) and next(_parameters_of(self.activation), None) is None:
+        if not (self.dropout and self.training):
             return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
         hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
         if self.dropout and self.training:
@@ -268,8 +268,3 @@ def _autocast(rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> tuple[T
         return rows_RD, parameters
     dtype = torch.get_autocast_dtype(device)
     return rows_RD.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
-
-
-def _parameters_of(activation: Activation) -> Iterator[nn.Parameter]:
-    """Of an activation that learns (PReLU): its gradient is autograd's business."""
-    return activation.parameters() if isinstance(activation, nn.Module) else iter(())

@@ -144,8 +144,11 @@ def _by_sonic(rows, stacks, counts, plan, weight_TK) -> Tensor:
     experts, device = len(counts), rows.device
     if plan is None:
         token = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
-        expert = torch.repeat_interleave(torch.arange(experts), torch.tensor(counts)).to(device, torch.int32)
-        score = torch.ones(rows.shape[0], device=device)
+        expert = torch.repeat_interleave(
+            torch.arange(experts, dtype=torch.int64, device="cpu"),
+            torch.tensor(counts, dtype=torch.int64, device="cpu"),
+        ).to(device, torch.int32)
+        score = torch.ones(rows.shape[0], device=device, dtype=torch.float32)
     else:
         kept = plan.kept_TK.reshape(-1).nonzero().squeeze(1)  # in the order of tokens, as it wants them
         end_E, _ = plan.offsets

@@ -63,7 +63,11 @@ class ModuleExperts(nn.ModuleList):
         outputs, begin = [], 0
         for call, expert, count in zip(calls, modules, counts, strict=True):
             part = pytree.tree_unflatten([leaf[begin : begin + count] for leaf in leaves], nest)
-            outputs.append(call(part, torch.tensor([count])) if _takes_count(expert) else call(part))
+            outputs.append(
+                call(part, torch.tensor([count], dtype=torch.int64, device="cpu"))
+                if _takes_count(expert)
+                else call(part)
+            )
             begin += count
         flat = [pytree.tree_flatten(output) for output in outputs]
         shapes = [(spec, [leaf.shape[1:] for leaf in parts]) for parts, spec in flat]

@@ -35,7 +35,7 @@ class Runner:
         self.nest: pytree.TreeSpec | None = None
 
     def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
-        counts_L = torch.tensor(counts, dtype=torch.int64)
+        counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         if self._has_keys:
             *rows, keys_R1 = rows
             return self._flat(self._layer.experts(self._nested(rows), counts_L, keys_R1.squeeze(1)), sum(counts))

@@ -32,7 +32,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         if isinstance(expert, int):
             # Drawn from torch's default generator, which the layer has keyed, as the rest of this module is.
-            seed = int(torch.randint(1 << 62, (), device="cpu"))
+            seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
             expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
         self.expert = expert
         self.output_gate = nn.Linear(d_model, 1, bias=False) if gated_output else None
@@ -40,7 +40,7 @@ class SharedExpert(nn.Module):
     def reset_parameters(self) -> None:
         """Draws it anew, as the constructor did."""
         if isinstance(self.expert, FFNExperts):
-            self.expert.seed = int(torch.randint(1 << 62, (), device="cpu"))
+            self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
         for part in (self.expert, self.output_gate):
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
@@ -48,7 +48,7 @@ class SharedExpert(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""
         if isinstance(self.expert, FFNExperts):
-            y_TD = self.expert(x_TD, torch.tensor([x_TD.shape[0]]))
+            y_TD = self.expert(x_TD, torch.tensor([x_TD.shape[0]], dtype=torch.int64, device="cpu"))
         else:
             y_TD = self.expert(x_TD)
         if self.output_gate is not None:

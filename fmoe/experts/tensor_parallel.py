@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
 from fmoe.parallel.slicing import Parts
@@ -60,13 +61,13 @@ class ShardedFFNExperts(FFNExperts):
 
     def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
         """Collective over the group; otherwise as `FFNExperts`."""
-        counts_L = torch.as_tensor(counts_L, dtype=torch.int64).to(rows_RD.device)
+        counts_L = torch.as_tensor(counts_L, dtype=torch.int64, device=rows_RD.device)
         counts_WL = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
-        dist.all_gather(counts_WL, counts_L, group=self.group)
+        collectives.run(dist.all_gather, counts_WL, counts_L, group=self.group)
         counts_WL = torch.stack(counts_WL)
         parts = Parts(self.group, tuple(counts_WL.sum(1).tolist()))
         # Sorted by expert on each rank; by expert over all ranks is what the experts want.
-        expert_R = torch.arange(self.num_experts, device=rows_RD.device).repeat(self.hidden_parts)
+        expert_R = torch.arange(self.num_experts, device=rows_RD.device, dtype=torch.int64).repeat(self.hidden_parts)
         order_R = expert_R.repeat_interleave(counts_WL.flatten()).argsort(stable=True)
         rows_RD = parts.whole(rows_RD)[order_R]
         if keys_R is not None:

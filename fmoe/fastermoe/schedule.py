@@ -52,7 +52,10 @@ def _fmoe_general_global_forward(
     token = torch.div(pos, top_k, rounding_mode="floor")
     rows = MOEScatter.apply(inp, token, sent, received, num_rows, world_size)
     parts = rows.split(counts_L.tolist())
-    outputs = [expert_fn(part, torch.tensor([len(part)]), index) for index, part in enumerate(parts)]
+    outputs = [
+        expert_fn(part, torch.tensor([len(part)], dtype=torch.int64, device="cpu"), index)
+        for index, part in enumerate(parts)
+    ]
     out = MOEGather.apply(torch.cat(outputs), pos, sent, received, gate.numel(), world_size)
     for expert in stored:
         owner, index = divmod(expert, n_expert)
@@ -61,5 +64,7 @@ def _fmoe_general_global_forward(
         place = (gate.reshape(-1) == expert).nonzero().view(-1)
         rows = inp.index_select(0, torch.div(place, top_k, rounding_mode="floor"))
         with _reparametrize_module(experts[index], dict(zip(names, lent, strict=True))):
-            out = out.index_add(0, place, expert_fn(rows, torch.tensor([len(rows)]), index))
+            out = out.index_add(
+                0, place, expert_fn(rows, torch.tensor([len(rows)], dtype=torch.int64, device="cpu"), index)
+            )
     return out

@@ -18,7 +18,7 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
     """bool [E], none."""
-    return torch.zeros(world_size * num_expert, dtype=torch.bool)
+    return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:

@@ -60,7 +60,7 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E
     spread_G11 = variance_G1E.mean(2, keepdim=True).sqrt().clamp(min=1e-9)
-    share_G11 = tokens_G1.unsqueeze(1) / scores_GSE.shape[-1]
+    share_G11 = tokens_G1.unsqueeze(1).to(scores_GSE.dtype) / scores_GSE.shape[-1]
     for temperature in (1.0, 0.3, 0.1, 0.1, 0.03, 0.03):
         scaled_GSE = (scores_GSE - prices_G1E) / (temperature * spread_G11)
         kernel_GSE = (scaled_GSE - scaled_GSE.amax(2, keepdim=True)).exp_().nan_to_num_()
@@ -78,7 +78,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)
-    group_G = torch.arange(num_groups, device=expert_GS.device)
+    group_G = torch.arange(num_groups, device=expert_GS.device, dtype=torch.int64)
     ones_GS = torch.ones_like(expert_GS)
     loss_GES = torch.empty_like(value_GES)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
 from fmoe.losses import load_balancing_loss, router_z_loss
@@ -143,7 +144,7 @@ class FixedRouter(Router):
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         weight_TK = torch.full((groups.num_tokens, self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
         expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
-        entropy_T = torch.full((groups.num_tokens,), self.entropy(), device=x_TD.device)
+        entropy_T = torch.full((groups.num_tokens,), self.entropy(), device=x_TD.device, dtype=torch.float32)
         return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
 
 
@@ -195,7 +196,7 @@ class TopKRouter(Router):
         """Draws the router's parameters anew from torch's default generator; on the CPU, whose keys hold."""
         if self.weight.is_meta:
             return
-        value = torch.empty(self.weight.shape, device="cpu")
+        value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
         with torch.no_grad():
             if self.init_method is None:
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5))
@@ -282,7 +283,7 @@ class TopKRouter(Router):
             load_GE = load_GE.to(scores.probs_TE.dtype)
             if self.balance_group is not None:
                 total_E = load_GE.sum(0)
-                dist.all_reduce(total_E, group=self.balance_group)
+                collectives.run(dist.all_reduce, total_E, group=self.balance_group)
                 load_GE = total_E.expand_as(load_GE)
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
@@ -304,13 +305,13 @@ def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
     """Sums over the tokens of a routing: made choices ``expert_TK``, of which ``kept_TK`` are left after capacity."""
-    tokens = torch.full((), float(groups.num_tokens), device=entropy_T.device)
+    tokens = torch.full((), float(groups.num_tokens), dtype=torch.float32, device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T
         tokens = groups.mask_T.sum().float()
     slot_N = kept_TK.flatten() + 1
-    load_E = torch.zeros(num_experts + 1, device=slot_N.device)
-    load_E = load_E.scatter_add_(0, slot_N, torch.ones_like(slot_N, dtype=torch.float32))
+    load_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot_N.device)
+    load_E = load_E.scatter_add_(0, slot_N, torch.ones_like(slot_N)).float()
     dropped = tokens.new_zeros(())
     if kept_TK is not expert_TK:
         dropped = ((expert_TK >= 0).sum() - (kept_TK >= 0).sum()).float()

@@ -31,7 +31,7 @@ class BaseRouter(TopKRouter):
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """``expert_TK``; -1 for padding."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
-        ids_E = torch.arange(self.num_experts, device=logits_TE.device)
+        ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
         rounds, load_GE = [], None
         for _ in range(self.top_k):
             rounds.append(balanced_assignment(logits_GSE, valid_GS, load_GE))

@@ -41,10 +41,12 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     num_groups, size, top_k = expert_GSK.shape
     # A queue for every (group, expert); what was never assigned waits in a queue of its own, past the last expert.
     queue_GKS = torch.where(expert_GSK < 0, num_experts, expert_GSK).transpose(1, 2)
-    offset_G = torch.arange(num_groups, device=expert_TK.device) * (num_experts + 1)
+    offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
     queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
     sorted_N, order_N = queue_N.sort(stable=True)
-    place_N = torch.arange(queue_N.numel(), device=expert_TK.device) - torch.searchsorted(sorted_N, sorted_N)
+    place_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64) - torch.searchsorted(
+        sorted_N, sorted_N
+    )
     place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
     limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
     fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
@@ -54,6 +56,8 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
     """`capacity` of each group, int64 [G]; on the device where a mask says how many tokens a group has."""
     if groups.mask_T is None:
-        return torch.tensor([capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device)
+        return torch.tensor(
+            [capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device, dtype=torch.int64
+        )
     assignments_G = groups.valid(device).sum(1) * top_k
     return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

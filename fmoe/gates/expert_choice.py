@@ -74,7 +74,7 @@ class ExpertChoiceRouter(TopKRouter):
             probs_GSE = torch.where(groups.valid(probs_TE.device).unsqueeze(-1), probs_GSE, -1)
         probs_GES = probs_GSE.transpose(1, 2).contiguous()
         order_GES = probs_GES.sort(dim=-1, descending=True, stable=True).indices
-        place_S = torch.arange(groups.size, device=probs_TE.device)
+        place_S = torch.arange(groups.size, device=probs_TE.device, dtype=torch.int64)
         place_GES = torch.empty_like(order_GES).scatter_(2, order_GES, place_S.expand_as(order_GES))
         taken_GES = (place_GES < limit_G.view(-1, 1, 1)) & (probs_GES >= 0)
         return groups.join(taken_GES.transpose(1, 2))

@@ -21,7 +21,9 @@ class HashRouter(FixedRouter):
             "clustered" assignments, made by the user from the training data. Saved with the model.
 
     Raises:
-        UserError: the table has not K columns of experts; a call without token ids.
+        UserError: the table has not K columns of experts; a call without token ids, or with ids that are negative, past
+            the end of the table or no whole numbers. Looking at values would stall a GPU: there, and while
+            torch.compile traces, a negative id counts from the end of the table. Ids of padding may be anything.
     """
 
     decides_by_logits = True
@@ -55,7 +57,18 @@ class HashRouter(FixedRouter):
                 "gate='hash' routes by token id and got none: call layer(x, token_ids=ids), or make "
                 "RoutingGroups(..., token_ids_T=ids)"
             )
+        if ids_T.is_floating_point() or ids_T.dtype == torch.bool:
+            raise UserError(f"token_ids has dtype {ids_T.dtype}; it must be a dtype of whole numbers, as int64")
+        ids_T = ids_T.long()
+        if groups.mask_T is not None:
+            ids_T = torch.where(groups.mask_T, ids_T, 0)
+        if ids_T.device.type == "cpu" and ids_T.numel() and not torch.compiler.is_compiling():
+            low, high = map(int, ids_T.aminmax())
+            if low < 0:
+                raise UserError(f"token_ids has {low}; ids must be 0 or more")
+            if self.table is not None and high >= len(self.table):
+                raise UserError(f"token_ids has {high}; the table of the hash gate ends at {len(self.table) - 1}")
         if self.table is not None:
             return self.table[ids_T]
-        keys_T = random.fold(torch.tensor(self._key, device=device), ids_T.long())
+        keys_T = random.fold(torch.tensor(self._key, device=device, dtype=torch.int64), ids_T)
         return best_by_hash(random.uniform(keys_T, self.num_experts), self.top_k)

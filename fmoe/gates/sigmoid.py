@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.base import (
     Choice,
@@ -20,7 +21,7 @@ from fmoe.gates.base import (
 from fmoe.gates.capacity import count_by_group
 from fmoe.losses import sequence_balance_loss
 from fmoe.ops.cuda.routing import Rule
-from fmoe.routing import Routing, RoutingGroups
+from fmoe.routing import Routing, RoutingGroups, sum_dtype
 
 
 class SigmoidRouter(TopKRouter):
@@ -78,7 +79,7 @@ class SigmoidRouter(TopKRouter):
             check_groups(num_experts, self.top_k, expert_groups, kept_groups)
         self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
         self.expert_groups, self.kept_groups = expert_groups, kept_groups
-        self.register_buffer("expert_bias_E", torch.zeros(num_experts))
+        self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
         # No buffer: DistributedDataParallel would overwrite each rank's count with rank 0's.
         self._load_E: Tensor | None = None
 
@@ -93,6 +94,11 @@ class SigmoidRouter(TopKRouter):
         if self.expert_bias_E.dtype.itemsize < 4:
             self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
         return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        if self.expert_bias_E.dtype.itemsize < 4:  # assign=True takes the state's tensor, dtype and all
+            self.expert_bias_E = self.expert_bias_E.float()
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         scores = super().scores(x_TD, groups)
@@ -134,7 +140,7 @@ class SigmoidRouter(TopKRouter):
 
     def record(self, routing: Routing) -> None:
         """Counts the load of one micro batch; the layer calls it once, in its backward pass."""
-        load_E = routing.stats.load_E
+        load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
         self._load_E = load_E if self._load_E is None else self._load_E + load_E
 
     @torch.no_grad()
@@ -147,11 +153,12 @@ class SigmoidRouter(TopKRouter):
         """
         load_E = self._load_E
         if load_E is None:
-            load_E = torch.zeros(self.num_experts, device=self.expert_bias_E.device)
+            device = self.expert_bias_E.device
+            load_E = torch.zeros(self.num_experts, dtype=sum_dtype(device), device=device)
         self._load_E = None
         if group is not None:
             load_E = load_E.clone()
-            dist.all_reduce(load_E, group=group)
+            collectives.run(dist.all_reduce, load_E, group=group)
         self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()
 
     def skip_step(self) -> None:

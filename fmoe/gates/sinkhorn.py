@@ -18,6 +18,7 @@ class SinkhornRouter(TopKRouter):
 
     ``exp(logits)`` is scaled by rows and columns until each token's row sums to one and each expert's column to
     S / E. Loads are near even, not even: what is balanced is the scores' mass, and a token takes only its largest.
+    Where balanced scores are equal, as all are in a group of one token or of equal tokens, the raw scores decide.
 
     Args:
         iterations: at most so many.
@@ -44,10 +45,11 @@ class SinkhornRouter(TopKRouter):
         self.iterations, self.tolerance = iterations, tolerance
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
-        ranked_TE = scores.logits_TE.detach()
+        logits_TE = scores.logits_TE.detach()
         if self.training:
-            ranked_TE = self.balance(ranked_TE, groups)
-        expert_TK = ranked_TE.topk(self.top_k, dim=-1).indices
+            expert_TK = _rank(self.balance(logits_TE, groups), logits_TE)[:, : self.top_k]
+        else:
+            expert_TK = logits_TE.topk(self.top_k, dim=-1).indices
         weight_TE = scores.logits_TE.sigmoid() if self.top_k == 1 else scores.probs_TE
         return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
 
@@ -58,10 +60,21 @@ class SinkhornRouter(TopKRouter):
         return groups.join(logits_GSE - prices(logits_GSE, valid_GS, self.iterations, self.tolerance).unsqueeze(1))
 
 
+def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
+    """Experts of each token, the best first: by balanced scores, and by the logits where scores differ only by
+    rounding."""
+    largest_T1 = balanced_TE.amax(-1, keepdim=True)
+    size_T1 = 1 + logits_TE.abs().amax(-1, keepdim=True) + balanced_TE.abs().amax(-1, keepdim=True)
+    steps_TE = ((balanced_TE - largest_T1) / (64 * torch.finfo(balanced_TE.dtype).eps * size_T1)).round()
+    by_logits_TE = logits_TE.sort(dim=-1, descending=True, stable=True).indices
+    order_TE = steps_TE.gather(-1, by_logits_TE).sort(dim=-1, descending=True, stable=True).indices
+    return by_logits_TE.gather(-1, order_TE)
+
+
 def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
     """Minus the logarithm of the columns' scaling, [G, E]."""
     valid_GS1 = valid_GS.unsqueeze(-1)
-    log_share_G1 = (valid_GS1.sum(1) / logits_GSE.shape[-1]).clamp(min=1e-9).log().to(logits_GSE.dtype)
+    log_share_G1 = (valid_GS1.sum(1).to(logits_GSE.dtype) / logits_GSE.shape[-1]).clamp(min=1e-9).log()
     price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])
     done_G1 = ~valid_GS1.any(1)
     for _ in range(iterations):

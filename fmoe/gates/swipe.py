@@ -33,7 +33,7 @@ class SwipeRouter(TopKRouter):
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         tokens_G1 = valid_GS.sum(1, keepdim=True)
         load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)
-        ids_E = torch.arange(self.num_experts, device=logits_TE.device)
+        ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
         rounds = []
         for k in range(1, self.top_k + 1):
             best_GS = logits_GSE.argmax(-1)

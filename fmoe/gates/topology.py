@@ -83,11 +83,15 @@ class TopologyRouter(TopKRouter):
         logits_GSE = groups.split(logits_TE)
         num_groups, _, num_experts = logits_GSE.shape
         device = logits_TE.device
-        nodes_G = torch.full((num_groups,), self.node, device=device) if self.node_of is None else self.node_of(groups)
-        node_E = torch.arange(num_experts, device=device) // (num_experts // self.num_nodes)
+        nodes_G = (
+            torch.full((num_groups,), self.node, device=device, dtype=torch.int64)
+            if self.node_of is None
+            else self.node_of(groups)
+        )
+        node_E = torch.arange(num_experts, device=device, dtype=torch.int64) // (num_experts // self.num_nodes)
         near_GE = (node_E == nodes_G.to(device).view(-1, 1)).to(logits_TE.dtype)
         valid_GS1 = groups.valid(device).unsqueeze(-1)
-        share_G = valid_GS1.sum((1, 2)) * self.top_k / num_experts
+        share_G = valid_GS1.sum((1, 2)).to(logits_TE.dtype) * self.top_k / num_experts
         chosen_GSK, free_G = None, None
         for step in reversed(_LADDER):  # from no bonus to all of it; each that keeps the bound replaces the one before
             best_GSK = (logits_GSE + self.bonus * step * near_GE.unsqueeze(1)).topk(self.top_k).indices

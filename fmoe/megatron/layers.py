@@ -40,9 +40,9 @@ def _random_init_weight(self: nn.Module, rng: Any) -> None:
 
 @torch.no_grad()
 def _fill(linear: nn.Module, weight: Any, bias: Any) -> None:
-    linear.weight.copy_(torch.as_tensor(weight))
+    linear.weight.copy_(torch.as_tensor(weight, dtype=torch.float64, device="cpu"))
     if linear.bias is not None:
-        linear.bias.copy_(torch.as_tensor(bias))
+        linear.bias.copy_(torch.as_tensor(bias, dtype=torch.float64, device="cpu"))
 
 
 class MegatronMLP(FMoETransformerMLP):
@@ -96,7 +96,9 @@ class MegatronMLP(FMoETransformerMLP):
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
-                    linear.weight.copy_(torch.empty(linear.weight.shape, device="cpu").normal_(0, sigma))
+                    linear.weight.copy_(
+                        torch.empty(linear.weight.shape, device="cpu", dtype=torch.float32).normal_(0, sigma)
+                    )
                     linear.bias.zero_()
 
     def _output_sigma(self) -> float:

@@ -32,13 +32,14 @@ def load() -> bool:
 
     If that cannot be, a line on the logger ``fmoe`` says why, and `why` tells it. Environment variables: FMOE_NATIVE=0
     turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of built libraries;
-    FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; CXX names the compiler.
+    FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA limits the instruction
+    set; CXX names the compiler.
 
     Returns:
         Whether ``torch.ops.fmoe_native`` is there.
 
     Raises:
-        UserError: FMOE_NATIVE, FMOE_HUGE_PAGES or FMOE_SANITIZE has a value that it cannot have.
+        UserError: FMOE_NATIVE, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA has an invalid value.
     """
     global _outcome
     if _outcome is None:
@@ -105,6 +106,7 @@ def _load() -> _Outcome:
     if is_off():
         return _Outcome(reason="FMOE_NATIVE=0 turns it off")
     sanitize, huge_pages = _sanitizers(), _switch("FMOE_HUGE_PAGES")
+    _check_isa()
     try:
         path = _load_library(sanitize)
     except BuildError as error:
@@ -153,6 +155,13 @@ def _cached() -> Path | None:
         return build.cached(sanitize=_sanitizers())
     except BuildError:
         return None
+
+
+def _check_isa() -> None:
+    """Raises UserError where FMOE_NATIVE_ISA, which the library reads, is invalid."""
+    from fmoe.native import compiler
+
+    compiler.isa_limit()
 
 
 def _sanitizers() -> tuple[str, ...]:

@@ -1,12 +1,12 @@
 """``fmoe build``: compiles the native CPU backend ahead; with ``--arch`` the CUDA kernels (`fmoe.cuda.cli`)."""
 
-import argparse
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 
 from fmoe import native
+from fmoe.cli import Parser
 from fmoe.cuda import cli as cuda_cli
 from fmoe.errors import BuildError, UserError
 from fmoe.native import build, cache, compiler
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: a sanitizer that there is not, an architecture that NVRTC does not know.
     """
-    parser = argparse.ArgumentParser(prog="fmoe build", description=__doc__)
+    parser = Parser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile, whatever is in the cache")
     parser.add_argument("--clean", action="store_true", help="remove what is in the cache, and end")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="a build for tests, with checks")

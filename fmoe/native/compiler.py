@@ -110,7 +110,38 @@ def isas() -> dict[str, tuple[str, ...]]:
 
 
 def current_isa() -> str:
-    """The one of `isas` that this processor runs, as torch sees it (ATEN_CPU_CAPABILITY lowers both)."""
+    """The one of `isas` that runs: the processor's, as torch sees it (ATEN_CPU_CAPABILITY lowers both), or the one that
+    FMOE_NATIVE_ISA names.
+
+    Raises:
+        UserError: `isa_limit`.
+    """
+    limit = isa_limit()
+    return _processor_isa() if limit is None else limit.removesuffix("_bf16")
+
+
+def isa_limit() -> str | None:
+    """The instruction set that FMOE_NATIVE_ISA limits the native backend to; None where it is not set.
+
+    It is one of `isas`, which have no bf16 GEMMs then, or "avx512_bf16". src/processor.h reads the same variable.
+
+    Raises:
+        UserError: FMOE_NATIVE_ISA names an unknown instruction set, or one that this processor lacks.
+    """
+    named = os.environ.get("FMOE_NATIVE_ISA", "")
+    if not named:
+        return None
+    levels = [*isas(), "avx512_bf16"] if len(isas()) > 1 else [*isas()]
+    if named not in levels:
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} is not one of {', '.join(levels)}")
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    top = "avx512_bf16" if _processor_isa() == "avx512" and has_bf16 else _processor_isa()
+    if levels.index(named) > levels.index(top):
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, which is what this processor runs")
+    return named
+
+
+def _processor_isa() -> str:
     name = torch.backends.cpu.get_cpu_capability().lower()
     return name if name in isas() else "default"
 

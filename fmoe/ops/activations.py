@@ -1,7 +1,7 @@
 """What lies between the two linear maps of an expert, for the rows of one expert at a time, into memory of the caller.
 
-For the activations that the field uses the derivative is one kernel, which writes where it is told; any other function
-goes through autograd.
+Known are the activations that the field uses: pure functions of each number, whose derivative is one kernel. Any other
+function may be random or have parameters, which only autograd's own graph of its one call has right.
 
 Shape letters: n rows, H hidden width, P height of the first map (H, twice that where it is gated).
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmoe.ops import scratch
+from fmoe.ops import memory
 
 _aten = torch.ops.aten
 
@@ -29,16 +29,18 @@ class Between(Protocol):
 
 def between(activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor) -> Between:
     """``activation(hidden)``, gated ``activation(first half) * second half``, for up to ``most_rows`` rows of the
-    width, dtype and device of ``like``, [*, P]."""
-    kernels = _kernels(activation)
-    if kernels is None:
-        return _ByAutograd(functools.partial(gate, activation) if gated else activation)
-    return (_Gated if gated else _Plain)(*kernels, most_rows, like)
+    width, dtype and device of ``like``, [*, P]. The activation is a known one."""
+    return (_Gated if gated else _Plain)(*_kernels(activation), most_rows, like)
+
+
+def is_known(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the backward pass can compute the activation again, by kernels."""
+    return _kernels(activation) is not None
 
 
 def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
     """GLU variants, arXiv 2002.05202: [n, 2 H] -> [n, H]."""
-    gates, values = hidden_nP.chunk(2, dim=-1)
+    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # which an activation may change in place
     return activation(gates) * values
 
 
@@ -69,7 +71,7 @@ class _Plain:
         self._d_hidden: Tensor | None = None  # made by the first `backward`
 
     def _buffer(self, width: int) -> Tensor:
-        return scratch.empty((self._most_rows, width), self._like)
+        return memory.empty((self._most_rows, width), self._like)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
         return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
@@ -103,15 +105,3 @@ class _Gated(_Plain):
         upstream = torch.mul(upstream_nH, values, out=self._d_active[:num_rows])
         self._backward(upstream, gates, grad_input=d_gates)
         return active.mul_(values), d_hidden
-
-
-class _ByAutograd:
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        self.forward = function
-
-    def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            leaf = hidden_nP.detach().requires_grad_()
-            active = self.forward(leaf)
-        (d_hidden,) = torch.autograd.grad(active, leaf, upstream_nH)
-        return active.detach(), d_hidden

@@ -3,12 +3,14 @@
 Shape letters: M rows, L experts, I input width, O output width.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fmoe.ops.buffers import reused_like
+from fmoe.ops import reference
+from fmoe.ops.memory import empty_gradient
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
@@ -34,8 +36,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows_MI, weight_LOI, bias_LO, counts):
-        ctx.save_for_backward(rows_MI, weight_LOI)
-        ctx.counts, ctx.has_bias = counts, bias_LO is not None
+        ctx.save_for_backward(rows_MI, weight_LOI, bias_LO)
+        ctx.counts = counts
         out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
         weights_OI = weight_LOI.unbind(0)
         biases_O = None if bias_LO is None else bias_LO.unbind(0)
@@ -48,12 +50,16 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_MO):
-        rows_MI, weight_LOI = ctx.saved_tensors
+        rows_MI, weight_LOI, bias_LO = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
+            plain = functools.partial(reference.grouped_linear, counts=ctx.counts)
+            inputs = (rows_MI, weight_LOI, bias_LO)
+            return *reference.gradients(plain, inputs, ctx.needs_input_grad[:3], grad_MO), None
         needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_MO = grad_MO.contiguous()
         grad_rows_MI = torch.empty_like(rows_MI) if needs_rows else None
-        grad_weight_LOI = reused_like(weight_LOI) if needs_weight else None
-        grad_bias_LO = grad_MO.new_empty(weight_LOI.shape[:2]) if ctx.has_bias and needs_bias else None
+        grad_weight_LOI = empty_gradient(weight_LOI) if needs_weight else None
+        grad_bias_LO = grad_MO.new_empty(weight_LOI.shape[:2]) if needs_bias else None
         empty = [expert for expert, count in enumerate(ctx.counts) if not count]
         for grad in (grad_weight_LOI, grad_bias_LO):
             if grad is not None:

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from fmoe.ops import reference
 
 if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
     from fmoe.dispatch.plan import DispatchPlan
@@ -56,6 +60,7 @@ def expert_ffn(
             them (``grad_added_to_main_grad``), where they have one in float32. Gradients that the same weights get from
             elsewhere are then lost: for who knows that there are none.
     """
+    check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     order = place = None
     if plan is not None:
         order, place, weight_TK = plan.order_N, plan.place_TK, weight_TK.float().contiguous()
@@ -78,13 +83,52 @@ def expert_ffn(
     return out
 
 
+def check_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise where a tensor has a forward-mode tangent, which operations lose where none requires a gradient."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of any dual_level
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("fused experts have no forward-mode derivatives (torch.autograd.forward_ad, jvp)")
+
+
 def code(activation: Callable) -> int | None:
     """The kernels' number of an activation (kernels.h; of `fmoe.ops.cuda` too); None for one that it does not know."""
     if activation is F.gelu:
         return 0
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
-    return {F.relu: 2, F.silu: 3}.get(activation)
+    if activation is F.relu:
+        return 2
+    return 3 if activation is F.silu else None
+
+
+_ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu)  # by their code
+
+
+def differentiable_gradients(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor,
+    *,
+    order: Tensor | None,
+    counts: Sequence[int],
+    activation: int,
+    gated: bool,
+) -> list[Tensor | None]:
+    """Return gradients that can be differentiated again (create_graph), unlike the gradients from the kernels.
+
+    Args:
+        inputs: x, weight, w_in, b_in, w_out, b_out of the operation.
+        activation: its `code`.
+    """
+    plain = functools.partial(
+        reference.expert_ffn_of_tokens,
+        order_N=order,
+        counts=counts,
+        activation=_ACTIVATIONS[activation],
+        gated=gated,
+    )
+    return reference.gradients(plain, inputs, needs, grad)
 
 
 # Whether bf16 is multiplied in float32: where the processor has no bf16 GEMMs, torch's are several times slower.
@@ -103,6 +147,8 @@ def register(huge_pages: bool = True) -> None:
     torch.library.register_fake("fmoe_native::expert_ffn", _fake)
     torch.library.register_fake("fmoe_native::expert_ffn_backward", _fake_backward)
     torch.library.register_autograd("fmoe_native::expert_ffn", _backward, setup_context=_keep)
+    register_flop_formula(torch.ops.fmoe_native.expert_ffn)(_flops)
+    register_flop_formula(torch.ops.fmoe_native.expert_ffn_backward)(_flops_backward)
 
 
 def _fake(x, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, into_main_grad=False):
@@ -142,6 +188,31 @@ def _fake_backward(
     )
 
 
+def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
+    """Count the FLOPs of the two GEMMs as `torch.utils.flop_counter` does; the CUDA operation uses this formula too.
+
+    Args:
+        w_in, w_out: shapes [L, P, D] and [L, D, H].
+    """
+    return 2 * rows * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
+
+
+def backward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int], needs: Sequence[bool]) -> int:
+    """As `forward_flops`, of the GEMMs that the gradients of x, weight, w_in, b_in, w_out and b_out need."""
+    needs_x, _, needs_w_in, _, needs_w_out, _ = needs
+    first, second = 2 * rows * w_in[1] * w_in[2], 2 * rows * w_out[1] * w_out[2]
+    return second + needs_w_out * second + (needs_w_in + needs_x) * first
+
+
+def _flops(x, order, place, weight, count, w_in, b_in, w_out, *others, out_shape=None, **options) -> int:
+    return forward_flops(out_shape[1][0], w_in, w_out)
+
+
+def _flops_backward(grad, x, hidden, order, place, weight, count, w_in, b_in, w_out, *others, **options) -> int:
+    needs = others[4]  # after b_out, activation, gated, wide
+    return backward_flops(hidden[0], w_in, w_out, needs)
+
+
 def _keep(ctx, inputs, output):
     x, order, place, weight, count, w_in, b_in, w_out, b_out, *ctx.options = inputs
     ctx.save_for_backward(x, order, place, weight, count, w_in, b_in, w_out, b_out, output[1])
@@ -158,6 +229,12 @@ def _backward(ctx, grad, _grad_hidden):
     # Where each of the six lies among the arguments.
     places = {"x": 0, "weight": 3, "w_in": 5, "b_in": 6, "w_out": 7, "b_out": 8}
     needs = [ctx.needs_input_grad[i] for i in places.values()]
+    if torch.is_grad_enabled():  # create_graph
+        options = {"order": order, "counts": count.tolist(), "activation": activation, "gated": gated}
+        gradients = differentiable_gradients((x, weight, w_in, b_in, w_out, b_out), needs, grad, **options)
+        for place_of, gradient in zip(places.values(), gradients, strict=True):
+            nothing[place_of] = gradient
+        return tuple(nothing)
     sums = [None, None]
     if into_main_grad:
         sums = [main_grad(w) if n else None for w, n in ((w_in, needs[2]), (w_out, needs[4]))]
@@ -180,10 +257,14 @@ def _backward(ctx, grad, _grad_hidden):
 
 
 def main_grad(weight: Tensor) -> Tensor | None:
-    """Megatron's accumulator of a parameter, where gradients can be added to it."""
+    """Return Megatron's accumulator of a parameter, or None where gradients cannot be added to it.
+
+    A gradient that is added here passes no tensor hook, so a parameter that has one gets its gradient from autograd.
+    """
     total = getattr(weight, "main_grad", None)
     usable = (
         hasattr(weight, "grad_added_to_main_grad")
+        and not weight._backward_hooks
         and isinstance(total, Tensor)
         and total.dtype == torch.float32
         and total.device == weight.device

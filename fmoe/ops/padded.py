@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fmoe.ops import scratch
+from fmoe.ops import memory
 from fmoe.ops.rows import gather_sum, row_dots
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class PaddedPlan:
         num_experts, num_assignments = count_E.shape[0], plan.order_N.shape[0]
         begin_E = count_E.cumsum(0) - count_E
         part = slots // num_chunks
-        position_CES = torch.arange(slots, device=device).view(num_chunks, 1, part).expand(-1, num_experts, -1)
+        position_CES = (
+            torch.arange(slots, device=device, dtype=torch.int64).view(num_chunks, 1, part).expand(-1, num_experts, -1)
+        )
         valid_CES = position_CES < count_E.view(1, -1, 1)
         self.valid_P = valid_CES.reshape(-1)
         place_P = (begin_E.view(1, -1, 1) + position_CES).reshape(-1).clamp(max=max(num_assignments - 1, 0))
@@ -40,7 +42,7 @@ class PaddedPlan:
         self.top_k = plan.place_TK.shape[1]
         self.kept_TK = plan.kept_TK
         # The inverse: where assignment (t, k) lies.
-        sorted_N = torch.arange(num_assignments, device=device)
+        sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
         position_N = sorted_N - begin_E[expert_N]
         place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
@@ -63,7 +65,7 @@ class PaddedPlan:
         """The token of each place, times its weight; zero where there is none."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
-        rows = scratch.gather(x_TD, self.assignment_P // self.top_k)
+        rows = memory.gather(x_TD, self.assignment_P // self.top_k)
         if weight_TK is not None:
             rows = rows * weight_TK.reshape(-1)[self.assignment_P].unsqueeze(1)
         return rows.masked_fill_(~self.valid_P.unsqueeze(1), 0)

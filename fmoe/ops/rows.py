@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fmoe.ops import scratch
+from fmoe.ops import memory
 from fmoe.ops.cuda import rows as cuda_rows
 
 if TYPE_CHECKING:  # the plan is made of values that these operations take; it imports nothing from here
@@ -85,7 +85,7 @@ def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
     return (
         rows_MD.dtype == torch.float32
         and (weight_TK is None or weight_TK.dtype == torch.float32)
-        and scratch.is_plain(rows_MD)
+        and memory.is_plain(rows_MD)
         and not torch.is_grad_enabled()
     )
 
@@ -112,7 +112,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, plan, num_rows):
         ctx.plan = plan
-        return scratch.gather(x_TD, plan.order_N[:num_rows] // plan.top_k)
+        return memory.gather(x_TD, plan.order_N[:num_rows] // plan.top_k)
 
     @staticmethod
     def backward(ctx, grad_MD):
@@ -130,7 +130,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_TD):
         rows_MD, weight_TK = ctx.saved_tensors
         order_M = ctx.plan.order_N[: rows_MD.shape[0]]
-        grad_MD = scratch.gather(grad_TD, order_M // ctx.plan.top_k)
+        grad_MD = memory.gather(grad_TD, order_M // ctx.plan.top_k)
         grad_weight_TK = None
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
@@ -148,7 +148,7 @@ class _Reorder(torch.autograd.Function):
     def forward(ctx, rows, index, inverse, dtype):
         ctx.save_for_backward(index, inverse)
         ctx.dtype = rows.dtype
-        return scratch.gather(rows, index).to(dtype)
+        return memory.gather(rows, index).to(dtype)
 
     @staticmethod
     def backward(ctx, grad):

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from fmoe.optim.layout import is_matrix, is_stacked
+from fmoe import ownership
+from fmoe.optim.layout import has_mark, is_matrix
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -18,15 +19,19 @@ class Adafactor(torch.optim.Adafactor):
     """
 
     def _init_group(self, group, params_with_grad, grads, row_vars, col_vars, variances, state_steps) -> bool:
+        ownership.refresh()
         for parameter in group["params"]:
-            if is_stacked(parameter) and not is_matrix(parameter) and not self.state[parameter]:
+            if has_mark(parameter) and not is_matrix(parameter) and not self.state[parameter]:
                 # Stacked biases, which torch would factor as if they were a matrix.
-                self.state[parameter] |= {"step": torch.tensor(0.0), "variance": torch.zeros_like(parameter)}
+                self.state[parameter] |= {
+                    "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+                    "variance": torch.zeros_like(parameter),
+                }
         lists = (params_with_grad, grads, row_vars, col_vars, variances, state_steps)
         whole: tuple[list[Tensor | None], ...] = ([], [], [], [], [], [])
         has_complex = super()._init_group(group, *whole)
         for columns in zip(*whole, strict=True):
-            for one in _experts(*columns) if is_stacked(columns[0]) else [columns]:
+            for one in _experts(*columns) if has_mark(columns[0]) else [columns]:
                 for values, value in zip(lists, one, strict=True):
                     values.append(value)
         return has_complex

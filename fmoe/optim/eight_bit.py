@@ -3,7 +3,8 @@
 Shape letters: B blocks, S elements of a block.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,12 +58,9 @@ class AdamW8bit(Optimizer):
                 loss = closure()
         inner = self._torchao
         inner.state = self.state
-        inner.param_groups = [
-            {**group, "amsgrad": False, "lr": torch.as_tensor(group["lr"], dtype=torch.float32)}
-            for group in self.param_groups
-        ]
+        inner.param_groups = [{**group, "amsgrad": False, "lr": _as_tensor(group["lr"])} for group in self.param_groups]
         on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-        with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+        with torch.compiler.set_stance("force_eager" if on_cpu else "default"), _float32_by_default():
             inner.step()
         return loss
 
@@ -72,11 +70,30 @@ class AdamW8bit(Optimizer):
         Numbers that a moment of the same blocks stood for (``.dequantize()``) give it again, to the last bit of what it
         stands for.
         """
-        moment = self._torchao._new_buffer(parameter, name == "exp_avg")
+        with _float32_by_default():
+            moment = self._torchao._new_buffer(parameter, name == "exp_avg")
         moment.copy_(values)
         if hasattr(moment, "codes"):
             _find_scales(moment, values.float().view(-1, BLOCK))
         return moment
+
+
+@contextlib.contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """torchao makes maps, scales and steps in the default dtype."""
+    before = torch.get_default_dtype()
+    if before == torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _as_tensor(lr: float | Tensor) -> Tensor:
+    return lr.float() if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float32, device="cpu")
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:

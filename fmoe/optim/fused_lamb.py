@@ -108,10 +108,10 @@ class FusedLamb:
             alike[slot.tensor.dtype, slot.tensor.grad.dtype].append((slot, places))
         for (dtype, grad_dtype), members in alike.items():
             members.sort(key=lambda member: (not member[0].part.count, member[0].part.block))
-            sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4])
-            rows, per_block = [], torch.zeros(num_blocks + 1, dtype=torch.int64)
+            sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4], dtype=torch.int64, device="cpu")
+            rows, per_block = [], torch.zeros(num_blocks + 1, dtype=torch.int64, device="cpu")
             for number, (slot, places) in enumerate(members):
-                rows.append(_chunks(slot, number, torch.tensor(places), sizes))
+                rows.append(_chunks(slot, number, torch.tensor(places, dtype=torch.int64, device="cpu"), sizes))
                 if slot.part.count:
                     per_block[1 + slot.part.block :][: slot.part.count] += len(rows[-1]) // slot.part.count
             device = members[0][0].tensor.device
@@ -128,10 +128,10 @@ def _chunks(slot: Slot, number: int, places_4: Tensor, sizes_4: Tensor) -> Tenso
     """The chunks of a slot, block by block: int64 [n, 6]."""
     count = max(slot.part.count, 1)
     length = slot.part.of(slot.tensor).numel() // count
-    begin_n = torch.arange(0, length, CHUNK)
-    block_n = torch.arange(count).repeat_interleave(len(begin_n))
+    begin_n = torch.arange(0, length, CHUNK, dtype=torch.int64, device="cpu")
+    block_n = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(len(begin_n))
     begin_n = begin_n.repeat(count)
-    words = torch.empty(len(begin_n), _WORDS, dtype=torch.int64)
+    words = torch.empty(len(begin_n), _WORDS, dtype=torch.int64, device="cpu")
     words[:, :4] = places_4 + (block_n * length + begin_n).unsqueeze(1) * sizes_4
     words[:, 4] = (length - begin_n).clamp(max=CHUNK)
     owner_n = block_n + slot.part.block if slot.part.count else torch.full_like(block_n, -1)
@@ -152,7 +152,7 @@ def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tens
                 *(math.inf if trust is None else trust, 1 - beta2),
             ]
         )
-    return torch.tensor(rows, dtype=torch.float32)
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def _to(table: Tensor, device: torch.device) -> Tensor:

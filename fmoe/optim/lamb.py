@@ -46,7 +46,7 @@ class Lamb(TrustOptimizer):
         )
 
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
-        if not fused_lamb.takes(slots, self.state):
+        if plan.ratios.dtype != torch.float32 or not fused_lamb.takes(slots, self.state):
             return False
         if self._fused is None:
             self._fused = fused_lamb.FusedLamb()
@@ -55,7 +55,7 @@ class Lamb(TrustOptimizer):
 
     def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
         super()._begin(tensor, state)
-        state.setdefault("step", torch.tensor(0.0))
+        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         state["step"] += 1
 
     def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmoe import ownership
 from fmoe.errors import UserError
 
 
@@ -14,6 +15,13 @@ def is_stacked(parameter: Tensor) -> bool:
 
     `fmoe.experts.Stacked` marks such parameters.
     """
+    if not has_mark(parameter):
+        ownership.refresh()
+    return has_mark(parameter)
+
+
+def has_mark(parameter: Tensor) -> bool:
+    """`is_stacked` after `fmoe.ownership.refresh`, for loops over parameters."""
     return getattr(parameter, "is_stacked", False)
 
 
@@ -22,7 +30,7 @@ def is_matrix(parameter: Tensor) -> bool:
 
     Biases and norms are vectors, those of stacked experts too.
     """
-    return parameter.dim() - is_stacked(parameter) >= 2
+    return parameter.dim() >= 2 and parameter.dim() - is_stacked(parameter) >= 2
 
 
 def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]:

@@ -1,5 +1,6 @@
 """What layer-wise adaptive optimizers share: norms of blocks, their reduction over ranks, steps over many tensors."""
 
+import functools
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.optim.layout import Layout, Part, parts_of
+from fmoe.routing import sum_dtype
 
 # Elements of the tensors that are stepped together: enough to hide the launch of kernels, few enough that what lies
 # between two of them is small, and on a CPU still in its cache.
@@ -34,9 +37,9 @@ class Slot:
 class Plan:
     """How an optimizer steps its tensors; O blocks in all."""
 
-    chunks: list[list[Slot]]  # of one group, device and kind each
+    chunks: list[list[Slot]]  # of one group, device, dtype and kind each
     squares: Tensor  # [2, O]: of the weights and of what the trust ratio compares them with
-    ratios: Tensor  # [O]
+    ratios: Tensor  # [O], in the widest dtype of what is stepped, at least float32
     spans: list[tuple[int, int]]  # of each parameter in the blocks
     reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # with the blocks that take part, None for all
 
@@ -66,8 +69,8 @@ class TrustOptimizer(Optimizer):
     def trust_ratios(self) -> list[Tensor]:
         """Those of the last step, a tensor [blocks] for each parameter of the layout; empty for a vector.
 
-        Float32, on the device of the parameters. NaN for a block that was not stepped on this rank: it holds no part of
-        it, or there was no gradient yet.
+        Float32, or float64 where a parameter is; on the device of the parameters. NaN for a block that was not stepped
+        on this rank: it holds no part of it, or there was no gradient yet.
         """
         plan = self._plan()
         return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
@@ -143,7 +146,7 @@ class TrustOptimizer(Optimizer):
         """Sums the squares of norms over the ranks that have parts of the blocks."""
         for group, blocks in plan.reductions:
             part = plan.squares if blocks is None else plan.squares[:, blocks]
-            dist.all_reduce(part, group=group)
+            collectives.run(dist.all_reduce, part, group=group)
             if blocks is not None:
                 plan.squares[:, blocks] = part
 
@@ -156,8 +159,8 @@ class TrustOptimizer(Optimizer):
     def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
         """Multiplies the updates, in place, by their trust ratios."""
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
-        ratio = self._ratio(weight_norms, compared_norms, slots[0].group).float()
-        plan.ratios[blocks] = ratio
+        ratio = self._ratio(weight_norms, compared_norms, slots[0].group).to(updates[0].dtype)
+        plan.ratios[blocks] = ratio.to(plan.ratios.dtype)
         factors = ratio.split([slot.part.count for slot in slots])
         single = [number for number, slot in enumerate(slots) if slot.part.count == 1]
         if single:
@@ -188,20 +191,22 @@ class TrustOptimizer(Optimizer):
                 parameter, start = layout.parts[tensor]
                 limit = _CHUNK.get(tensor.device.type, _CHUNK["cuda"])
                 for part in parts_of(tensor, layout.parameters[parameter], ends[parameter], start, limit):
-                    kind, size = (number, tensor.device, part.count > 0), part.of(tensor).numel()
+                    kind = (number, tensor.device, stepped_dtype(tensor), part.count > 0)
+                    size = part.of(tensor).numel()
                     alike = chunks.setdefault(kind, [[]])
                     if alike[-1] and filled[kind] + size > limit:
                         alike.append([])
                         filled[kind] = 0
-                    blocks = torch.arange(part.block, part.block + part.count, device=device)
+                    blocks = torch.arange(part.block, part.block + part.count, device=device, dtype=torch.int64)
                     alike[-1].append(Slot(tensor, group, part, blocks))
                     filled[kind] += size
         # Sums of squares in float64, where no square overflows; MPS has none.
-        exact = torch.float32 if device.type == "mps" else torch.float64
+        exact = sum_dtype(device)
+        widest = functools.reduce(torch.promote_types, map(stepped_dtype, tensors), torch.float32)
         return Plan(
             chunks=[chunk for alike in chunks.values() for chunk in alike],
             squares=torch.zeros(2, ends[-1], dtype=exact, device=device),
-            ratios=torch.full((ends[-1],), torch.nan, device=device),
+            ratios=torch.full((ends[-1],), torch.nan, dtype=widest, device=device),
             spans=list(pairwise(ends)),
             reductions=list(_reductions(layout, ends, device)),
         )
@@ -209,8 +214,7 @@ class TrustOptimizer(Optimizer):
     def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
         """A step of the tensor begins; makes the state if there is none."""
         if not state:
-            dtype = torch.promote_types(tensor.dtype, torch.float32)
-            state |= {name: torch.zeros_like(tensor, dtype=dtype) for name in self.state_names}
+            state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in self.state_names}
 
     @abstractmethod
     def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
@@ -233,7 +237,7 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
     groups = list(dict.fromkeys(group for blocks in layout.parameters for group in blocks.groups))
     for group in groups:
         taking_part = [
-            torch.arange(ends[number], ends[number + 1], device=device)
+            torch.arange(ends[number], ends[number + 1], device=device, dtype=torch.int64)
             for number, blocks in enumerate(layout.parameters)
             if group in blocks.groups
         ]
@@ -255,6 +259,11 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
         ]
         squares[place, blocks] = torch.cat(norms).to(squares).square()
     return blocks
+
+
+def stepped_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of the tensor's state and updates."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def floats(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe import collectives
+
 _BUCKET_BYTES = 25 << 20  # as torch DDP's: large enough for the bandwidth, small enough to begin early
 
 
@@ -40,7 +42,7 @@ class Reduction:
         )
         self._is_copy, self._work = not alone, None
         if group.size() > 1:
-            self._work = dist.all_reduce(self._sum, group=group, async_op=True)
+            self._work = collectives.start(dist.all_reduce, self._sum, group=group)
 
     @torch.no_grad()
     def finish(self, divisor: int) -> None:
@@ -67,5 +69,5 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for bucket in buckets_of(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, source, group=group)
+        collectives.run(dist.broadcast, flat, source, group=group)
         copy_back(flat, bucket)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fmoe import ownership
 from fmoe.errors import UserError
 from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
-from fmoe.parallel.gradients import is_expert
+from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
 
 
@@ -40,7 +41,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 raise UserError(f"{key} is not taken beside groups: it is groups.data_group")
         layers = moe_layers(module, groups)
         parameters = list(module.named_parameters(remove_duplicate=False))
-        experts = {name: p for name, p in parameters if is_expert(p)}
+        ownership.refresh()
+        experts = {name: p for name, p in parameters if has_mark(p)}
         if not any(p.requires_grad for name, p in parameters if name not in experts):
             raise UserError(
                 "no dense parameter is trained: use fmoe.parallel.average_gradients after the backward pass"
@@ -149,7 +151,8 @@ class DenseAverager:
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Of a model's parameters or an optimizer's groups, those that are not of experts."""
         flat = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
-        self.averager.average_parameters(p for p in flat if not is_expert(p))
+        ownership.refresh()
+        self.averager.average_parameters(p for p in flat if not has_mark(p))
 
 
 def _call(reference: weakref.ref, method: Any, *args: Any) -> None:

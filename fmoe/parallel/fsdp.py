@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmoe import ownership
 from fmoe.experts.modules import ModuleExperts
 from fmoe.parallel.buckets import broadcast
-from fmoe.parallel.gradients import is_expert
+from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
 
 
@@ -40,8 +41,9 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
     layers = moe_layers(module, groups).values()
     whole = [p for p in module.parameters() if not _is_sharded(p) and not p.is_meta]
-    broadcast([p for p in whole if not is_expert(p)], groups.data_group)
-    broadcast([p for p in whole if is_expert(p)], groups.expert_data_group)
+    ownership.refresh()
+    broadcast([p for p in whole if not has_mark(p)], groups.data_group)
+    broadcast([p for p in whole if has_mark(p)], groups.expert_data_group)
     for layer in layers:
         if isinstance(layer.experts, FSDPModule):
             continue

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmoe import collectives, ownership
 from fmoe.errors import UserError
 from fmoe.parallel.buckets import Reduction, buckets_of
 from fmoe.parallel.groups import ParallelGroups
@@ -19,6 +20,13 @@ from fmoe.parallel.groups import ParallelGroups
 
 def is_expert(parameter: Tensor) -> bool:
     """Whether the parameter belongs to an expert, and so is not replicated over the data parallel group."""
+    if not has_mark(parameter):
+        ownership.refresh()
+    return has_mark(parameter)
+
+
+def has_mark(parameter: Tensor) -> bool:
+    """`is_expert` after `fmoe.ownership.refresh`, for loops over parameters."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -46,10 +54,11 @@ def average_gradients(
         group, expert_data_group = groups.data_group, groups.expert_data_group
     if group is None:
         raise UserError("average_gradients needs the data parallel group: group= or groups=")
+    ownership.refresh()
     trained = [p for p in model.parameters() if p.requires_grad]
-    dense = [p for p in trained if not is_expert(p) and p.grad is not None]
+    dense = [p for p in trained if not has_mark(p) and p.grad is not None]
     shared = expert_data_group is not None and expert_data_group.size() > 1
-    experts = [p for p in trained if is_expert(p) and (shared or p.grad is not None)]
+    experts = [p for p in trained if has_mark(p) and (shared or p.grad is not None)]
     for parameters, over in ((dense, group), (experts, expert_data_group)):
         if over is not None and over.size() > 1:
             for bucket in buckets_of(parameters):
@@ -80,6 +89,7 @@ def grad_norm(
     """
     moe_group = groups.moe_group if groups is not None else moe_group
     parameters = list(parameters)
+    ownership.refresh()
     device = parameters[0].device if parameters else torch.device("cpu")
     # Squares by who holds the other parts: the same sets in the same order on all ranks, since they are read from the
     # parameters, not from the gradients that happen to be there. In float64 no square overflows; MPS has none.
@@ -89,7 +99,7 @@ def grad_norm(
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        key = (is_expert(parameter), _sharded_over(parameter))
+        key = (has_mark(parameter), _sharded_over(parameter))
         part = norms.setdefault(key, [torch.zeros((), dtype=exact, device=device)])
         if parameter.grad is not None:
             gradient = _local(parameter.grad)
@@ -101,7 +111,7 @@ def grad_norm(
         squares = torch.stack(part).square().sum()
         for group in (*meshes, moe_group if expert else None):
             if group is not None and group.size() > 1:
-                dist.all_reduce(squares, group=group)
+                collectives.run(dist.all_reduce, squares, group=group)
         whole += squares
     return whole.sqrt().to(result)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fmoe import collectives
 from fmoe.routing import Routing
 
 if TYPE_CHECKING:
@@ -71,8 +72,20 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        own = ctx.parts.own(grad) if ctx.alike else ctx.parts.reduce_scatter(grad)
-        return own, None, None, None
+        return (_Own if ctx.alike else _SumOwn).apply(grad, ctx.parts), None, None, None
+
+
+class _Own(torch.autograd.Function):
+    """This rank's part of what all hold alike: the inverse of `_Whole` where that is ``alike``."""
+
+    @staticmethod
+    def forward(ctx, x, parts):
+        ctx.parts = parts
+        return parts.own(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Whole.apply(grad, None, ctx.parts, True), None
 
 
 class _SumOwn(torch.autograd.Function):
@@ -83,7 +96,7 @@ class _SumOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.parts.gather(grad), None
+        return _Whole.apply(grad, None, ctx.parts, False), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +139,7 @@ class Parts:
         if x.shape[0] < longest:
             x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
+        collectives.run(dist.all_gather, parts, x.contiguous(), group=self.group)
         return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -139,7 +152,7 @@ class Parts:
                 place[: part.shape[0]] = part
             x = x.flatten(0, 1)
         out = x.new_empty(longest, *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+        collectives.run(dist.reduce_scatter_tensor, out, x.contiguous(), group=self.group)
         return out[: self.lengths[self.group.rank()]]
 
     def whole(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:

@@ -2,7 +2,7 @@
 
 import signal
 
-from pretrain import supervise
+from pretrain import lock, supervise
 from pretrain.callbacks.base import Callback, Metrics
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -22,6 +22,7 @@ class Stopping(Callback):
     def on_start(self, trainer, metrics: Metrics) -> None:
         def ask(number: int, _frame) -> None:
             self._is_asked = trainer.engine.asks_to_stop = True
+            lock.ending()
             if number == signal.SIGINT:
                 signal.signal(number, self._before[number])
 

@@ -1,13 +1,13 @@
 """``fmoe checkpoint``: list, verify and show checkpoints."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fmoe.errors import UserError
+from fmoe.cli import Parser
+from fmoe.errors import UserError, printable
 from pretrain.checkpoint.folders import step_folders
 from pretrain.checkpoint.load import Checkpoint, open_checkpoint
 from pretrain.checkpoint.manifest import StoredTensor
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: no checkpoint there, or it is damaged.
     """
-    parser = argparse.ArgumentParser(prog="fmoe checkpoint", description=__doc__)
+    parser = Parser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for function, metavar, text in [
         (_ls, "RUN", "list the checkpoints of a run"),
@@ -47,7 +47,7 @@ def _ls(run: Path) -> int:
         try:
             checkpoint = Checkpoint(path)
         except UserError as error:
-            print(f"{path.name}  damaged: {error}")
+            print(f"{path.name}  damaged: {printable(str(error))}")
             exit_code = 1
         else:
             print(f"{path.name}  {_summary(checkpoint)}")
@@ -57,18 +57,18 @@ def _ls(run: Path) -> int:
 def _verify(path: Path) -> int:
     checkpoint = open_checkpoint(path)
     checkpoint.verify()
-    print(f"{checkpoint.path}: intact  {_summary(checkpoint)}")
+    print(f"{printable(str(checkpoint.path))}: intact  {_summary(checkpoint)}")
     return 0
 
 
 def _show(path: Path) -> int:
     checkpoint = open_checkpoint(path)
-    print(f"{checkpoint.path}  {_summary(checkpoint)}")
+    print(f"{printable(str(checkpoint.path))}  {_summary(checkpoint)}")
     print("state", json.dumps(checkpoint.state, indent=2, default=_brief))
     tensors = checkpoint.manifest.tensors
     rows = [
         (
-            name,
+            printable(name),
             name_of(tensors[name].dtype),
             str(list(tensors[name].shape)),
             _bytes(tensors[name].nbytes),

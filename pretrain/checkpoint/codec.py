@@ -73,6 +73,6 @@ def _decode(value: Any) -> Any:
         case {"$tensor": dict(tensor)}:
             raw = bytearray(base64.b64decode(tensor["data"], validate=True))
             dtype = dtype_named(tensor["dtype"])
-            flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
             return flat.reshape(tensor["shape"])
     return {key: _decode(item) for key, item in value.items()}

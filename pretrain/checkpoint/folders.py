@@ -4,6 +4,9 @@ A step is complete when it has its final name and a manifest. ``step-N.tmp`` is 
 died; ``step-N.trash`` is being removed; ``step-N.damaged`` was passed over when a run went on from an older one.
 """
 
+import contextlib
+import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +17,8 @@ from pretrain.checkpoint.files import sync_folder
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TMP, TRASH, DAMAGED = ".tmp", ".trash", ".damaged"
+logger = logging.getLogger(__name__)
+
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -48,12 +53,13 @@ def steps(folder: Path) -> list[int]:
 def step_folders(folder: Path) -> list[Path]:
     """Every folder with the name of a step, the newest first, also one that has lost its manifest.
 
-    Such a one is damaged, not unfinished: folders get their name when they are complete.
+    Such a one is damaged, not unfinished: folders get their name when they are complete. A link counts as its
+    target, and as damaged where the target is missing. A file of such a name is no checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = [(step_of(path.name), path) for path in folder.iterdir()]
+    found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_symlink() or path.is_dir()]
     return [path for step, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
 
 
@@ -63,17 +69,38 @@ def latest(folder: Path) -> Path | None:
     return Path(folder) / step_name(found[-1]) if found else None
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what processes that died were writing or removing. Call it on one rank, while none saves."""
-    for suffix in (TMP, TRASH):
+def remove(path: Path) -> None:
+    """Remove a step folder, or the file or link of its name. The target of a link stays."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
+    """Removes what processes that died were writing or removing. Call it on one rank, while none saves.
+
+    Only names that this package gives: all other files belong to the user.
+    """
+    for suffix in suffixes:
         for left in Path(folder).glob(f"step-*{suffix}"):
-            shutil.rmtree(left)
+            if step_of(left.name.removesuffix(suffix)) is not None:
+                _discard(left)
+
+
+def _discard(path: Path) -> None:
+    """Remove an obsolete file or folder; a refusal of the system does not end the run."""
+    try:
+        remove(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed, the run goes on: %s", path, error)
 
 
 def set_aside(path: Path) -> Path:
     """Renames a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), so that its step can be saved."""
     number = 1
-    while (target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))).exists():
+    while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
         number += 1
     path.rename(target)
     sync_folder(path.parent)
@@ -103,13 +130,13 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    for left in folder.glob(f"step-*{TRASH}"):
-        shutil.rmtree(left)
+    remove_leftovers(folder, (TRASH,))
     removed = [step for step in steps(folder)[:-n] if keep_every is None or step % keep_every]
     for step in removed:
         final = folder / step_name(step)
         trash = final.with_name(final.name + TRASH)
-        final.rename(trash)
-        sync_folder(folder)
-        shutil.rmtree(trash)
+        with contextlib.suppress(FileNotFoundError):  # somebody moved it elsewhere meanwhile
+            final.rename(trash)
+            sync_folder(folder)
+            _discard(trash)
     return removed

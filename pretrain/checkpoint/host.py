@@ -49,4 +49,4 @@ class HostBuffers:
 
 def _memory(data: Tensor) -> Tensor:
     # Only into pinned memory does a device copy while the host goes on to the next tensor.
-    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda, device="cpu")

@@ -126,7 +126,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: tensor {name}: {misfit}")
         if out is None:
             is_block = start == 0 and stop is None
-            out = torch.empty(wanted.block if is_block else (wanted.size,), dtype=tensor.dtype)
+            out = torch.empty(wanted.block if is_block else (wanted.size,), dtype=tensor.dtype, device="cpu")
         elif (out.dtype, out.numel()) != (tensor.dtype, wanted.size):
             raise UserError(
                 f"{self.path}: tensor {name}: {wanted.size} elements of {name_of(tensor.dtype)} were asked for, "

@@ -68,7 +68,7 @@ class Ranks:
     def _reduced(self, value: int, operation: dist.ReduceOp) -> int:
         if self.size == 1:
             return value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self._device())
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device())
         dist.all_reduce(tensor, op=operation, group=self.group)
         return int(tensor.item())
 
@@ -76,16 +76,17 @@ class Ranks:
         if self.size == 1:
             assert failure is not None
             return failure
-        buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         if self.rank == source:
             assert failure is not None
             text = torch.frombuffer(bytearray(_to_wire(failure)), dtype=torch.uint8)
             buffer[: len(text)] = text
-        buffer = buffer.to(self._device())
+        buffer = buffer.to(self.device())
         dist.broadcast(buffer, group=self.group, group_src=source)
         return _from_wire(bytes(buffer.cpu().tolist()).rstrip(b"\0"), source)
 
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Device of the tensors that collectives of this group take."""
         # A backend for several devices reads "cpu:gloo,cuda:nccl" or "undefined": those take CPU tensors.
         backend = dist.get_backend(self.group)
         on_gpu = "nccl" in backend and "gloo" not in backend

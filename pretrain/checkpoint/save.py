@@ -17,7 +17,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.checkpoint import codec
 from pretrain.checkpoint.files import SaveError, free_bytes, is_full, sync_folder, write_file
-from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, rank_name, shard_name, step_name
+from pretrain.checkpoint.folders import MANIFEST, STATE, TMP, rank_name, remove, shard_name, step_name
 from pretrain.checkpoint.geometry import Region, Shape
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.manifest import (
@@ -271,13 +271,12 @@ class _Space:
 
 
 def _prepare(final: Path, tmp: Path, space: _Space) -> None:
-    if final.exists():
+    if os.path.lexists(final):
         raise UserError(f"{final} is there already: checkpoints are never overwritten")
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True)
         sync_folder(final.parent.parent)
-    if tmp.exists():  # left by a process that died
-        shutil.rmtree(tmp)
+    remove(tmp)  # left by a process that died
     space.check()
     tmp.mkdir()
 

@@ -1,11 +1,12 @@
 """``fmoe compare``: what runs reached, and how soon one reached what another ended with."""
 
-import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from fmoe.errors import UserError
+from fmoe.cli import Parser
+from fmoe.errors import UserError, printable
 from pretrain.compare import figure, table
 from pretrain.compare.groups import group_runs
 from pretrain.compare.runs import check_comparable, read_run
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
         UserError: a folder that holds no run, or one without a validation; runs whose losses mean different things;
             a figure that cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe compare",
         description="Final validation losses of runs, and the steps and tokens at which one reaches the final loss of "
         "another. Runs that differ in their seed alone are one row: mean, standard deviation, lowest and highest.",
@@ -30,9 +31,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.out is not None:
         figure.check_path(arguments.out)
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for folder in arguments.runs:
-        if (place := folder.resolve()) in seen:
+        if (place := os.path.realpath(folder)) in seen:
             raise UserError(f"{folder} is given twice")
         seen.add(place)
     runs = [read_run(folder) for folder in arguments.runs]
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps(table.values(groups), indent=1, allow_nan=False))
     else:
-        print(table.text(groups))
+        print("\n".join(map(printable, table.text(groups).split("\n"))))
     if arguments.out is not None:
         figure.draw(groups, arguments.out)
         print(f"curves: {arguments.out}", file=sys.stderr)

@@ -109,7 +109,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                 break
         else:
             members.append((keys, [run]))
-    names = [_name([run.folder.resolve().name for run in group]) for _, group in members]
+    names = [common_name([run.folder.resolve().name for run in group]) for _, group in members]
     groups = []
     for (_, group), name in zip(members, names, strict=True):
         name = name if name and names.count(name) == 1 else str(group[0].folder)
@@ -144,7 +144,8 @@ def differing_keys(groups: Sequence[Group]) -> list[str]:
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
 
 
-def _name(folders: Sequence[str]) -> str:
+def common_name(folders: Sequence[str]) -> str:
+    """Return the common part of a group's folder names, without mention of a seed."""
     if len(folders) == 1:
         return folders[0]
     common = folders[0]
@@ -153,4 +154,4 @@ def _name(folders: Sequence[str]) -> str:
         common = common[:size]
     if any(name[len(common) : len(common) + 1].isdigit() for name in folders):
         common = common.rstrip("0123456789")  # of 11 and 12 the 1 is no name
-    return re.sub(r"((^|[-_.= ])(seed|s))?[-_.= ]*$", "", common)
+    return re.sub(r"((^|[-_.= /])(seed|s))?[-_.= /]*$", "", common)

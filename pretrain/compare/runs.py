@@ -14,7 +14,7 @@ from pretrain.tracking import read_metrics
 CONFIG, METRICS, TOLD = "config.toml", "metrics.jsonl", "run.json"
 
 # What changes no number of a run, or none but by rounding.
-_OF_NO_EFFECT = (
+OF_NO_EFFECT = (
     "run.",
     "parallel.",
     "checkpoint.",
@@ -83,7 +83,7 @@ class Run:
 
     def keys(self) -> dict[str, Any]:
         """Everything of the recipe that makes it another experiment, by key; corpora by content."""
-        values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(_OF_NO_EFFECT)}
+        values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(OF_NO_EFFECT)}
         for key, files in (("tokenizer", (self.tokenizer,)), ("train", self.train), ("validation", self.validation)):
             values[f"data.{key}"] = tuple(file.sha256 or file.path for file in files)
         return values
@@ -174,9 +174,11 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
         if "val/loss" not in row:
             continue
         step, loss = row["step"], row["val/loss"]
-        if loss is None:  # JSON has no NaN (`JsonlTracker`)
-            loss = float(row.get("val/loss_nonfinite") or math.nan)
-        tokens = row.get("tokens", recipe.batches.first(step) * recipe.tokens_per_sequence)
+        if not isinstance(loss, int | float):  # JSON has no NaN (`JsonlTracker`)
+            loss = {"inf": math.inf, "-inf": -math.inf}.get(row.get("val/loss_nonfinite"), math.nan)
+        tokens = row.get("tokens")
+        if type(tokens) is not int:
+            tokens = recipe.batches.first(step) * recipe.tokens_per_sequence
         found[step] = Validation(step, tokens, float(loss))
     return list(found.values())
 
@@ -187,10 +189,19 @@ def _told(path: Path) -> dict[str, Any]:
         told = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(told, dict):
         raise UserError(f"{path} cannot be read: it holds no JSON object")
+    for key in ("params", "active_params", "flops_per_token"):
+        value = told.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UserError(f"{path} cannot be read: {key}={value!r} is not a number")
+    data = told.get("data") or {}
+    sums = [data.get("tokenizer"), data.get("train"), data.get("validation")] if isinstance(data, dict) else [data]
+    for value in sums:
+        if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
+            raise UserError(f"{path} cannot be read: data={data!r} is not what a run writes")
     return told
 
 

@@ -1,19 +1,19 @@
 """Reading a recipe: TOML file -> dataclasses -> options of the command line over it."""
 
-import contextlib
 import difflib
-import io
+import itertools
 import json
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fmoe.errors import UserError, known_names, require
+from fmoe.errors import UserError, known_names
+from pretrain.config.bounds import check_path
 from pretrain.config.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -26,6 +26,7 @@ def shipped_recipes() -> list[str]:
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe: a path, or the name of one that is shipped (``quickstart``)."""
+    check_path("recipe", name)
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
             return path
@@ -34,22 +35,37 @@ def find_recipe(name: str) -> Path:
     )
 
 
-def load_recipe(name: str, overrides: Sequence[str] = (), program: str = "python -m pretrain RECIPE") -> Recipe:
+def is_recipe(name: str) -> bool:
+    """Return whether `find_recipe` finds it."""
+    return Path(name).is_file() or name in shipped_recipes()
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a TOML file with ``--section.key value`` options over it, checked.
 
     Raises:
-        UserError: unreadable TOML, an unknown key (names the nearest), a value of the wrong type or out of range.
-        SystemExit: for ``--help``, which it prints.
+        UserError: unreadable TOML, an unknown key (names the nearest), a value of the wrong type or out of range, or a
+            word that belongs to no option.
     """
+    options, rest = split_overrides(overrides)
+    if rest:
+        raise UserError(f"unexpected {' '.join(rest)!r}: options are --section.key value")
+    recipe = read_recipe(name, options)
+    recipe.check()
+    return recipe
+
+
+def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
+    """The recipe of a TOML file with other values of some keys, not checked. Raises UserError: see `load_recipe`."""
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # numbers of thousands of digits, brackets thousands deep
         raise UserError(f"recipe {path} cannot be read: {error}") from error
-    recipe = _build(Recipe, values, "")
-    if overrides:  # tyro is slow, and `fmoe compare` reads many recipes
-        recipe = _override(recipe, overrides, program)
-    recipe.check()
+    recipe = build_recipe(values)
+    for key, value in overrides:
+        section, _, name = key.partition(".")
+        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
     return recipe
 
 
@@ -104,68 +120,92 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def _keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
+def recipe_keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
     """Full names of all keys, with their types."""
     hints = typing.get_type_hints(cls)
     out = {}
     for field in fields(cls):
         name, hint = prefix + field.name, hints[field.name]
-        out.update(_keys(hint, f"{name}.") if is_dataclass(hint) else {name: hint})
+        out.update(recipe_keys(hint, f"{name}.") if is_dataclass(hint) else {name: hint})
     return out
 
 
 def _unknown(key: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1) or [
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.7) or [
         name for name in known if name.split(".")[-1] == key.split(".")[-1]
     ]
-    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-    return f"unknown key {key}{hint}"
+    if near:
+        others = f" Or {', '.join(near[1:3])}?" if near[1:] else ""
+        return f"unknown key {key}; did you mean {near[0]}?{others}"
+    sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
+    return f"unknown key {key}; there are {sections}: fmoe train RECIPE --help lists their keys"
 
 
-def _override(recipe: Recipe, options: Sequence[str], program: str) -> Recipe:
-    tyro = require("tyro", "pretrain", "pretrain")
-    known = _keys()
-    options, hint = list(options), None
-    for place, option in enumerate(options):
-        if option.startswith("--") and option not in ("--help",):
-            key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
-            if key not in known:
-                raise UserError(_unknown(key, known))
-            hint = known[key]
-        elif option == "none" and type(None) in typing.get_args(hint):
-            options[place] = "None"  # the file's spelling, where tyro has Python's
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.cli(Recipe, default=recipe, args=options, prog=program)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise UserError(_message_of(errors.getvalue())) from None
+_OPTION = re.compile(r"--([\w-]+\.[\w.-]+)(?:=(.*))?", re.DOTALL)
+_BOOLS = {"true": True, "false": False}
 
 
-def _message_of(text: str) -> str:
-    """tyro's message without its frame: what stands between the first two rules, on one line."""
-    lines, rules = [], 0
-    for line in text.splitlines():
-        line = line.strip(" │╭╮╰╯")
-        if line.startswith("─") or (line and set(line) == {"-"}):
-            rules += 1
-        elif rules == 1 and line:
-            lines.append(line)
-    message = " ".join(lines) or " ".join(text.split())
-    for pattern, kind in _NO_NUMBER.items():
-        if found := re.search(pattern, message):
-            key = found[1].replace("-", "_")
-            return f"{key}={found[2]} is not a {kind}"
-    return message
+def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Options ``--section.key value`` of a command line as (key, value), in their order, and the words that are none.
+
+    ``_`` and ``-`` are alike; ``--section.key=value`` and, of a bool, ``--section.key`` and ``--section.no-key`` are
+    other spellings. A list takes the words up to the next option.
+
+    Raises:
+        UserError: an unknown key, no value or a wrong one.
+    """
+    known, words = recipe_keys(), list(argv)
+    overrides: list[tuple[str, Any]] = []
+    rest: list[str] = []
+    while words:
+        word = words.pop(0)
+        if not (found := _OPTION.fullmatch(word)):
+            rest.append(word)
+            continue
+        key, text = found[1].replace("-", "_"), found[2]
+        is_negated = key not in known and ".no_" in key
+        key = key.replace(".no_", ".", 1) if is_negated else key
+        if key not in known:
+            raise UserError(_unknown(key, known))
+        hint = known[key]
+        is_bool = hint is bool or bool in typing.get_args(hint)
+        if is_negated and (not is_bool or text is not None):
+            raise UserError(f"{word}: {'a bool is negated without a value' if is_bool else f'{key} is no bool'}")
+        if is_bool and text is None:
+            follows = words[0].lower() if words and not is_negated else ""
+            is_value = follows in _BOOLS or (follows == "none" and hint is not bool)
+            text = words.pop(0) if is_value else str(not is_negated)
+        if text is not None:
+            values = [text]
+        else:
+            most = len(words) if typing.get_origin(hint) is tuple else 1
+            values = list(itertools.takewhile(lambda word: not word.startswith("--"), words[:most]))
+            del words[: len(values)]
+        overrides.append((key, _from_words(values, hint, key)))
+    return overrides, rest
 
 
-# Of Python, of which tyro tells, with the option in front.
-_NO_NUMBER = {
-    r"--(\S+?): invalid literal for int\(\) with base 10: '(.*?)'": "whole number",
-    r"--(\S+?): could not convert string to float: '(.*?)'": "number",
-}
+def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
+    """The value of an option from what stands behind it."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(_from_words([word], typing.get_args(hint)[0], key) for word in words)
+    if not words:
+        raise UserError(f"--{key.replace('_', '-')} needs a value")
+    (word,) = words
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if type(None) in kinds and word in ("none", "None"):
+        return None
+    kind = next(kind for kind in kinds if kind is not type(None))
+    if kind is bool:
+        if word.lower() not in _BOOLS:
+            raise UserError(f"{key}={word} is neither true nor false")
+        return _BOOLS[word.lower()]
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            raise UserError(f"{key}={word} is not a {'whole number' if kind is int else 'number'}") from None
+    return _convert(word, kind, key)
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -191,7 +231,8 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+        # A JSON string is a TOML basic string, but for DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(map(to_toml, value)) + "]"
     return repr(value)

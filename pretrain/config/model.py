@@ -52,7 +52,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """What a norm adds to the variance or mean square."""
     dropout: float = 0.0
-    """Of attention and residual branches."""
+    """Of the embedding, attention probabilities and residual branches. Keyed by step, layer, token and feature, so that
+    it is the same at every split."""
     tie_embeddings: bool = True
     """One matrix for the embedding and the output layer."""
     init_std: float = 0.02
@@ -176,6 +177,8 @@ class ModelConfig:
         if self.top_k > self.num_experts:
             raise UserError(f"model.top_k={self.top_k} is more than model.num_experts={self.num_experts}")
         for number in self.moe_layers:
+            if self.moe_layers.count(number) > 1:
+                raise UserError(f"model.moe_layers={self.moe_layers} has {number} twice")
             if number not in self.layer_numbers:
                 last = f"model.num_layers={self.num_layers}"
                 last += f" + model.num_decoder_layers={self.decoder_layers}" if self.kind == "t5" else ""

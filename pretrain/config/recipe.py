@@ -11,11 +11,14 @@ from typing import Literal
 from fmoe.errors import UserError
 from pretrain.config import counts
 from pretrain.config.batches import Batches
+from pretrain.config.bounds import check_values
 from pretrain.config.kinds import check_kind
 from pretrain.config.model import ModelConfig
 from pretrain.config.optimizer import OptimizerConfig
 from pretrain.config.parallel import ParallelConfig, divides
 from pretrain.data.spans import Spans
+
+MAX_RAMP = 100_000  # batch sizes, which are counted in lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class DataConfig:
     """Share of the tokens that a t5 or a bert has to find."""
     mean_span: float = 3.0
     """Mean length of a t5's spans, in tokens."""
+    prefetch: int = 2
+    """Steps whose batches a thread builds ahead; 0 builds them within the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,11 @@ class TrainConfig:
                 )
             growth = self.global_batch - self.ramp_batch
             divides("train.ramp_increment", self.ramp_increment, "train.global_batch - train.ramp_batch", growth)
+            if growth // self.ramp_increment > MAX_RAMP:
+                raise UserError(
+                    f"train.ramp_increment={self.ramp_increment} makes {growth // self.ramp_increment} batch sizes, "
+                    f"more than {MAX_RAMP}"
+                )
         return bool(given)
 
 
@@ -192,16 +202,7 @@ class Recipe:
     def check(self) -> None:
         """Raises UserError for the first value that cannot be, alone or with another."""
         model, parallel, optimizer = self.model, self.parallel, self.optimizer
-        for section, names in POSITIVE.items():
-            for name in names:
-                value = getattr(getattr(self, section), name)
-                if value is not None and value < 1:
-                    raise UserError(f"{section}.{name}={value} is not positive")
-        for section, names in NOT_NEGATIVE.items():
-            for name in names:
-                value = getattr(getattr(self, section), name)
-                if value is not None and not value >= 0:  # NaN too
-                    raise UserError(f"{section}.{name}={value} is not 0 or more")
+        check_values(self)
         model.check()
         check_kind(self)
         parallel.check(model)
@@ -292,67 +293,3 @@ class Recipe:
                 f"as many processes (fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change "
                 "the splits"
             )
-
-
-POSITIVE = {
-    "model": (
-        "num_layers",
-        "num_decoder_layers",
-        "moe_every",
-        "hidden_size",
-        "num_heads",
-        "num_query_groups",
-        "head_dim",
-        "ffn_hidden_size",
-        "dense_ffn_hidden_size",
-        "sequence_length",
-        "vocab_size",
-        "top_k",
-        "group_size",
-    ),
-    "parallel": (
-        "tensor",
-        "context",
-        "pipeline",
-        "virtual_pipeline",
-        "expert",
-        "expert_tensor",
-        "data",
-        "chunks",
-        "max_rows",
-        "node_size",
-    ),
-    "optimizer": ("decay_steps", "base_batch", "warmup_tokens", "loss_scale_window", "hysteresis"),
-    "train": (
-        "steps",
-        "global_batch",
-        "micro_batch",
-        "ramp_batch",
-        "ramp_increment",
-        "ramp_samples",
-        "validation_every",
-        "validation_sequences",
-    ),
-    "checkpoint": ("keep_every",),
-    "tracking": ("console_every",),
-    "guard": ("max_skips", "spike_history"),
-}
-NOT_NEGATIVE = {
-    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std"),
-    "optimizer": (
-        "min_lr",
-        "warmup_steps",
-        "weight_decay",
-        "clip_grad",
-        "eps",
-        "beta1",
-        "beta2",
-        "momentum",
-        "cpu_offload",
-    ),
-    "train": ("seed",),
-    "checkpoint": ("every", "keep"),
-    "parallel": ("shadow",),
-    "tracking": ("trust_every", "picture_every"),
-    "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
-}

@@ -6,6 +6,7 @@
 import ast
 import inspect
 import re
+import shutil
 import sys
 import textwrap
 import types
@@ -15,8 +16,9 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from pretrain.config.bounds import NOT_NEGATIVE, POSITIVE
 from pretrain.config.load import to_toml
-from pretrain.config.recipe import NOT_NEGATIVE, POSITIVE, Recipe
+from pretrain.config.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe-reference.md"
 
@@ -36,6 +38,26 @@ def reference() -> str:
     """The page."""
     hints = typing.get_type_hints(Recipe)
     return "\n".join([_HEAD, *(_section(field.name, hints[field.name]) for field in fields(Recipe))])
+
+
+def options_help(recipe: Recipe, program: str) -> str:
+    """Every key as an option of a command, with its value in ``recipe``."""
+    hints = typing.get_type_hints(Recipe)
+    width = max(60, min(shutil.get_terminal_size().columns, 110))
+    wrap = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8).fill
+    lines = [f"usage: {program} [--section.key value ...]"]
+    for section in fields(Recipe):
+        cls = hints[section.name]
+        kinds, texts = typing.get_type_hints(cls), field_docs(cls)
+        lines += ["", f"[{section.name}] {' '.join(inspect.getdoc(cls).partition(chr(10) * 2)[0].split())}"]
+        for field in fields(cls):
+            option = field.name.replace("_", "-")
+            kind = _type(kinds[field.name]).replace("`", "").replace('"', "")
+            kind = f"true, false (--{section.name}.no-{option})" if kinds[field.name] is bool else kind
+            value = to_toml(getattr(getattr(recipe, section.name), field.name))
+            lines.append(f"  --{section.name}.{option} {kind}   (default: {value})")
+            lines.append(wrap(" ".join(texts[field.name].split())))
+    return "\n".join(lines)
 
 
 def _section(name: str, cls: type) -> str:

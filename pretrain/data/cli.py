@@ -7,16 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
+from fmoe.cli import Parser
 from fmoe.errors import UserError
 from pretrain.data.corpus import split_paths, write_python_library
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
+from pretrain.data.sources import FORMATS, printable
 from pretrain.data.tokenizer import DEFAULT_MAX_BYTES, DEFAULT_VOCAB_SIZE, MODEL_TYPES, Tokenizer, train_tokenizer
 
 INPUTS = """\
-INPUT is a text file (one document, of any size), .jsonl (a line a document), either of them compressed (.gz, .zst),
-.parquet (a row a document), a folder saved by Hugging Face datasets, or a folder with any of these files below it."""
+INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (a line a document), .json (the same, or one array
+of objects), any of them compressed (.gz, .zst), .parquet (a row a document), a folder saved by Hugging Face datasets,
+or a folder with any of these files below it. --format says how to read files of other names."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
 
@@ -29,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe data",
         allow_abbrev=False,
         description="Prepares training data: text to a tokenizer, text and tokenizer to token files.",
@@ -53,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "Writes train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
         "fmoe data corpus --out data/pylib/out",
     )
-    corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the three files")
+    corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder of the three files")
 
     tokenizer = _command(
         commands,
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_inputs(tokenizer, "*")
     tokenizer.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the model file to write, e.g. x.model, x.json"
+        "--out", type=path_argument, required=True, metavar="FILE", help="the model file to write, e.g. x.model, x.json"
     )
     tokenizer.add_argument("--vocab-size", type=int, help=f"pieces in all (default: {DEFAULT_VOCAB_SIZE})")
     tokenizer.add_argument(
@@ -100,8 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train",
     )
     _add_inputs(prepared)
-    prepared.add_argument("--tokenizer", type=Path, required=True, metavar="FILE", help=_TOKENIZER)
-    prepared.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="output path without suffix")
+    prepared.add_argument("--tokenizer", type=path_argument, required=True, metavar="FILE", help=_TOKENIZER)
+    prepared.add_argument(
+        "--out", type=path_argument, required=True, metavar="PREFIX", help="output path without suffix"
+    )
     prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the processors there are)")
 
     show = commands.add_parser(
@@ -112,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    show.add_argument("prefix", type=Path, metavar="PREFIX", help="path of the corpus without .bin")
-    show.add_argument("--tokenizer", type=Path, metavar="FILE", help="the tokenizer it was prepared with")
+    show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
+    show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="the tokenizer it was prepared with")
     show.add_argument("--documents", type=int, default=3, metavar="N", help="documents shown (default: %(default)s)")
     show.add_argument("--verify", action="store_true", help="read all tokens and compare their checksum")
     show.set_defaults(run=_show)
@@ -142,17 +147,39 @@ def _command(
 
 
 def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
-    parser.add_argument("inputs", nargs=number, type=Path, metavar="INPUT", help="text to read")
+    parser.add_argument("inputs", nargs=number, type=path_argument, metavar="INPUT", help="text to read")
     parser.add_argument(
         "--text-key", default="text", help="JSON key or column that holds the text (default: %(default)s)"
     )
+    add_format(parser)
+    parser.add_argument(
+        "--on-error",
+        default="stop",
+        choices=("stop", "skip"),
+        help="what a document does that cannot be read: bad bytes or JSON, null, no text (default: %(default)s)",
+    )
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--format``."""
+    parser.add_argument(
+        "--format", default="auto", choices=FORMATS, help="of all files of text (default: by their suffixes)"
+    )
+
+
+def path_argument(text: str) -> Path:
+    """A path of the command line; an empty one, as of a shell variable that is not set, would be this folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
     for split in write_python_library(arguments.out).values():
         skipped = f", {split.skipped} files left out that are not UTF-8" if split.skipped else ""
-        print(f"{split.path}: {split.documents:,} documents, {_size(split.text_bytes)} of text{skipped}")
+        size = _size(split.text_bytes)
+        print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
 
 
 def _tokenizer(arguments: argparse.Namespace) -> None:
@@ -166,13 +193,15 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key,
         sentinels=arguments.sentinels,
         character_coverage=arguments.character_coverage,
+        format=arguments.format,
+        skip_errors=arguments.on_error == "skip",
     )
     size = _size(tokenizer.path.stat().st_size)
-    print(f"{tokenizer.path}: {tokenizer.vocab_size:,} pieces, {len(tokenizer.sentinels)} sentinels, {size}")
+    print(f"{_shown(tokenizer.path)}: {tokenizer.vocab_size:,} pieces, {len(tokenizer.sentinels)} sentinels, {size}")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    refuse_existing(corpus_paths(arguments.out), arguments.overwrite, arguments.inputs)
+    refuse_existing(corpus_paths(arguments.out), arguments.overwrite, [*arguments.inputs, arguments.tokenizer])
     done = prepare(
         arguments.inputs,
         arguments.tokenizer,
@@ -180,23 +209,31 @@ def _prepare(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key,
         num_workers=arguments.workers,
         progress=True,
+        format=arguments.format,
+        skip_errors=arguments.on_error == "skip",
     )
     empty = f", {done.empty_documents:,} empty documents left out" if done.empty_documents else ""
     print(
         f"{done.documents:,} documents, {done.tokens:,} tokens, {_size(done.text_bytes)} of text "
         f"({done.text_bytes / done.tokens:.2f} bytes a token){empty}"
     )
+    if done.skipped:
+        more = f"\n  and {done.skipped - len(done.first_skipped):,} more" * (done.skipped > len(done.first_skipped))
+        print(f"{done.skipped:,} documents skipped:\n  " + "\n  ".join(done.first_skipped) + more)
     for path in done.paths:
-        print(f"{path}: {_size(path.stat().st_size)}")
+        print(f"{_shown(path)}: {_size(path.stat().st_size)}")
 
 
 def _show(arguments: argparse.Namespace) -> None:
     corpus = IndexedCorpus(arguments.prefix)
-    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens of {corpus.dtype.name}")
+    size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"
+    print(f"{_shown(corpus.prefix)}: {size} of {corpus.dtype.name}")
     if corpus.num_documents:
         least, half, most = np.quantile(corpus.lengths, [0, 0.5, 1], method="lower")
         print(f"tokens a document: {least:,} at least, {half:,} median, {most:,} at most")
-    for key in ("tokenizer", "text_bytes", "empty_documents", "fmoe"):
+    if (counts := corpus.counts) is not None and counts.unigrams is not None:
+        print(f"token ids: {np.count_nonzero(counts.unigrams):,} different ones, the largest is {counts.largest:,}")
+    for key in ("tokenizer", "text_bytes", "empty_documents", "skipped_documents", "fmoe"):
         if key in corpus.description:
             print(f"{key}: {corpus.description[key]}")
     if arguments.verify:
@@ -218,6 +255,10 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
         more = "..." if len(tokens) > _SHOWN_TOKENS else ""
         # repr: a terminal should see the control characters of a document, not obey them
         print(f"document {i}, {len(tokens):,} tokens: {tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}")
+
+
+def _shown(path: Path) -> str:
+    return printable(str(path))
 
 
 def _size(num_bytes: int) -> str:

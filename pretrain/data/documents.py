@@ -5,22 +5,47 @@ Pieces are cut at line ends. The tokenizers of this package keep a newline as a 
 pieces are exactly the tokens of the document; only a line longer than a piece is cut inside.
 """
 
-import gzip
-import json
-import zlib
+import logging
+import os
+import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from fmoe.errors import UserError
+from pretrain.data import sources
+from pretrain.data.sources import (
+    FORMATS,
+    Format,
+    OnError,
+    Source,
+    decode,
+    json_rows,
+    printable,
+    read_blocks,
+    shorten,
+    stop,
+)
 
-PIECE_SIZE = 1 << 20  # characters, or bytes where the file is read as it is
-MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole, so an endless one must not fill the memory
-_COMPRESSED = ("", ".gz", ".zst")
-_JSONL = tuple(".jsonl" + suffix for suffix in _COMPRESSED)
-_SUFFIXES_IN_FOLDERS = (*(".txt" + suffix for suffix in _COMPRESSED), *_JSONL, ".parquet")
+_COMPRESSED = (".gz", ".zst")
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_FORMAT_OF = {
+    ".txt": Format.TEXT,
+    ".text": Format.TEXT,
+    ".jsonl": Format.JSONL,
+    ".jsonlines": Format.JSONL,
+    ".ndjson": Format.JSONL,
+    ".json": Format.JSON,
+    ".parquet": Format.PARQUET,
+}
+_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # beside the text of a folder it is a note about it
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -31,129 +56,210 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-class Format(Enum):
-    TEXT = "text"
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    SAVED = "datasets.save_to_disk"
+def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
+    """The files behind ``paths``, in the order given; a folder's files are sorted by their path in it.
 
+    Of a folder, hidden files, links to folders and files of other formats are left out, and a warning counts them.
 
-@dataclass(frozen=True)
-class Source:
-    """A file (or a folder of ``save_to_disk``) to read.
-
-    Attributes:
-        path: where it is.
-        name: how a record calls it: the path below what the user named, never this machine's full path.
-        format: how it is read.
-        num_bytes: its size on disk.
-    """
-
-    path: Path
-    name: str
-    format: Format
-    num_bytes: int
-
-
-def find_sources(paths: Iterable[str | Path]) -> list[Source]:
-    """The files behind ``paths``, in the order given; those of a folder sorted by their path in it.
+    Args:
+        paths: files and folders.
+        text_key: its presence marks a ``.json`` file in a folder as documents.
+        format: of all files, one of `FORMATS`; "auto" goes by the suffix in any case.
 
     Raises:
-        UserError: no path, a missing one, or a folder with nothing to read.
+        UserError: no path, a missing one, one that is neither a file nor a folder, a file of unknown suffix, or a
+            folder with nothing to read.
     """
-    sources: list[Source] = []
+    if format not in FORMATS:
+        raise UserError(f"format={format!r} is none of {', '.join(FORMATS)}")
+    found: list[Source] = []
     for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path} does not exist")
-        if not path.is_dir():
-            sources.append(Source(path, path.name, _format_of(path), path.stat().st_size))
-        elif (path / "dataset_dict.json").is_file():
-            splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
-            raise UserError(f"{path} holds a dataset with splits; name one of {', '.join(splits)}, as {path}/SPLIT")
-        elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-            size = sum(file.stat().st_size for file in path.glob("*.arrow"))
-            sources.append(Source(path, path.resolve().name, Format.SAVED, size))
-        else:
-            sources.extend(_sources_in_folder(path))
-    if not sources:
+        shown = printable(str(path))
+        try:
+            status = path.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                if not stat.S_ISREG(status.st_mode):
+                    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "special")
+                    raise UserError(f"{shown} is {kind}, not a file or a folder: write its text to a file")
+                found.append(Source(path, printable(path.name), _format_of(path, format), status.st_size))
+            elif (path / "dataset_dict.json").is_file():
+                splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
+                raise UserError(
+                    f"{shown} holds a dataset with splits; name one of {', '.join(splits)}, as {shown}/SPLIT"
+                )
+            elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+                size = sum(file.stat().st_size for file in path.glob("*.arrow"))
+                found.append(Source(path, printable(path.resolve().name), Format.SAVED, size))
+            else:
+                found.extend(_sources_in_folder(path, text_key, format))
+        except FileNotFoundError as error:
+            raise UserError(f"{printable(str(error.filename or path))} does not exist") from error
+        except OSError as error:
+            raise UserError(f"cannot read {printable(str(error.filename or path))}: {error.strerror}") from error
+    if not found:
         raise UserError("no input to read documents from")
-    return sources
+    return found
 
 
-def iter_documents(paths: Iterable[str | Path], text_key: str = "text") -> Iterator[Piece]:
+def iter_documents(
+    paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto", on_error: OnError = stop
+) -> Iterator[Piece]:
     """All pieces of all documents of ``paths``, in order (see `find_sources` and `read_source`)."""
-    for source in find_sources(paths):
-        yield from read_source(source, text_key)
+    for source in find_sources(paths, text_key, format=format):
+        yield from read_source(source, text_key, on_error)
 
 
-def read_source(source: Source, text_key: str = "text") -> Iterator[Piece]:
-    """The pieces of one source: a text file is one document, a line or a row of the others is one.
+def read_source(source: Source, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
+    """The pieces of one source: a text file is one document, a line, an item or a row of the others is one.
+
+    A byte order mark of UTF-8 at the begin of a file is no text.
 
     Args:
         source: what to read.
         text_key: the key or the column that holds the text; a text file has none.
+        on_error: called with the error of a document. Where it returns, the document is left out, or the rest of
+            a damaged archive.
 
     Raises:
-        UserError: the content is not what the format says; the message names file, place and key.
+        UserError: the content does not fit the format; the message names file, place and key. The file changed
+            while it was read.
     """
-    if source.format is Format.PARQUET or source.format is Format.SAVED:
-        from pretrain.data.tables import read_parquet, read_saved  # pyarrow and datasets, only where they are needed
-
-        rows = read_parquet if source.format is Format.PARQUET else read_saved
-        for number, value in enumerate(rows(source.path, text_key), start=1):
-            yield from _pieces_of_value(value, text_key, f"{source.path}, row {number}")
-        return
     try:
-        with _open(source.path) as file:
-            if source.format is Format.JSONL:
-                yield from _read_jsonl(file, source.path, text_key)
-            else:
-                yield from _read_text(file, source.path)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{source.path} is not a whole gzip file: {error}") from error
+        before = _state(source.path)
+        if source.format is Format.PARQUET or source.format is Format.SAVED:
+            yield from _read_table(source, text_key, on_error)
+        elif source.format is not Format.TEXT:
+            yield from _read_rows(source, text_key, on_error)
+        elif on_error is stop or _is_text(source, on_error):
+            yield from _read_text(source)
+        if _state(source.path) != before:
+            raise UserError(f"{source.shown} changed while it was read: start again once its writers have finished")
     except OSError as error:
-        raise UserError(f"cannot read {source.path}: {error.strerror}") from error
+        raise UserError(f"cannot read {source.shown}: {error.strerror}") from error
 
 
-def _open(path: Path) -> BinaryIO:
-    """The content of a file, decompressed if its name says that it is compressed."""
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".zst":
-        from pretrain.data.zstd import open_zstd  # pyarrow, only where it is needed
-
-        return open_zstd(path)
-    return path.open("rb")
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _format_of(path: Path) -> Format:
-    if path.name.endswith(_JSONL):
-        return Format.JSONL
-    return Format.PARQUET if path.suffix == ".parquet" else Format.TEXT
+def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
+    from pretrain.data.tables import read_parquet, read_saved  # pyarrow and datasets, only where they are needed
+
+    rows = read_parquet if source.format is Format.PARQUET else read_saved
+    values = rows(source.path, text_key)
+    number = 0
+    while True:
+        number += 1
+        try:
+            value = next(values, values)
+        except UserError as error:
+            on_error(error)
+            return
+        if value is values:
+            return
+        yield from _pieces_of_value(value, text_key, f"{source.shown}, row {number}", on_error)
 
 
-def _sources_in_folder(folder: Path) -> list[Source]:
-    found = sorted(
-        (path.relative_to(folder).as_posix(), path)
-        for path in folder.rglob("*")
-        if path.name.endswith(_SUFFIXES_IN_FOLDERS) and path.is_file()
-    )
+def _is_text(source: Source, on_error: OnError) -> bool:
+    """Return whether all of a text file can be read: a document is taken whole or left out whole."""
+    try:
+        for _ in _read_text(source):
+            pass
+    except UserError as error:
+        on_error(error)
+        return False
+    return True
+
+
+def _format_of(path: Path, format: str) -> Format:
+    """Return the given format, or the one that the suffix implies."""
+    found = Format(format) if format != "auto" else _known_format(path) or _FORMAT_WHERE_NAMED.get(path.suffix.lower())
+    if found is None:
+        raise UserError(
+            f"{printable(str(path))} has the suffix {printable(path.suffix)!r}, not one of {', '.join(_FORMAT_OF)} "
+            f"(also with {' or '.join(_COMPRESSED)} behind it): --format {'|'.join(FORMATS[1:])} sets its format"
+        )
+    if found is Format.PARQUET and path.suffix.lower() in _COMPRESSED:
+        raise UserError(
+            f"{printable(str(path))} is a compressed Parquet file, which cannot be read in parts: unpack it"
+        )
+    return found
+
+
+def _known_format(path: Path) -> Format | None:
+    stem, suffix = os.path.splitext(path.name.lower())
+    return _FORMAT_OF.get(os.path.splitext(stem)[1] if suffix in _COMPRESSED else suffix)
+
+
+def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]:
+    found: list[tuple[str, Source]] = []
+    top = printable(folder.resolve().name)
+    hidden = others = 0
+    suffixes: set[str] = set()
+    not_documents: list[str] = []
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        hidden += sum(name.startswith(".") for name in folders + files)
+        others += sum(not name.startswith(".") and os.path.islink(os.path.join(parent, name)) for name in folders)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+            if not path.is_file():  # a broken link, a FIFO, a device
+                others += 1
+                continue
+            kind = _known_format(path) if format == "auto" else Format(format)
+            if kind is None:
+                suffixes.add(path.suffix or "none")
+                others += 1
+                continue
+            name = path.relative_to(folder).as_posix()
+            _format_of(path, format)
+            source = Source(path, f"{top}/{printable(name)}", kind, path.stat().st_size)
+            if format == "auto" and kind is Format.JSON and not _holds_documents(source, text_key):
+                not_documents.append(source.name)
+                continue
+            found.append((name, source))
+    left_out = [f"{hidden} hidden files or folders"] if hidden else []
+    if others:
+        of = f" (suffixes {', '.join(map(printable, sorted(suffixes)[:10]))})" if suffixes else ""
+        left_out.append(f"{others} files or links that are no text{of}")
+    if not_documents:
+        left_out.append(f"{len(not_documents)} .json files without {text_key!r}: {shorten(sorted(not_documents))}")
+    shown = printable(str(folder))
     if not found:
-        raise UserError(f"no {', '.join('*' + suffix for suffix in _SUFFIXES_IN_FOLDERS)} in the folder {folder}")
-    top = folder.resolve().name
-    return [Source(path, f"{top}/{name}", _format_of(path), path.stat().st_size) for name, path in found]
+        wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF)
+        without = f"; left out: {'; '.join(left_out)}" if left_out else ""
+        raise UserError(f"no {wanted} in the folder {shown}{without}")
+    if left_out:
+        logger.warning("%s: left out %s", shown, "; ".join(left_out))
+    return [source for _, source in sorted(found, key=lambda pair: pair[0])]
 
 
-def _read_text(file: BinaryIO, path: Path) -> Iterator[Piece]:
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _holds_documents(source: Source, text_key: str) -> bool:
+    """Return whether the first row of a .json file is a document: settings and vocabularies are .json files too."""
+    try:
+        for _, row in json_rows(source, stop):
+            return isinstance(row, dict) and text_key in row
+    except UserError:
+        pass
+    return False
+
+
+def _read_text(source: Source) -> Iterator[Piece]:
     """A file as one document. At most two pieces of it are in memory."""
-    held, offset = b"", 0
-    while block := file.read(PIECE_SIZE):
-        if len(held) >= PIECE_SIZE:
+    held, offset = b"", None
+    for block, begin in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
+        if offset is None:
+            offset = begin
+        if len(held) >= sources.PIECE_SIZE:
             cut = held.rfind(b"\n") + 1 or _last_character_start(held)
-            yield Piece(_decode(held[:cut], path, offset), cut, False)
+            yield Piece(decode(held[:cut], source, offset), cut, False)
             held, offset = held[cut:], offset + cut
         held += block
-    yield Piece(_decode(held, path, offset), len(held), True)
+    yield Piece(decode(held, source, offset or 0), len(held), True)
 
 
 def _last_character_start(data: bytes) -> int:
@@ -164,35 +270,18 @@ def _last_character_start(data: bytes) -> int:
     return start
 
 
-def _decode(data: bytes, path: Path, offset: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 at byte {offset + error.start}: {error.reason}") from error
+def _read_rows(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
+    """Documents that are rows of JSON."""
+    for place, row in json_rows(source, on_error):
+        try:
+            value = _text_of_row(row, text_key, place)
+        except UserError as error:
+            on_error(error)
+            continue
+        yield from _pieces_of_value(value, text_key, place, on_error)
 
 
-def _read_jsonl(file: BinaryIO, path: Path, text_key: str) -> Iterator[Piece]:
-    offset, number = 0, 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
-        place = f"{path}, line {number}"
-        if len(line) > MAX_LINE:
-            raise UserError(f"{place} is longer than {MAX_LINE} bytes")
-        text = _decode(line, path, offset)
-        if number == 1:
-            text = text.removeprefix("\ufeff")  # the byte order mark that some editors write
-        if text.strip():  # a blank line separates, it is not a document
-            yield from _pieces_of_value(_text_of_json(text, text_key, place), text_key, place)
-        offset += len(line)
-
-
-def _text_of_json(line: str, text_key: str, place: str) -> object:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place} is not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
-        raise UserError(f"{place} is not JSON that can be read: {error}") from error
+def _text_of_row(row: object, text_key: str, place: str) -> object:
     if not isinstance(row, dict):
         raise UserError(f"{place} is a JSON {type(row).__name__}, not an object with the key {text_key!r}")
     if text_key not in row:
@@ -200,33 +289,23 @@ def _text_of_json(line: str, text_key: str, place: str) -> object:
     return row[text_key]
 
 
-def shorten(names: Iterable[str], limit: int = 10) -> str:
-    """The first names of a list, quoted, for an error message."""
-    names = list(names)
-    quoted = ", ".join(repr(name[:40]) for name in names[:limit]) or "none"
-    return f"{quoted} and {len(names) - limit} more" if len(names) > limit else quoted
-
-
-def _pieces_of_value(value: object, text_key: str, place: str) -> Iterator[Piece]:
-    """A row's document in pieces.
-
-    Raises:
-        UserError: the value is not a string, or not one that UTF-8 can hold (JSON can spell half a surrogate pair).
-    """
+def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError) -> Iterator[Piece]:
+    """A row's document in pieces; an error if the value is not a string, or not one that UTF-8 can hold (JSON can spell
+    half a surrogate pair)."""
     if not isinstance(value, str):
-        raise UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string")
+        on_error(UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string"))
+        return
+    try:
+        num_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        code = ord(value[error.start])
+        on_error(UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, not UTF-8"))
+        return
     start = 0
-    while True:
-        cut = len(value)
-        if cut - start > PIECE_SIZE:
-            cut = value.rfind("\n", start, start + PIECE_SIZE) + 1 or start + PIECE_SIZE
+    while len(value) - start > sources.PIECE_SIZE:
+        cut = value.rfind("\n", start, start + sources.PIECE_SIZE) + 1 or start + sources.PIECE_SIZE
         text = value[start:cut]
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, not UTF-8") from error
-        yield Piece(text, num_bytes, cut == len(value))
-        if cut == len(value):
-            return
-        start = cut
+        size = len(text.encode())
+        yield Piece(text, size, False)
+        start, num_bytes = cut, num_bytes - size
+    yield Piece(value[start:], num_bytes, True)

@@ -1,7 +1,10 @@
 """Output files that are there complete or not at all."""
 
 import errno
+import fcntl
+import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -11,31 +14,41 @@ from fmoe.errors import UserError
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Opens a temporary file beside each path; the block writes them, and leaving it puts all of them in place.
 
-    Files are synced, then renamed in the order given. The last path is the commit record: its old file is removed
-    before the first rename, so while it exists, all the paths are complete and of one run. An error in the block
-    removes the temporary files and leaves what was there before; a killed process leaves ``NAME.PID.tmp`` behind.
+    Files are synced, then renamed in the order given, by one process at a time. The last path is the commit record: its
+    old file is removed before the first rename, so while it exists, all the paths are complete and of one run. An error
+    in the block removes the temporary files and leaves the old files. A killed process leaves ``NAME.PID.tmp``
+    behind; the next one that writes these paths removes it.
 
     Raises:
         UserError: a file cannot be created there, or the disk is full.
     """
-    temporaries = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in paths]
+    for path in paths:
+        _remove_leftovers(path)
+    created: list[Path] = []
     try:
         with ExitStack() as stack:
-            files = [stack.enter_context(_create(path)) for path in temporaries]
+            files = []
+            for path in paths:
+                temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+                files.append(stack.enter_context(_create(temporary)))
+                created.append(temporary)
             yield files
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        if len(paths) > 1:
-            paths[-1].unlink(missing_ok=True)
-            _sync_folder(paths[-1].parent)
-        for temporary, path in zip(temporaries, paths, strict=True):
-            os.replace(temporary, path)
+            with _locked(paths[-1].parent):
+                if len(paths) > 1:
+                    paths[-1].unlink(missing_ok=True)
+                    _sync_folder(paths[-1].parent)
+                for temporary, path in zip(created, paths, strict=True):
+                    os.replace(temporary, path)
         for folder in {path.parent for path in paths}:
             _sync_folder(folder)
     except OSError as error:
@@ -43,32 +56,124 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
             raise UserError(f"cannot write {paths[0]}: {error.strerror}") from error
         raise
     finally:
-        for temporary in temporaries:
+        for temporary in created:
             with suppress(OSError):  # cleaning up must not hide what went wrong
                 temporary.unlink(missing_ok=True)
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raises a `UserError` for the first path that is one of ``inputs``, or that exists unless ``overwrite``."""
-    read = {path.resolve() for path in inputs}
+    """Raises a `UserError` for the first path that is one of ``inputs``, that exists unless ``overwrite``, or that is
+    no file."""
+    paths = list(paths)
+    refuse_inputs(paths, inputs)
     for path in paths:
-        if path.resolve() in read:
-            raise UserError(f"{path} is an input and would be overwritten; choose another --out")
-        if path.exists() and not overwrite:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} exists and is not a file; choose another --out")
+        if os.path.lexists(path) and not overwrite:
             raise UserError(f"{path} exists; --overwrite replaces it")
 
 
+def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
+    """Raise a `UserError` for the first output that is one of the inputs, under any name."""
+    existing = [path for path in outputs if path.exists()]
+    if not existing:
+        return
+    read = {identity for path in inputs if (identity := _identity(path)) is not None}
+    for path in existing:
+        if _identity(path) in read:
+            raise UserError(f"{path} is an input and would be overwritten; choose another --out")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # whoever reads it says so
+        return None
+    return status.st_dev, status.st_ino
+
+
 def beside(prefix: Path, suffix: str) -> Path:
-    """``prefix`` with ``suffix`` appended; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``."""
+    """``prefix`` with ``suffix`` appended; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
+
+    Raises:
+        UserError: the prefix is a folder by its spelling: ``.``, ``..`` or ``/``.
+    """
+    if prefix.name in ("", ".."):
+        raise UserError(f"the prefix {str(prefix)!r} names no file: add a name, e.g. {prefix / 'train'}")
     return prefix.with_name(prefix.name + suffix)
 
 
 def _create(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
+        file = path.open("xb")
     except OSError as error:
+        if isinstance(error, FileExistsError) and path.exists():  # by another machine's process of the same number
+            raise UserError(f"{path} is written by another process: choose another --out") from error
         raise UserError(f"cannot write in {path.parent}: {error.strerror}") from error
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote ``path``, and log it."""
+    pattern = re.compile(re.escape(path.name) + r"\.(\d+)\.tmp")
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return  # no such folder yet, or one that `_create` says more about
+    for name in names:
+        if (found := pattern.fullmatch(name)) is None:
+            continue
+        leftover, pid = path.with_name(name), int(found[1])
+        if (pid != os.getpid() and _is_alive(pid)) or _is_locked(leftover):
+            logger.warning("%s is left alone: process %d may still write it", leftover, pid)
+            continue
+        with suppress(OSError):
+            size = leftover.stat().st_size
+            leftover.unlink()
+            logger.warning("removed %s (%d bytes), which the ended process %d had left", leftover, size, pid)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process of this number runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process, of this machine or another, writes the file; True if that is unknown."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Within, no other process renames files in the folder by `replacing`: files of two runs would mix."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,11 +3,13 @@
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
 [D + 1] counted in sequences. A document is a run of sequences; as written here it is one (more only beyond 2^31 - 1
-tokens). Beside them lies ``PREFIX.json``, which Megatron does not know: where the tokens come from, and SHA-256 sums.
+tokens). Next to them is ``PREFIX.json``, which Megatron does not read: where the tokens come from, SHA-256 sums, and
+how often each token id occurs, so that a run opens a corpus without reading its tokens.
 """
 
 import hashlib
 import json
+import os
 import struct
 from array import array
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fmoe.errors import UserError
+from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
 from pretrain.data.files import beside, replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -71,6 +74,7 @@ class IndexedWriter:
         self._open_length = 0  # tokens of the document that is not ended yet
         self._description: dict[str, Any] = {}
         self._sum = hashlib.sha256()
+        self._counter = TokenCounter()
 
     def __enter__(self) -> "IndexedWriter":
         self._bin, self._json, self._idx = self._stack.enter_context(replacing(*self._paths))
@@ -102,6 +106,7 @@ class IndexedWriter:
         data = values.tobytes()
         self._sum.update(data)
         self._bin.write(data)
+        self._counter.add(np.frombuffer(data, dtype=self.dtype))
         self._open_length += values.size
         self.num_tokens += values.size
 
@@ -123,6 +128,8 @@ class IndexedWriter:
     def _finish(self) -> None:
         if self._open_length:
             raise ValueError(f"the last {self._open_length} tokens were appended without end_document()")
+        self._bin.flush()  # before a byte of the description: tokens newer than their counts would not be trusted
+        os.fsync(self._bin.fileno())
         index_sum = self._write_index(self._idx)
         description = {
             **self._description,
@@ -131,7 +138,9 @@ class IndexedWriter:
             "dtype": self.dtype.name,
             "sha256": {"bin": self._sum.hexdigest(), "idx": index_sum},
         }
-        self._json.write(json.dumps(description, indent=2, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(description, indent=2, ensure_ascii=False).removesuffix("\n}")
+        counts = json.dumps(self._counter.finish().as_json())  # a vocabulary of numbers: on one line
+        self._json.write(f'{text},\n  "counts": {counts}\n}}\n'.encode())
 
     def _write_index(self, file: BinaryIO) -> str:
         """Writes the index and returns its SHA-256."""
@@ -168,7 +177,9 @@ class IndexedCorpus:
         flat: all tokens, document after document, [num_tokens].
         sequence_lengths: tokens of each sequence, int32 [num_sequences].
         document_boundaries: document i is the sequences boundaries[i] to boundaries[i + 1], int64 [num_documents + 1].
-        description: what ``PREFIX.json`` says, {} without one.
+        description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
+        counts: occurrences of each token id, counted earlier; None if the tokens are uncounted or newer than their
+            counts, until a caller sets them.
         tokenizer_fingerprint: SHA-256 of the tokenizer's model file according to it, or None.
 
     Raises:
@@ -186,6 +197,8 @@ class IndexedCorpus:
             self._read_index(idx_path, bin_path)
             self.flat = _map(bin_path, self.dtype, self.num_tokens)
             self.description = _read_description(json_path, idx_path)
+            self.counts = self._read_counts(bin_path, json_path)
+            self._has_kept_counts = self.counts is not None
             self.tokenizer_fingerprint: str | None = self.description.get("tokenizer", {}).get("sha256")
         except OSError as error:
             raise UserError(f"cannot read the corpus {self.prefix}: {error.strerror}") from error
@@ -227,6 +240,25 @@ class IndexedCorpus:
             raise UserError(f"{json_path} has no checksum to verify {bin_path} with")
         if _sha256(bin_path) != expected:
             raise UserError(f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged, prepare it again")
+
+    def _read_counts(self, bin_path: Path, json_path: Path) -> TokenCounts | None:
+        values = self.description.pop("counts", None)
+        # As with make: tokens that are newer than what was said of them may be others.
+        if values is not None and bin_path.stat().st_mtime_ns <= json_path.stat().st_mtime_ns:
+            try:
+                if (counts := TokenCounts.from_json(values, self.num_tokens)) is not None:
+                    return counts
+            except ValueError as error:
+                raise UserError(f"{json_path} is damaged, or not the description of a corpus: {error}") from error
+        return kept(self.prefix, bin_path, self.num_tokens)
+
+    def keep_counts(self) -> str | None:
+        """Keep `counts` next to the corpus if they are new; return why that is impossible, or None."""
+        if self._has_kept_counts or self.counts is None:
+            return None
+        reason = keep(self.prefix, corpus_paths(self.prefix)[0], self.counts)
+        self._has_kept_counts = reason is None
+        return reason
 
     def _span(self, i: int) -> tuple[int, int]:
         if not 0 <= i < self.num_documents:

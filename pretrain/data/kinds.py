@@ -36,17 +36,31 @@ def build_samples(
         UserError: a corpus is too short, the tokenizer lacks a special piece.
     """
     model, data = recipe.model, recipe.data
+    blocks = _blocks(corpora, block_length(recipe), seed, weights)
     if model.kind == "t5":
-        spans = recipe.spans
-        # A block of GPT's has a token more than its length, which is the next one's first.
-        blocks = _blocks(corpora, spans.block, seed, weights)
         end, start = tokenizer.end_of_document, tokenizer.role("pad")
-        return SpanCorruption(blocks, spans, tokenizer.sentinels, end, start, seed)
+        return SpanCorruption(blocks, recipe.spans, tokenizer.sentinels, end, start, seed)
     if model.kind == "bert":
-        blocks = _blocks(corpora, model.sequence_length - 2, seed, weights)
         return build_masking(blocks, model.sequence_length, data.noise_density, tokenizer, seed)
-    blocks = _blocks(corpora, model.sequence_length, seed, weights)
     return DocumentMask(blocks, tokenizer.end_of_document) if data.document_mask else blocks
+
+
+def block_length(recipe: Recipe) -> int:
+    """Tokens of text by which one sample is further than another; a block has one more, the next one's first."""
+    if recipe.model.kind == "t5":
+        return recipe.spans.block
+    return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
+
+
+def epochs_per_sample(
+    recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Return the share of an epoch of each corpus that one sample of the blend is on average; empty without a blend."""
+    length = block_length(recipe)
+    return tuple(
+        weight / sum(weights) / ((corpus.num_tokens - 1) // length)
+        for weight, corpus in zip(weights, corpora, strict=False)
+    )
 
 
 def build_masking(

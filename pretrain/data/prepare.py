@@ -18,9 +18,11 @@ import numpy as np
 
 from fmoe import __version__
 from fmoe.errors import UserError
-from pretrain.data.documents import Piece, Source, find_sources, read_source, shorten
+from pretrain.data.documents import Piece, find_sources, read_source
+from pretrain.data.files import refuse_inputs
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
+from pretrain.data.sources import OnError, Skips, Source, shorten, stop
 from pretrain.data.tokenizer import Tokenizer
 
 _BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
@@ -39,6 +41,8 @@ class Prepared:
         tokens: tokens in the corpus, one end of document each included.
         text_bytes: UTF-8 bytes of text behind them.
         empty_documents: documents without text, which are left out.
+        skipped: documents that could not be read, which are left out.
+        first_skipped: the errors of the first of them.
     """
 
     paths: tuple[Path, ...]
@@ -46,6 +50,8 @@ class Prepared:
     tokens: int
     text_bytes: int
     empty_documents: int
+    skipped: int = 0
+    first_skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ def prepare(
     text_key: str = "text",
     num_workers: int | None = None,
     progress: bool = False,
+    format: str = "auto",
+    skip_errors: bool = False,
 ) -> Prepared:
     """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, names of the sources).
 
@@ -85,14 +93,19 @@ def prepare(
         num_workers: processes that tokenize; None takes the processors of this machine, fewer for little text. With 1
             this process does it. More start processes with "spawn": a script needs ``if __name__ == "__main__"``.
         progress: show progress on stderr.
+        format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
+        skip_errors: leave out documents that cannot be read, and count them.
 
     Raises:
-        UserError: unreadable inputs or tokenizer, no document with text, ``num_workers`` less than 1, a dead worker.
+        UserError: unreadable inputs or tokenizer, an output that is one of them, no document with text, ``num_workers``
+            less than 1, a dead worker.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} is less than 1")
     tokenizer = Tokenizer.load(tokenizer_path)
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, text_key, format=format)
+    refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
+    skips = Skips()
     total_bytes = sum(source.num_bytes for source in sources)
     if num_workers is None:
         num_workers = min(_available_processors(), 1 + total_bytes // _BYTES_A_WORKER)
@@ -104,7 +117,7 @@ def prepare(
         show_progress("tokenizing", total_bytes, progress) as report,
     ):
         length = 0  # tokens of the document so far
-        for batch, encoded in encode_all(_batches(sources, text_key)):
+        for batch, encoded in encode_all(_batches(sources, text_key, skips if skip_errors else stop)):
             start = 0
             for piece, count in zip(batch.pieces, encoded.counts, strict=True):
                 writer.append(encoded.tokens[start : start + count])
@@ -121,7 +134,8 @@ def prepare(
             report(counts.bytes_done, writer.num_documents, writer.num_tokens)
         if not writer.num_documents:
             names = shorten(source.name for source in sources)
-            raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones)")
+            skipped = f"; {skips.count} cannot be read, the first: {skips.first[0]}" if skips.count else ""
+            raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones){skipped}")
         writer.describe(
             fmoe=__version__,
             tokenizer={
@@ -133,6 +147,8 @@ def prepare(
             sources=[source.name for source in sources],
             text_bytes=counts.text_bytes,
             empty_documents=counts.empty_documents,
+            skipped_documents=skips.count,
+            first_skipped=skips.first,
         )
     return Prepared(
         paths=corpus_paths(output_prefix),
@@ -140,6 +156,8 @@ def prepare(
         tokens=writer.num_tokens,
         text_bytes=counts.text_bytes,
         empty_documents=counts.empty_documents,
+        skipped=skips.count,
+        first_skipped=tuple(skips.first),
     )
 
 
@@ -168,11 +186,12 @@ class _Counts:
         return self._bytes_before + min(self._bytes_inside, self._sizes[self._source])
 
 
-def _batches(sources: list[Source], text_key: str) -> Iterator[_Batch]:
+def _batches(sources: list[Source], text_key: str, on_error: OnError) -> Iterator[_Batch]:
     for number, source in enumerate(sources):
+        of_source = on_error if on_error is stop else _naming(source, on_error)
         pieces: list[Piece] = []
         num_bytes = 0
-        for piece in read_source(source, text_key):
+        for piece in read_source(source, text_key, of_source):
             pieces.append(piece)
             num_bytes += piece.num_bytes
             if num_bytes >= _BATCH_BYTES or len(pieces) >= _BATCH_PIECES:
@@ -180,6 +199,11 @@ def _batches(sources: list[Source], text_key: str) -> Iterator[_Batch]:
                 pieces, num_bytes = [], 0
         if pieces:
             yield _Batch(number, pieces)
+
+
+def _naming(source: Source, on_error: OnError) -> OnError:
+    """Calls the source by its name: a record does not hold this machine's paths."""
+    return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
 def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str]) -> _Encoded:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from fmoe.errors import UserError
+from pretrain.data.counts import TokenCounter, TokenCounts, chunks
 from pretrain.data.indexed import IndexedCorpus
 
 _CHUNK = 1 << 22  # tokens counted at a time
@@ -83,7 +84,7 @@ class GPTSamples:
         lengths = [corpus.lengths for corpus in corpora]
         self._lengths = np.concatenate(lengths)
         self._starts = np.concatenate([np.cumsum(length) - length for length in lengths])  # in the document's corpus
-        self._epoch = self._draw(0)
+        self._epoch: _Epoch | None = None  # drawn with its first sample: a run may begin in a later one
 
     def __getitem__(self, n: int) -> np.ndarray:
         """Sample ``n`` of the endless sequence, int64 [sequence_length + 1].
@@ -95,7 +96,7 @@ class GPTSamples:
             raise IndexError(f"sample {n} is negative")
         number, place = divmod(int(n), self.samples_per_epoch)
         epoch = self._epoch  # a local name: another thread may draw the next epoch meanwhile
-        if epoch.number != number:
+        if epoch is None or epoch.number != number:
             epoch = self._epoch = self._draw(number)
         position = int(epoch.blocks[place]) * self.sequence_length
         sample = np.empty(self.sequence_length + 1, dtype=np.int64)
@@ -123,23 +124,28 @@ class GPTSamples:
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
     """Entropy of the token frequencies in nats: the loss of a model that knows nothing but them.
 
+    Reads the tokens only of corpora without counts.
+
     Raises:
         UserError: no tokens, or a token id outside ``0 <= id < vocab_size``.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for corpus in corpora:
-        for start in range(0, corpus.num_tokens, _CHUNK):
-            chunk = corpus.flat[start : start + _CHUNK]
-            least, most = int(chunk.min()), int(chunk.max())
-            if least < 0 or most >= vocab_size:
-                wrong = least if least < 0 else most
-                raise UserError(f"{corpus.prefix} has the token id {wrong}, outside vocab_size={vocab_size}")
-            counts += np.bincount(chunk, minlength=vocab_size)
+        unigrams = (corpus.counts or count_tokens(corpus)).check(corpus.prefix, vocab_size)
+        counts[: len(unigrams)] += unigrams
     total = counts.sum()
     if not total:
         raise UserError("no tokens to take the entropy of")
     share = counts[counts > 0] / total
     return float(-(share * np.log(share)).sum())
+
+
+def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
+    """Read all tokens of a corpus and count them."""
+    counter = TokenCounter()
+    for chunk in chunks(corpus.flat, _CHUNK):
+        counter.add(chunk)
+    return counter.finish()
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:

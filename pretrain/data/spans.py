@@ -6,6 +6,7 @@ out is fixed, where is random: the left out and the kept tokens are each cut int
 ways of doing so alike, and the parts alternate, a kept one first.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -53,11 +54,11 @@ class Spans:
         Raises:
             UserError: the sequence is too short to leave out a span and to keep a token before each.
         """
-        longest = cls.of_block(sequence_length, density, mean_span)
-        while longest.inputs > sequence_length and longest.block > 2:
-            longest = cls.of_block(longest.block - 1, density, mean_span)
-        while (longer := cls.of_block(longest.block + 1, density, mean_span)).inputs <= sequence_length:
-            longest = longer
+        above = 3  # a block of which the inputs are too long
+        while cls.of_block(above, density, mean_span).inputs <= sequence_length:
+            above *= 2
+        fits = bisect_right(range(2, above), sequence_length, key=lambda n: cls.of_block(n, density, mean_span).inputs)
+        longest = cls.of_block(max(fits + 1, 2), density, mean_span)
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
                 f"sequence_length={sequence_length} is too short, or data.noise_density={density} too much, for spans "

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fmoe.errors import UserError, require
-from pretrain.data.documents import shorten
+from pretrain.data.sources import shorten
 
 _ROWS = 256  # rows in memory at a time: documents of a web corpus are some kilobytes each
 
@@ -16,31 +16,39 @@ def read_parquet(path: Path, column: str) -> Iterator[object]:
     pyarrow reads the file where it lies; ``datasets.load_dataset`` would first copy all of it into its cache.
 
     Raises:
-        UserError: not a Parquet file, damaged, or without the column.
+        UserError: not a Parquet file or without the column; while it is read, damaged.
     """
     parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
     with _one_line_errors(path, "a Parquet file"):
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
     _check_column(path, column, names)
-    with _one_line_errors(path, "a Parquet file"), file:
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-            yield from batch.column(0).to_pylist()
+
+    def values() -> Iterator[object]:
+        with _one_line_errors(path, "a Parquet file"), file:
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+                yield from batch.column(0).to_pylist()
+
+    return values()
 
 
 def read_saved(path: Path, column: str) -> Iterator[object]:
     """The values of one column of a folder written by ``Dataset.save_to_disk``, in order.
 
     Raises:
-        UserError: the folder is damaged or without the column.
+        UserError: not such a folder or without the column; while it is read, damaged.
     """
     datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
     with _one_line_errors(path, "a folder of datasets.save_to_disk"):
         dataset = datasets.load_from_disk(str(path)).with_format(None)
     _check_column(path, column, dataset.column_names)
-    with _one_line_errors(path, "a folder of datasets.save_to_disk"):
-        for batch in dataset.select_columns([column]).iter(batch_size=_ROWS):
-            yield from batch[column]
+
+    def values() -> Iterator[object]:
+        with _one_line_errors(path, "a folder of datasets.save_to_disk"):
+            for batch in dataset.select_columns([column]).iter(batch_size=_ROWS):
+                yield from batch[column]
+
+    return values()
 
 
 def _check_column(path: Path, column: str, names: list[str]) -> None:

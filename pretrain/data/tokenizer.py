@@ -5,6 +5,7 @@ sentencepiece models and (`pretrain.data.huggingface`) those of Hugging Face ``t
 
 import hashlib
 import io
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,8 +16,9 @@ import numpy as np
 import sentencepiece
 
 from fmoe.errors import UserError
-from pretrain.data.documents import Piece, iter_documents
-from pretrain.data.files import replacing
+from pretrain.data.documents import Piece, find_sources, read_source
+from pretrain.data.files import refuse_inputs, replacing
+from pretrain.data.sources import Skips, stop
 
 MODEL_TYPES = ("bpe", "unigram", "bytes")
 DEFAULT_VOCAB_SIZE = 2048
@@ -34,6 +36,8 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 _ALWAYS_ALONE = ("\n", "\t", "\r")
 _LONGEST_SENTENCE = 4096  # characters; a longer line enters training in parts
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
+
+logger = logging.getLogger(__name__)
 
 
 def sentinel(number: int) -> str:
@@ -56,6 +60,8 @@ def train_tokenizer(
     text_key: str = "text",
     sentinels: int | None = None,
     character_coverage: float = 0.9999,
+    format: str = "auto",
+    skip_errors: bool = False,
 ) -> "Tokenizer":
     """Trains a tokenizer on a sample of the text and writes its model file.
 
@@ -76,13 +82,15 @@ def train_tokenizer(
         text_key: key or column of the text in JSON lines and tables.
         sentinels: pieces ``<extra_id_N>`` for T5; `default_sentinels` where None.
         character_coverage: share of the text's characters that get a piece of their own, the rarest are left to bytes.
+        format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
+        skip_errors: leave out documents that cannot be read; a warning counts them.
 
     Raises:
         UserError: a value out of range, unreadable inputs, no text, too little text for the vocabulary, or a vocabulary
             too small for the text's characters.
     """
     inputs = list(inputs)
-    is_json = output.suffix == ".json"
+    is_json = output.suffix.lower() == ".json"
     if model_type == "bytes":
         return _bytes(output, vocab_size, 0 if sentinels is None else sentinels)
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
@@ -105,7 +113,14 @@ def train_tokenizer(
         )
     if not 0.5 <= character_coverage <= 1:
         raise UserError(f"character_coverage={character_coverage} is not between 0.5 and 1")
-    sentences = sample_lines(iter_documents(inputs, text_key), max_bytes)
+    sources = find_sources(inputs, text_key, format=format)
+    refuse_inputs([output], [file for source in sources for file in source.files()])
+    skips = Skips()
+    on_error = skips if skip_errors else stop
+    pieces = (piece for source in sources for piece in read_source(source, text_key, on_error))
+    sentences = sample_lines(pieces, max_bytes)
+    if skips.count:
+        logger.warning("%d documents are left out, which cannot be read, the first: %s", skips.count, skips.first[0])
     if not sentences:
         raise UserError(f"no text to train a tokenizer on in {', '.join(map(str, inputs))}")
     special = _special(sentinels)
@@ -160,7 +175,7 @@ def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> "Tokenizer":
 
     if sentinels < 0:
         raise UserError(f"sentinels={sentinels} is less than 0")
-    if output.suffix != ".json":
+    if output.suffix.lower() != ".json":
         raise UserError(f"model_type='bytes' is written as .json, not {output.name}")
     size = 7 + sentinels + 256
     if vocab_size not in (None, size):
@@ -255,7 +270,7 @@ class Tokenizer:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-        if path.suffix == ".json":
+        if path.suffix.lower() == ".json":
             from pretrain.data.huggingface import load_json  # tokenizers, only where they are needed
 
             return load_json(data, path)

@@ -1,6 +1,7 @@
 """``fmoe generate`` and ``fmoe evaluate``."""
 
 import argparse
+import codecs
 import contextlib
 import json
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fmoe.cli import Parser
 from fmoe.errors import UserError, require
-from pretrain.data.cli import INPUTS
+from pretrain.data.cli import INPUTS, add_format, path_argument
+from pretrain.data.sources import refuse_other_encoding
 from pretrain.inference import decoding, report
 from pretrain.inference.evaluation import evaluate as evaluate_model
 from pretrain.inference.load import Trained, load_model, open_run, single_process
@@ -37,7 +40,7 @@ def generate(argv: list[str]) -> int:
 
 
 def _generate_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe generate",
         description="Lets a GPT go on with a text, or a T5 fill in the spans <extra_id_0>, <extra_id_1>, ... of one. "
         "The checkpoint may be of any split; this is one process, on a GPU where there is one.",
@@ -74,7 +77,7 @@ def evaluate(argv: list[str]) -> int:
     Raises:
         UserError: no checkpoint, another tokenizer, data that cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe evaluate",
         description="Loss, perplexity, accuracy and bits a byte of models, and how their experts were used: on the "
         f"validation data of each run, or on --data. A checkpoint may be of any split.\n\n{INPUTS}",
@@ -87,12 +90,13 @@ def evaluate(argv: list[str]) -> int:
         "--data",
         nargs="+",
         action="extend",
-        type=Path,
+        type=path_argument,
         metavar="INPUT",
         help="text, or prefixes of .bin/.idx pairs, read as one and in their order (default: the run's data.validation "
         "and the train.validation_sequences that the trainer takes)",
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="of JSON lines and tables (default: text)")
+    add_format(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="take the first N sequences")
     parser.add_argument(
         "--stride",
@@ -133,7 +137,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     with single_process(arguments.seed) as processes:
         model = load_model(trained, processes, drops=False)
         if is_t5:
-            decoder = decoding.T5Decoder(model, torch.tensor(ids, device=processes.device), arguments.num_samples)
+            decoder = decoding.T5Decoder(
+                model, torch.tensor(ids, device=processes.device, dtype=torch.int64), arguments.num_samples
+            )
             begin = [tokenizer.role("pad")]
             # Learned positions are as many as these.
             max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
@@ -175,7 +181,9 @@ def _prompt(text: str | None) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             raise UserError("no prompt: --prompt TEXT, or text on standard input")
         try:
-            text = sys.stdin.buffer.read().decode().removesuffix("\n")
+            data = sys.stdin.buffer.read()
+            refuse_other_encoding(data, "the prompt on standard input")
+            text = data.removeprefix(codecs.BOM_UTF8).decode().removesuffix("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt on standard input is not UTF-8 at byte {error.start}") from error
     try:
@@ -288,7 +296,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(place)
     sources = [
-        report.open_source(trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences)
+        report.open_source(
+            trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format
+        )
         for trained in runs
     ]
     results = []

@@ -60,7 +60,9 @@ class GPTDecoder:
         return logits_NV
 
     def _run(self, tokens_NS: Tensor, first: int) -> Tensor:
-        positions = torch.arange(first, first + tokens_NS.shape[1], device=tokens_NS.device).expand_as(tokens_NS)
+        positions = torch.arange(
+            first, first + tokens_NS.shape[1], device=tokens_NS.device, dtype=torch.int64
+        ).expand_as(tokens_NS)
         # No mask: causal attention makes its own.
         options = {"inference_context": self._context, "runtime_gather_output": True} if self._keeps else {}
         return self._model(tokens_NS, positions, None, **options)[:, -1].float()
@@ -116,7 +118,7 @@ def generate(
         UserError: the model gives what is not finite.
     """
     generators = sampling.generators(num_samples)
-    tokens_NS = torch.tensor([list(prompt)] * num_samples, device=device)
+    tokens_NS = torch.tensor([list(prompt)] * num_samples, device=device, dtype=torch.int64)
     is_over = [False] * num_samples
     for _ in range(max_tokens):
         logits_NV = decoder(tokens_NS)[:, :vocab_size]
@@ -127,7 +129,7 @@ def generate(
         is_over = [over or token == end for token, over in zip(drawn, is_over, strict=True)]
         if all(is_over):
             return
-        tokens_NS = torch.cat([tokens_NS, torch.tensor(drawn, device=device).unsqueeze(1)], dim=1)
+        tokens_NS = torch.cat([tokens_NS, torch.tensor(drawn, device=device, dtype=torch.int64).unsqueeze(1)], dim=1)
 
 
 def refuse_expert_choice(model: nn.Module) -> None:

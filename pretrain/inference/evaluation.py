@@ -78,7 +78,7 @@ def evaluate(
     forward = kind_of(recipe).forward
     result = Evaluation(bytes=None if byte_lengths is None else 0)
     with counting(model):
-        for batch in batches(samples, recipe.train.micro_batch):
+        for batch in batches(samples, recipe.train.micro_batch, recipe.model.vocab_size):
             labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
             logits_BSV = forward(model, {name: tensor.to(device) for name, tensor in batch.items()})
             for logits_SV, labels_S, mask_S in zip(
@@ -94,16 +94,20 @@ def evaluate(
     return result
 
 
-def batches(samples: Iterable[Sample | np.ndarray], size: int) -> Iterator[Batch]:
-    """Micro batches of ``size`` neighbours, less where the next sample has another length or there is none."""
+def batches(samples: Iterable[Sample | np.ndarray], size: int, vocab_size: int | None = None) -> Iterator[Batch]:
+    """Micro batches of ``size`` neighbours, fewer before a sample of another length and at the end.
+
+    Raises:
+        UserError: see `collate`.
+    """
     held: list[Sample | np.ndarray] = []
     for sample in samples:
         if held and (len(held) == size or _shape(sample) != _shape(held[0])):
-            yield collate(held)
+            yield collate(held, vocab_size)
             held = []
         held.append(sample)
     if held:
-        yield collate(held)
+        yield collate(held, vocab_size)
 
 
 def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:

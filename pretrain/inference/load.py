@@ -91,8 +91,11 @@ def _told(checkpoint: Path) -> dict[str, Any]:
     if checkpoint.parent.name != "checkpoints" or not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = json.loads(path.read_text(encoding="utf-8"))["data"]
+        if not isinstance(told, dict):
+            raise ValueError("data is no JSON object")
+        return told
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 

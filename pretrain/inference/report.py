@@ -32,7 +32,12 @@ class Source:
 
 
 def open_source(
-    trained: Trained, data: Sequence[Path] | None, text_key: str, stride: int | None, max_sequences: int | None
+    trained: Trained,
+    data: Sequence[Path] | None,
+    text_key: str,
+    stride: int | None,
+    max_sequences: int | None,
+    format: str = "auto",
 ) -> Source:
     """Opens ``data``, or by default the run's own validation data, of which the trainer takes the same sequences.
 
@@ -64,7 +69,7 @@ def open_source(
         raise UserError(
             f"--stride {stride} is more than model.sequence_length={model.sequence_length}: it skips tokens"
         )
-    text = Text(data, trained.tokenizer, model.vocab_size, text_key)
+    text = Text(data, trained.tokenizer, model.vocab_size, text_key, format)
     count = None
     if text.num_tokens is not None:
         block = recipe.spans.block if model.kind == "t5" else model.sequence_length - 2 * (model.kind == "bert")

@@ -69,7 +69,9 @@ def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 def draw(probs_NV: Tensor, generators: list[torch.Generator]) -> list[int]:
     """A token of each row, by one number of each generator."""
     cumulated_NV = probs_NV.cpu().cumsum(1)
-    numbers_N = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
+    numbers_N = torch.stack(
+        [torch.rand((), dtype=torch.float64, generator=generator, device="cpu") for generator in generators]
+    )
     total_N = cumulated_NV[:, -1]
     target_N = torch.minimum(numbers_N * total_N, total_N.nextafter(torch.zeros_like(total_N)))  # below, also rounded
     # The first token at which the sum is above that has a positive probability.

@@ -31,6 +31,7 @@ class Text:
     Args:
         paths: prefixes of .bin/.idx pairs, or what `pretrain.data.documents.find_sources` takes.
         text_key: key or column of the text in JSON lines and tables.
+        format: of the text files, as `find_sources` takes it.
 
     Attributes:
         num_tokens: of all of it; None where there is text, which is tokenized as it is read.
@@ -39,21 +40,28 @@ class Text:
         UserError: nothing is there, a corpus of another tokenizer, a token beyond ``vocab_size``.
     """
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, vocab_size: int, text_key: str = "text"):
-        self._tokenizer, self._vocab_size, self._key = tokenizer, vocab_size, text_key
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        text_key: str = "text",
+        format: str = "auto",
+    ):
+        self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
         with naming("--data"):
             self._parts = [self._open(path) for path in paths]
         counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
         self.num_tokens = None if None in counts else sum(counts)
 
     def _open(self, path: Path):
-        if all(file.is_file() for file in corpus_paths(path)[::2]):
+        if path.name not in ("", "..") and all(file.is_file() for file in corpus_paths(path)[::2]):
             return open_corpus(path, self._tokenizer)
         if not path.exists():
             raise UserError(f"{path} is neither a file or a folder of text nor the prefix of a .bin/.idx pair")
         if path.suffix in (".bin", ".idx"):
             raise UserError(f"{path}: name the prefix, without {path.suffix}")
-        return find_sources([path])
+        return find_sources([path], self._key, format=self._format)
 
     def tokens(self) -> Iterator[np.ndarray]:
         """The stream, in parts of int64 [any]."""

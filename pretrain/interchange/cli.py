@@ -4,10 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from fmoe.errors import UserError
+from fmoe.cli import Parser
+from fmoe.errors import UserError, printable
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.incoming import import_folder
 from pretrain.interchange.outgoing import SHARD_BYTES, export_checkpoint
+
+MAX_SHARD_GIB = 2**20
 
 
 def export_main(argv: Sequence[str]) -> int:
@@ -16,7 +19,7 @@ def export_main(argv: Sequence[str]) -> int:
     Raises:
         UserError: see `export_checkpoint`.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe export", description="Write a checkpoint as a model folder that Hugging Face transformers loads."
     )
     parser.add_argument(
@@ -31,8 +34,10 @@ def export_main(argv: Sequence[str]) -> int:
         "--shard-gib", type=float, default=SHARD_BYTES / 2**30, metavar="GIB", help="size of a file of weights (4)"
     )
     arguments = parser.parse_args(argv)
-    if not arguments.shard_gib > 0:
+    if not arguments.shard_gib > 0:  # NaN too
         raise UserError(f"--shard-gib {arguments.shard_gib} is not positive")
+    if arguments.shard_gib > MAX_SHARD_GIB:
+        raise UserError(f"--shard-gib {arguments.shard_gib} is more than {MAX_SHARD_GIB}")
     done = export_checkpoint(
         arguments.source,
         arguments.out,
@@ -40,7 +45,8 @@ def export_main(argv: Sequence[str]) -> int:
         tokenizer=arguments.tokenizer,
         shard_bytes=int(arguments.shard_gib * 2**30),
     )
-    print(f"{arguments.out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
+    out = printable(str(arguments.out))
+    print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
     if "tokenizer.json" not in done.files:
         print("  without a tokenizer: --tokenizer PATH adds one")
     return 0
@@ -52,7 +58,7 @@ def import_main(argv: Sequence[str]) -> int:
     Raises:
         UserError: see `import_folder`.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe import", description="Make a run of a model folder of Hugging Face: its recipe, and a checkpoint."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors")
@@ -60,17 +66,17 @@ def import_main(argv: Sequence[str]) -> int:
     _add_tokenizer(parser, "a tokenizer.json or a sentencepiece model in place of FOLDER's")
     arguments = parser.parse_args(argv)
     done = import_folder(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
-    recipe, config = done.recipe, arguments.out / "config.toml"
+    recipe, out = done.recipe, printable(str(arguments.out))
     print(
-        f"{arguments.out}: a {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
+        f"{out}: a {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
         f"active a token, {recipe.train.precision}"
     )
     if done.tokenizer is None:
         print("  without a tokenizer: data.tokenizer has to name one")
     else:
-        prefix = recipe.data.train[0]
-        print(f"  text         fmoe data prepare TEXT --tokenizer {done.tokenizer} --out {prefix}")
-    print(f"  to train on  fmoe train {config} --run.folder NEW_RUN")
+        tokenizer, prefix = printable(str(done.tokenizer)), printable(recipe.data.train[0])
+        print(f"  text         fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}")
+    print(f"  to train on  fmoe train {out}/config.toml --run.folder NEW_RUN")
     return 0
 
 

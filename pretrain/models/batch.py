@@ -13,16 +13,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fmoe.errors import UserError
+
 Batch = dict[str, Tensor]
 
 
-def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Batch:
+_IDS = ("tokens", "decoder_tokens", "labels")
+
+
+def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
     """A micro batch of samples: arrays of tokens [s + 1] become ``tokens`` and ``labels`` [b, s], and dictionaries are
-    stacked name by name. ``loss_mask`` [b, s], if there, is 1 where a token is predicted."""
+    stacked name by name. ``loss_mask`` [b, s], if there, is 1 where a token is predicted.
+
+    Raises:
+        UserError: a token id is outside ``0 <= id < vocab_size``, where that is given.
+    """
+    # numpy alone: an operation of torch in another thread would start another pool of OpenMP threads.
     if isinstance(samples[0], dict):
-        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
-    tokens = torch.from_numpy(np.stack(samples))
-    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        arrays = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+    else:
+        tokens = np.stack(samples)
+        arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if vocab_size is not None:
+        for name in _IDS:
+            if name in arrays:
+                _check_ids(arrays[name], vocab_size)
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
+    least, largest = int(ids.min()), int(ids.max())
+    if least < 0 or largest >= vocab_size:
+        raise UserError(
+            f"a sample has the token id {least if least < 0 else largest}, outside model.vocab_size={vocab_size}: its "
+            "corpus has changed; fmoe data show PREFIX --verify finds which"
+        )
 
 
 def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -30,7 +55,7 @@ def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.devi
     sums is the mean over all predicted tokens. Collective over ``group``, the data parallel one, if there are masks."""
     if not batches or "loss_mask" not in batches[0]:
         return
-    total = torch.tensor(sum(int(batch["loss_mask"].sum()) for batch in batches), device=device)
+    total = torch.tensor(sum(int(batch["loss_mask"].sum()) for batch in batches), device=device, dtype=torch.int64)
     dist.all_reduce(total, group=group)
     weight = len(batches) * group.size() / max(int(total), 1)
     for batch in batches:

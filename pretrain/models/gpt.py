@@ -59,7 +59,7 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     """See `pretrain.models`. With ``documents`` in the batch, a token sees those of its own document alone."""
     tokens = batch["tokens"]
     if "documents" not in batch:
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
         # No mask: causal attention makes its own.
         return model(tokens, positions, None, labels=batch.get("labels"))
     return model(tokens, batch["positions"], document_mask(batch["documents"]), labels=batch.get("labels"))

@@ -47,7 +47,9 @@ def build(
     )
     set_rope_theta(module, recipe)
     lengths = model.sequence_length, recipe.decoder_length
-    module.decoder.register_forward_pre_hook(lambda decoder, _: _enter_decoder(decoder, *lengths))
+    module.register_forward_pre_hook(lambda module, _: _enter_encoder(module))
+    # The decoder's embedding runs before the decoder does.
+    module.encoder.register_forward_hook(lambda *_: _enter_decoder(module, *lengths))
     return module
 
 
@@ -56,11 +58,16 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch.get("labels"))
 
 
-def _enter_decoder(decoder: nn.Module, encoder_length: int, decoder_length: int) -> None:
-    """Tells the decoder's layers which tokens of the global batch they have: noise goes by the place of a sequence, and
-    the position counts tokens of the encoder's length. It also gives the decoder dropout of its own."""
+def _enter_encoder(module: T5Model) -> None:
+    """Keys the dropout of the embedding, which both stacks share, as the encoder's."""
+    module.embedding.embedding_dropout.part = "encoder"
+
+
+def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
+    """Set the position of the decoder's noise, which goes by sequence; a batch's counts the encoder's tokens."""
+    module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
-    if decoder.training and where is not None:
+    if module.training and where is not None:
         first_token = where.first_token // encoder_length * decoder_length
         random.set_position(where.seed, where.step, first_token, stream=_DECODER)
 

@@ -1,10 +1,10 @@
 """``fmoe report``: runs as one HTML file, or followed live."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fmoe.cli import Parser
 from fmoe.errors import UserError
 from pretrain.report.live import ADDRESS, make_server
 from pretrain.report.page import REPORT, write_report
@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
         UserError: a folder holds no run, or none that has made a step; a damaged file, which is named; a file or a port
             that cannot be had.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fmoe report",
         description="Runs, one or several to compare, as one HTML file that needs nothing else.",
         allow_abbrev=False,

@@ -60,26 +60,30 @@ def policy(style: str, script: str, *, live: bool) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-def write_report(folders: Sequence[Path], path: Path) -> int:
+def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = True) -> int:
     """Writes the report of runs; returns its size in bytes.
+
+    Args:
+        requires_steps: whether to refuse a run without a step, of which there are events and a recipe at most.
 
     Raises:
         UserError: a folder holds no run, or none that has made a step; a file of it is damaged; ``path`` cannot be
             written.
     """
-    runs = read_runs(folders)
+    runs = read_runs(folders, requires_steps=requires_steps)
     text = page(encode(runs)).encode()
     with replacing(path) as (file,):
         file.write(text)
     return len(text)
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunFolder]:
+def read_runs(folders: Sequence[Path], *, requires_steps: bool = True) -> list[RunFolder]:
     """Runs that have something to show. Raises UserError: see `write_report`."""
     runs = open_runs(folders)
     for run in runs:
         run.refresh()
-        run.require_steps()
+        if requires_steps:
+            run.require_steps()
     return runs
 
 

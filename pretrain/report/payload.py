@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads
+from pretrain.compare.groups import common_name
+from pretrain.compare.runs import OF_NO_EFFECT
+from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
 
 # Bits of mantissa, of 23: a relative error of 2^-(bits + 1). Means are drawn, but not read out.
@@ -66,24 +68,47 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
         "fmoe": _version(),
         "time": round(time.time()),
         "runs": [_run(run, arrays, len(runs)) for run in runs],
+        "groups": _groups(runs),
     }
     text = json.dumps(header | {"arrays": arrays.places}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return zlib.compress(len(text).to_bytes(4, "little") + text + arrays.tobytes(), 9)
 
 
+def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Group runs that differ only in their seed, as `pretrain.compare` groups them; each run is in one group."""
+    found: list[tuple[dict[str, Any], set[str], list[int]]] = []
+    for number, run in enumerate(runs):
+        keys = {key: value for key, value in run.recipe.items() if not key.startswith(OF_NO_EFFECT)}
+        seed = run.recipe.get("train.seed")
+        for there, seeds, members in found:
+            if keys == there and type(seed) is int and str(seed) not in seeds:
+                seeds.add(str(seed))
+                members.append(number)
+                break
+        else:
+            found.append((keys, {str(seed)}, [number]))
+    names = [common_name([runs[number].name for number in members]) for _, _, members in found]
+    return [
+        {"name": name if name and names.count(name) == 1 else runs[members[0]].name, "runs": members}
+        for name, (_, _, members) in zip(names, found, strict=True)
+    ]
+
+
 def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
     record, points, cells = run.record, CURVE_POINTS // num_runs, LOAD_CELLS // num_runs
+    versions = run.told.get("versions")
     layers = sorted({int(name.split("/")[0]) for name in record.layers.names} | set(_sizes(record.loads)))
     return {
         "name": run.name,
         "folder": str(run.folder),
         "summary": summary(run),
+        "lost": _lost(run.record),
         "recipe": {
             key: value if isinstance(value, str) else json.dumps(value, default=str)
             for key, value in run.recipe.items()
         },
-        "versions": run.told.get("versions", {}) if isinstance(run.told.get("versions"), dict) else {},
+        "versions": {name: str(text) for name, text in versions.items()} if isinstance(versions, dict) else {},
         "events": run.events,
         "layers": [{"number": layer, "label": run.layer_label(layer)} for layer in layers],
         "curves": _curves(record.curves.thinned(points), arrays, _CURVE_BITS),
@@ -93,16 +118,23 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """The final numbers of a run, or those of its last step yet. Not finite or not known: None."""
+    """Return the final numbers of a run, or its latest: the last finite ones. Numbers that never were finite, or are
+    unknown, are left out."""
     record, told = run.record, run.told
     values: dict[str, Any] = {name: told.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": told.get("world_size"), "step": record.step, "total_steps": run.total_steps}
-    values |= {name: value for name, value in record.last.items() if name not in ("tokens_per_second", "mfu")}
+    values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}
     values |= {name: record.curves.mean(name) for name in ("tokens_per_second", "mfu", "step_seconds")}
     values["skipped"] = sum(event["kind"] == "skip" and not event["lost"] for event in run.events)
     return {name: value for name, value in values.items() if _is_finite(value)}
+
+
+def _lost(record: Record) -> dict[str, int]:
+    """Series that are not finite at their end: the step of their last finite value."""
+    found = record.last_finite.items()
+    return {name: step for name, (step, _) in found if not math.isfinite(record.last[name])}
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
@@ -148,7 +180,10 @@ def _sizes(loads: Loads | None) -> dict[int, int]:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _rounded(values: np.ndarray, bits: int) -> np.ndarray:

@@ -24,7 +24,8 @@ _MOST_FRAMES = 512
 
 
 class Curves:
-    """Numbers by step, each series as lowest, highest and mean of at most ``spans`` equal spans of steps, and its last.
+    """Numbers by step, each series as lowest, highest and mean of at most ``spans`` equal spans of steps, its last, and
+    its last that is finite.
 
     Spans double when there is no room for the next step. As long as all steps fit, each is a span of its own and
     nothing is lost; later the extremes stay, with the steps at which they were.
@@ -42,7 +43,8 @@ class Curves:
         self._low_at, self._high_at = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), np.int64)
         self._sum, self._sum_at = np.zeros((spans, 0)), np.zeros((spans, 0))
         self._count, self._gap = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), bool)
-        self._last, self._last_at = np.zeros(0), np.zeros(0, np.int64)
+        # Rows: the last value of each series, and the last that is finite.
+        self._last, self._last_at = np.zeros((2, 0)), np.zeros((2, 0), np.int64)
 
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Values of one step, no earlier than the one before; one that is not finite leaves a gap."""
@@ -52,9 +54,10 @@ class Curves:
             self._double()
         columns, values = self._columns_of(names), np.asarray(values, np.float64)
         is_finite = np.isfinite(values)
-        self._last[columns], self._last_at[columns] = np.where(is_finite, values, math.nan), step
+        self._last[0, columns], self._last_at[0, columns] = np.where(is_finite, values, math.nan), step
         self._gap[span, columns[~is_finite]] = True
         columns, values = columns[is_finite], values[is_finite]
+        self._last[1, columns], self._last_at[1, columns] = values, step
         for extreme, at, is_new in (
             (self._low, self._low_at, values < self._low[span, columns]),
             (self._high, self._high_at, values > self._high[span, columns]),
@@ -66,14 +69,15 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a series: the extremes of every span, in the order of their steps, and the last value. A
+        """Steps and values of a series: the extremes of every span, in the order of their steps, and the last values. A
         span without a finite value, where one was logged, is a NaN."""
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]
         low_at, high_at = self._low_at[has, column], self._high_at[has, column]
         gaps = np.flatnonzero(~has & self._gap[:, column])
-        last, last_at = self._last[column : column + 1], self._last_at[column : column + 1]
+        rows = slice(2 if has.any() else 1)
+        last, last_at = self._last[rows, column], self._last_at[rows, column]
         steps = np.concatenate([low_at, high_at, self._first_step + gaps * self.stride, last_at])
         values = np.concatenate([low, high, np.full(len(gaps), math.nan), last])
         steps, kept = np.unique(steps, return_index=True)
@@ -118,8 +122,8 @@ class Curves:
                     array = getattr(self, attribute)
                     more = np.full((self._spans, lacking), fill, array.dtype)
                     setattr(self, attribute, np.concatenate([array, more], 1))
-                self._last = np.concatenate([self._last, np.full(lacking, math.nan)])
-                self._last_at = np.concatenate([self._last_at, np.zeros(lacking, np.int64)])
+                self._last = np.concatenate([self._last, np.full((2, lacking), math.nan)], 1)
+                self._last_at = np.concatenate([self._last_at, np.zeros((2, lacking), np.int64)], 1)
             self._columns[names] = np.array([self.names[name] for name in names], np.int64)
         return self._columns[names]
 
@@ -225,8 +229,10 @@ class Record:
         layers: series of layers, named ``N/entropy``.
         loads: None where no row has any.
         last: the latest value of each series of the whole model; NaN or an infinity where it was not finite.
+        last_finite: (step, value) of the latest finite one.
         best: (step, loss) of the lowest validation loss.
-        events: what metrics alone tell: steps that were skipped, routers that collapsed, losses that were not finite.
+        events: found in the metrics: steps that were skipped, routers that collapsed, losses from the step on at
+            which they were no longer finite.
     """
 
     def __init__(self) -> None:
@@ -234,6 +240,8 @@ class Record:
         self.curves, self.layers = Curves(CURVE_SPANS), Curves(LAYER_SPANS)
         self.loads: Loads | None = None
         self.last: dict[str, float] = {}
+        self.last_finite: dict[str, tuple[int, float]] = {}
+        self._lost: set[str] = set()
         self.best: tuple[int, float] | None = None
         self.events: list[dict[str, Any]] = []
         self._seconds = self._overflows = 0.0
@@ -264,6 +272,7 @@ class Record:
             if values:
                 curves.add(step, tuple(values), list(values.values()))
         self.last |= whole
+        self.last_finite |= {name: (step, value) for name, value in whole.items() if math.isfinite(value)}
         loss = whole.get("val/loss", math.nan)
         if math.isfinite(loss) and (self.best is None or loss < self.best[1]):
             self.best = (step, loss)
@@ -281,10 +290,11 @@ class Record:
         self._overflows = overflows if "skipped_steps" in whole else self._overflows
         if whole.get("guard/collapsed_layers"):
             found["warning"] = f"the routers of {whole['guard/collapsed_layers']:g} layers have collapsed"
-        if not found:
-            lost = [key for key in ("loss", "val/loss") if not math.isfinite(whole.get(key, 0.0))]
-            if lost:
-                found["warning"] = f"{' and '.join(lost)} not finite"
+        losses = {key: math.isfinite(whole[key]) for key in ("loss", "val/loss") if key in whole}
+        lost = [key for key, is_finite in losses.items() if not is_finite]
+        if not (found or self._lost.issuperset(lost)):
+            found["warning"] = f"{' and '.join(lost)} not finite"
+        self._lost = self._lost.difference(losses).union(lost)
         self.events += [{"step": step, "kind": kind, "text": text} for kind, text in found.items()]
 
     def _add_loads(self, step: int, loads: Mapping[int, Sequence[float | None]]) -> None:
@@ -310,10 +320,11 @@ def _place_of(key: str) -> tuple[int, str]:
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
     """A metric as a number, that of a null from its marker (`pretrain.tracking.jsonl`); None for text."""
-    if isinstance(value, float):
-        return value
-    if isinstance(value, int):
-        return float(value)
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if value is None:
         try:
             return float(row.get(key + _NONFINITE))

@@ -97,7 +97,7 @@ class MetricsFile:
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 32:
             raise UserError(f"{self.path}, line {self._lines}: not a JSON object with an integer step")

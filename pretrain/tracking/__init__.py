@@ -1,39 +1,7 @@
 """Where the numbers of a run go: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
 
 A tracker takes ``log(step, metrics)``, any number of times a step, and ``close(ok)``. Only one rank builds trackers.
-``loss``                         training loss in nats a token, balance and z-loss not included
-``lr``                           learning rate of this step
-``grad_norm``                    norm of the whole gradient before clipping
-``tokens``                       tokens trained on since the beginning, over all ranks
-``flops``                        floating point operations of all steps so far, forward and backward, over all ranks:
-                                 ``tokens`` times ``flops_per_token`` of ``run.json`` (`pretrain.config.counts`)
-``tokens_per_second``            tokens of this step over its seconds, over all ranks
-``step_seconds``                 wall-clock seconds of this step
-``mfu``                          model FLOPs on active parameters over the peak of the devices, 0 to 1
-``memory_mb``                    largest memory of this rank so far, in 2^20 bytes
-``val/loss``                     validation loss in nats a token
-``corpus/unigram_entropy``       what a model of token frequencies alone would reach, in nats a token
-``moe/layer_N/load``             list: share of each expert in the assignments that were kept; sums to 1
-``moe/layer_N/drop_rate``        assignments dropped for capacity over all assignments, 0 to 1
-``moe/layer_N/entropy``          mean entropy of the router's probabilities of a token, in nats
-``moe/layer_N/balance_loss``     load-balancing loss, before its coefficient
-``moe/layer_N/z_loss``           router z-loss, before its coefficient
-``moe/drop_rate`` (and the       means of the above over the layers
-``entropy``, ``balance_loss``,
-``z_loss`` likewise)
-``moe/load_cv``                  coefficient of variation of the experts' load, mean over the layers
-``moe/layer_N/exchange_bytes``   bytes that a rank sent to others in this layer's exchange, forward and backward, mean
-                                 over data parallel ranks; 0 on one worker (``moe/exchange_bytes``: mean over layers)
-``moe/dead_experts``             experts that no token reached in this step, mean over the layers
-``loss_scale``                   fp16: what the loss of this step was multiplied by
-``skipped_steps``                fp16: steps skipped for an overflow since the beginning
-``trust/dense_min`` (and         lowest, median and highest trust ratio of lamb or lars over the dense matrices,
-``_median``, ``_max``)           every ``tracking.trust_every`` steps
-``trust/experts_min`` (and so)   the same over the experts' matrices, one an expert
-``guard/skipped``                1 for a step that a guard skipped, else 0
-``guard/collapsed_layers``       layers whose router has collapsed, at the end of each window
-===============================  =======================================================================
-=======
+
 Every number is for one optimizer step; names are paths, so that dashboards group them by their first part. They are the
 same in every tracker: docs/tracking.md lists them with their units.
 """

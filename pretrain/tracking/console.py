@@ -16,6 +16,7 @@ _MIN_WIDTH_FOR_BAR = 110
 _FIELDS = (
     ("loss", "loss", ".4f"),
     ("val/loss", "val loss", ".4f"),
+    ("epochs", "epochs", ".3g"),
     ("lr", "lr", ".1e"),
     ("grad_norm", "grad_norm", ".2f"),
     ("tokens_per_second", "tok/s", ",.0f"),

@@ -45,6 +45,8 @@ class JsonlTracker:
                 raise ValueError(f"metric {key!r} is there twice: it is also the name of the step or of a marker")
             row.update(_strict(key, value))
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        if os.fstat(self._file).st_nlink == 0:
+            raise OSError(errno.ENOENT, "the record was removed or replaced while the run wrote it", str(self._path))
         if os.write(self._file, line) != len(line):
             raise OSError(errno.ENOSPC, f"line of step {step} is written in part", str(self._path))
 
@@ -73,7 +75,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 row = json.loads(line)
                 is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
-            except ValueError:
+            except (ValueError, RecursionError):
                 is_row = False
             if not is_row:
                 raise UserError(f"metrics file {path}, line {number}: not a JSON object with an integer step")

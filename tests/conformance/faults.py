@@ -42,6 +42,9 @@ def new_world(seconds):
     """The same processes, with another timeout."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
+    store.add("connected", 1)
+    while store.add("connected", 0) < size:  # a rank that leaves a group fails those that still connect to it
+        time.sleep(0.01)
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

@@ -1,12 +1,14 @@
 """The custom operations, their kernels run on the CPU: against the references, and against torch's rules."""
 
+import functools
 import json
 
 import kernel_list
 import pytest
 import torch
-from compare import assert_close
+from compare import assert_close, relative_error
 from cpu_launcher import on_cpu
+from torch.utils.flop_counter import FlopCounterMode
 
 from fmoe import ops
 from fmoe.cuda import build
@@ -106,6 +108,84 @@ def test_rows_that_came_from_elsewhere(activation, gated, bias, way):
     call = (counts, ACTIVATIONS[activation], gated)
     found, expected = ffn.expert_ffn(*given, *call, gemm=way), reference.expert_ffn(*given64, *call)
     assert_like(found, expected, [t for t in given if t is not None], [t for t in given64 if t is not None])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_a_bias_is_added_before_the_product_is_rounded(gated):
+    """By the loop; torch's grouped_mm takes no bias. Else ReLU's derivative differs where the two nearly cancel."""
+    counts = [60, 0, 90, 17, 1]
+    given = [draw(sum(counts), 64), draw(E, 96 * (1 + gated), 64, seed=1) / 8, draw(E, 96 * (1 + gated), seed=2)]
+    given += [draw(E, 64, 96, seed=3) / 10, draw(E, 64, seed=4)]
+    given = [t.detach().bfloat16().requires_grad_() for t in given]
+    call = (counts, ACTIVATIONS["relu"], gated)
+    grad = draw(sum(counts), 64, seed=5, requires_grad=False).bfloat16()
+    results = []
+    for run, inputs in (
+        (functools.partial(ffn.expert_ffn, gemm="loop"), given),
+        (reference.expert_ffn, given),
+        (reference.expert_ffn, doubled(*given)),
+    ):
+        y = run(*inputs, *call)
+        results.append([y, *torch.autograd.grad(y, inputs, grad.to(y.dtype))])
+    for number, (found, plain, exact) in enumerate(zip(*results, strict=True)):
+        assert_close(found, exact, max(2 * relative_error(plain, exact), 2**-8), str(number))
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["rows", "tokens"])
+def test_second_derivatives_of_the_experts(planned):
+    plan = plan_of()
+    names = ["x", "w_in", "b_in", "w_out", "b_out", "weight"]
+    shapes = [(T, D), (E, 2 * H, D), (E, 2 * H), (E, D, H), (E, D), (T, K)]
+    given = {name: draw(*shape, seed=i) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))}
+    results = []
+    for run, inputs in ((ffn, given), (reference, dict(zip(names, doubled(*given.values()), strict=True)))):
+        x, *stacks, weight = inputs.values()
+        if not planned:
+            counts = [T - 9, 0, 4, 5, 0]
+            y = run.expert_ffn(x, *stacks, counts, ACTIVATIONS["silu"], True)
+        elif run is ffn:
+            y = run.expert_ffn(x, *stacks, None, ACTIVATIONS["silu"], True, plan=plan, weight_TK=weight)
+        else:
+            rows_MD = run.permute(x, plan, sum(plan.counts))
+            rows_MD = run.expert_ffn(rows_MD, *stacks, plan.counts, ACTIVATIONS["silu"], True)
+            y = run.combine(rows_MD, weight, plan)
+        wanted = list(inputs.values())[: 6 if planned else 5]
+        first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)])
+    for number, (found, exact) in enumerate(zip(*results, strict=True)):
+        assert_close(found, exact, 1e-5, str(number))
+
+
+def test_what_has_no_second_derivatives_says_so():
+    plan, x, weight = plan_of(), draw(T, D), draw(T, K)
+    num_rows = sum(plan.counts)
+    moved = draw(num_rows, D)
+    for y, given in (
+        (rows.permute(x, plan.order_N, plan.place_TK, num_rows), x),
+        (rows.combine(moved, weight, plan.place_TK), moved),
+        (rows.combine(moved, weight, plan.place_TK), weight),
+    ):
+        (first,) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            first.square().sum().backward()
+    index = torch.randperm(T, generator=torch.Generator().manual_seed(0))
+    y = rows.reorder(x, index, index.argsort(), torch.float32)  # a gather, whose derivative is one again
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert_close(second, 6 * x, 1e-6, "second")
+
+
+@pytest.mark.parametrize("frozen", [[], ["x"], ["w_in"], ["w_out", "b_in"]], ids="-".join)
+def test_flops_are_counted_as_those_of_the_torch_path(frozen):
+    counts = [7, 0, 11, 1, 0]
+    shapes = {"x": (sum(counts), D), "w_in": (E, H, D), "b_in": (E, H), "w_out": (E, D, H), "b_out": (E, D)}
+    totals = []
+    for run in (ffn.expert_ffn, ops.expert_ffn):
+        t = [draw(*shape, requires_grad=name not in frozen) for name, shape in shapes.items()]
+        with FlopCounterMode(display=False) as counter:
+            run(*t, counts, ACTIVATIONS["gelu"]).sum().backward()
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] > 0
 
 
 def test_only_what_is_needed(on):

@@ -1,8 +1,11 @@
 """The console command, and what importing the library brings in."""
 
+import os
+import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,8 @@ def raiser(error):
     ("error", "code", "says"),
     [
         (UserError("a=1\nis  wrong"), 2, "prog: error: a=1 is wrong\n"),
+        (PermissionError(13, "Permission denied", "/a\nb/run"), 2, "prog: error: /a b/run: Permission denied\n"),
+        (OSError(36, "File name too long", b"x"), 2, "prog: error: x: File name too long\n"),
         (KeyboardInterrupt(), 130, "prog: interrupted\n"),
         (ModuleNotFoundError("no", name="sentencepiece.x"), 2, "pip install 'fmoe[pretrain]'\n"),
     ],
@@ -65,7 +70,66 @@ def test_errors_of_users_are_one_line(error, code, says, capsys):
     assert out.endswith(says) and out.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), ModuleNotFoundError("no", name="fmoe.nowhere")])
+def test_an_error_shows_no_escape_sequence(capsys):
+    assert run("prog", raiser(UserError("tensor \x1b[2Jw\x9b1m\u202e\udcff is missing"))) == 2
+    out = capsys.readouterr().err
+    assert out == "prog: error: tensor \\x1b[2Jw\\x9b1m\\u202e\\udcff is missing\n"
+
+
+def loud():
+    for number in range(100_000):
+        print(number)
+
+
+def helped():
+    print("usage")
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("command", [loud, lambda: print("one line"), helped])
+def test_a_reader_that_ends_first_ends_the_command_quietly(command):
+    (read, write), (error_read, error_write) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)  # nobody reads
+        os.dup2(write, 1)
+        os.dup2(error_write, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        code = 99
+        with suppress(BaseException):
+            code = run("prog", command)
+            sys.stdout.flush()  # as Python does when it ends
+            sys.stderr.flush()
+        os._exit(code)
+    for file in (read, write, error_write):
+        os.close(file)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGPIPE
+    assert os.read(error_read, 1000) == b""
+    os.close(error_read)
+
+
+def test_another_broken_pipe_is_not_the_readers(capsys):
+    with pytest.raises(BrokenPipeError):
+        run("prog", raiser(BrokenPipeError("of a socket")))
+
+
+@pytest.mark.parametrize("words", [["--\x1b[2Jx"], ["a\x1b[2Jx"]])
+def test_a_wrong_argument_shows_no_escape_sequence(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["info", *words])
+    assert end.value.code == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("ours"),
+        ModuleNotFoundError("no", name="fmoe.nowhere"),
+        FileNotFoundError(2, "No such file or directory", "ours"),
+        PermissionError(1, "Operation not permitted"),  # of no path
+    ],
+)
 def test_our_own_errors_keep_their_traceback(error):
     with pytest.raises(type(error)):
         run("prog", raiser(error))
@@ -85,7 +149,6 @@ def test_import_needs_torch_alone():
         "wandb",
         "sentencepiece",
         "safetensors",
-        "tyro",
         "rich",
         "psutil",
         "tensorboard",
@@ -104,3 +167,21 @@ assert not any(name.split(".")[0] in ("pretrain", "megatron_patch") for name in 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["compare", "--jsno", "runs/a"], "fmoe compare: error: unknown option --jsno; did you mean --json?"),
+        (["data", "prepare", "--tokeniser", "x"], "unknown option --tokeniser; did you mean --tokenizer?"),
+        (["report", "x", "--zzzzzzz"], "unknown option --zzzzzzz; fmoe report --help lists all"),
+        (["selftest", "--devcie=cpu"], "unknown option --devcie"),
+        (["generate", "--prommpt", "x"], "unknown option --prommpt; did you mean --prompt?"),
+        (["checkpoint", "ls"], "the following arguments are required"),
+    ],
+)
+def test_wrong_options_are_one_line_that_names_the_nearest(capsys, argv, says):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1 and len(error) < 200

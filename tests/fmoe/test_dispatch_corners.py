@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe.dispatch import Cost, watch
-from fmoe.ops import scratch
+from fmoe.ops import memory
 
 WIDTH, EXPERTS = 16, 4
 
@@ -298,8 +298,8 @@ def test_experts_may_be_frozen(forks, way):
 
 
 def test_memory_of_inference_serves_training(monkeypatch):
-    monkeypatch.setattr(scratch, "_SMALLEST", 1)
-    monkeypatch.setattr(scratch, "_blocks", {})
+    monkeypatch.setattr(memory, "_SMALLEST", 1)
+    monkeypatch.setattr(memory, "_blocks", {})
     layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, seed=5)
     x = torch.randn(3, 7, WIDTH)
     for _ in range(2):
@@ -309,7 +309,7 @@ def test_memory_of_inference_serves_training(monkeypatch):
         assert torch.equal(y, expected)
         y.sum().backward()
     with torch.device("meta"):
-        assert scratch.empty((1000, 1000), x).device.type == "cpu"
+        assert memory.empty((1000, 1000), x).device.type == "cpu"
 
 
 def warned():

@@ -1,10 +1,11 @@
 """`fmoe.fmoefy` on every family: blocks found, output unchanged, training, checkpoints, what else a model can do."""
 
 import copy
+import inspect
 
 import pytest
 import torch
-from compare import assert_close
+from compare import assert_close, relative_error
 from tiny_models import FAMILIES, tiny
 
 import fmoe
@@ -26,7 +27,8 @@ def test_output_is_unchanged_and_every_block_swapped(family):
     dense = copy.deepcopy(model)
     config = copy.deepcopy(getattr(model, "config", None))
     blocks = find_blocks(model)
-    assert [found.adapter for found in blocks] == [FAMILIES[family].adapter] * FAMILIES[family].num_blocks
+    assert len(blocks) == FAMILIES[family].num_blocks
+    assert {found.adapter for found in blocks} <= set(FAMILIES[family].adapter.split(" or "))
     swapped = sum(EXPERTS * sum(t.numel() for t in f.block.tensors) for f in blocks)
     routers = sum(EXPERTS * f.block.d_model for f in blocks)
     kept = sum(p.numel() for p in model.parameters()) - swapped // EXPERTS
@@ -96,23 +98,33 @@ def test_generation_is_unchanged(family):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_gradient_checkpointing_changes_nothing_and_counts_once(family):
-    results = []
-    for checkpointing in (False, True):
+    def gradients(convert, checkpointing):
         model, inputs = tiny(family, dropout=0.1)
-        gate = {"gate": "gshard", "gate_options": {"capacity_factor": 1.0}}
-        fmoe.fmoefy(model.train(), EXPERTS, exact=False, noise=0.1, seed=3, **gate)
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            inputs["use_cache"] = False  # checkpointing turns it off, and with it other kernels see the keys and values
+        convert(model.train())
         if checkpointing:
             model.gradient_checkpointing_enable()
         forwards = []
-        next(iter(moe_layers(model).values())).register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
+        for layer in list(moe_layers(model).values())[:1]:
+            layer.register_forward_pre_hook(lambda *_: forwards.append(1))
         torch.manual_seed(5)
         model(**inputs).loss.backward()
-        assert len(forwards) == 1 + checkpointing
-        results.append(([p.grad for p in model.parameters()], fmoe.metrics(model)))
-    (plain, plain_report), (again, report) = results
-    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert report == plain_report
+        return [p.grad for p in model.parameters()], fmoe.metrics(model), len(forwards)
+
+    def errors(convert):
+        (plain, plain_report, once), (again, report, twice) = (gradients(convert, c) for c in (False, True))
+        assert [a is None for a in plain] == [b is None for b in again]
+        assert report == plain_report
+        pairs = [(b, a) for a, b in zip(plain, again, strict=True) if a is not None]
+        return [relative_error(b, a) for b, a in pairs], report, (once, twice)
+
+    gate = {"gate": "gshard", "gate_options": {"capacity_factor": 1.0}}
+    found, report, forwards = errors(lambda m: fmoe.fmoefy(m, EXPERTS, exact=False, noise=0.1, seed=3, **gate))
+    dense, _, _ = errors(lambda m: m)
+    assert forwards == (1, 2)
     assert all(r.tokens == 20 for r in report.values())
+    assert max(found) <= 4 * max(dense), "the dense model's own is 0 unless the processor's kernels see other layouts"
 
 
 def test_dropout_stays_where_the_block_had_it():

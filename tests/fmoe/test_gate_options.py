@@ -236,3 +236,20 @@ def test_wrong_inputs_say_value_and_limit(call, says):
         call()
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("table", [None, torch.arange(20).view(10, 2) % 4], ids=["hash", "table"])
+def test_ids_out_of_range_say_so(table, dtype):
+    layer = fmoe.FMoE(d_model=8, num_experts=4, top_k=2, d_hidden=8, gate="hash", gate_options={"table": table}, seed=0)
+    x, ids = torch.randn(3, 4, 8), torch.arange(12, dtype=dtype).view(3, 4) % 10
+    layer(x, token_ids=ids)
+    bad = {-1: "-1", -100: "-100"} | ({10: "10", 2**31 - 1: "2147483647"} if table is not None else {})
+    for value, says in bad.items():
+        ids[1, 2] = value
+        with pytest.raises(fmoe.UserError) as error:
+            layer(x, token_ids=ids)
+        assert "token_ids" in str(error.value) and says in str(error.value) and "\n" not in str(error.value)
+        layer(x, ids != value, token_ids=ids)  # padding
+    with pytest.raises(fmoe.UserError, match=r"token_ids has dtype torch\.float32"):
+        layer(x, token_ids=ids.float())

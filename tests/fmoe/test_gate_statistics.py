@@ -223,3 +223,24 @@ def test_topology_keeps_tokens_near_as_far_as_the_load_allows():
     bounded, most = near_and_most(bonus=2.0, skew=2.0)
     assert free < 0.7 and far == 1.0  # every token stays on node 0, the one this worker is on
     assert free < bounded < far and most <= max(2 * 64 * 2 // 8, most_free) < most_far
+
+
+@pytest.mark.parametrize("experts", [3, 8, 64])
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("kind", ["one token", "one that is no padding", "equal tokens"])
+def test_sinkhorn_takes_the_raw_scores_where_all_balanced_ones_are_equal(experts, top_k, kind):
+    torch.manual_seed(0)
+    x = 3 * torch.randn(256, WIDTH)
+    gate = build_gate("sinkhorn", WIDTH, experts, top_k)
+    with torch.no_grad():
+        gate.weight.normal_()
+    best_TK = gate.scores(x, RoutingGroups(256, 1)).logits_TE.topk(top_k).indices
+    size, mask_T = 1, None
+    if kind != "one token":
+        size = 4
+        x = x.repeat_interleave(size, 0)
+        if kind == "one that is no padding":
+            mask_T = torch.arange(len(x)) % size == 2
+    expert_TK = gate(x, RoutingGroups(256, size, mask_T=mask_T)).expert_TK
+    expert_TK = expert_TK[mask_T] if mask_T is not None else expert_TK[::size]
+    assert torch.equal(expert_TK, best_TK)

@@ -8,13 +8,13 @@ import pickle
 import pytest
 import torch
 from compare import assert_close
+from forks import values
 from torch import nn
 
 import fmoe
 import fmoe.init
 from fmoe.experts import FFNExperts
 from fmoe.gates import GATES
-from fmoe.metrics import counting
 from fmoe.parallel import is_expert
 from fmoe.routing import Routing
 
@@ -109,6 +109,69 @@ def test_shared_expert_adds_its_output(gate):
     assert_close(layer(x), expected, 1e-6, "output")
     assert not any(is_expert(p) for p in layer.shared.parameters())
     assert all(is_expert(p) for p in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": 2}, {"sequence_first": True}, {"group_size": 3}], ids=str)
+@pytest.mark.parametrize("gate", ["naive", "switch", "random", "expert_choice"])
+def test_padding_is_zero_beside_a_shared_expert(gate, options):
+    layer, x = build(gate=gate, shared_expert=24, shared_gate=True, **options), tokens(3, 8)
+    mask = torch.rand(3, 8) < 0.6
+    y = layer(x, mask)
+    assert not y[~mask].any() and y[mask].all()
+    if gate == "naive":
+        assert_close(y[mask], layer(x)[mask], 1e-5, "tokens")
+    x.grad = None
+    layer(x, mask).sum().backward()
+    assert not x.grad[~mask].any()
+    none = layer(x, torch.zeros(3, 8, dtype=torch.bool))
+    assert not none.any()
+
+
+def test_padding_of_a_nest_is_zero_beside_a_shared_expert():
+    class Two(nn.Module):
+        def __init__(self, d_model):
+            super().__init__()
+            self.a = nn.Linear(d_model, d_model)
+
+        def forward(self, nest):
+            return {"x": self.a(nest["x"]), "more": nest["more"] + 1}
+
+    layer = build(expert=Two, shared_expert=24)
+    mask = torch.tensor([True, False, True, False])
+    out = layer({"x": tokens(4), "more": torch.randn(4, 3)}, mask)
+    assert not out["x"][~mask].any() and not out["more"][~mask].any() and out["x"][mask].all()
+
+
+def test_filled_tokens_have_no_output_of_a_shared_expert():
+    """FastMoE's mask: 0 is routed, k is `mask_dict[k]`, and what the dict lacks is zero."""
+    mask = torch.tensor([0, 1, 2, 0])
+    value = torch.arange(float(D))
+    layer = fmoe.FMoE(
+        num_expert=E, d_model=D, world_size=1, expert=[Block] * E, shared_expert=24, mask=mask, mask_dict={1: value}
+    )
+    y = layer(tokens(4))
+    assert_close(y[1], value, 1e-6, "filled")
+    assert not y[2].any() and y[0].all() and y[3].all()
+
+
+def padding_over_ranks(kind):
+    layer = build(shared_expert=24, shared_gate=True, **{kind: torch.distributed.group.WORLD})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, D, generator=generator)
+    mask = torch.rand(6, 3, generator=generator) < 0.5
+    if kind == "sequence_group":
+        own = slice(3 * torch.distributed.get_rank(), 3 * torch.distributed.get_rank() + 3)
+        x, mask = x[own], mask[own]
+    layer.sequence_first = True
+    y = layer(x, mask)
+    y.sum().backward()
+    return bool(y[~mask].any()), bool(y[mask].all()), int(mask.sum())
+
+
+@pytest.mark.parametrize("kind", ["slice_group", "sequence_group"])
+def test_padding_is_zero_beside_a_shared_expert_on_parts(two_ranks, kind):
+    for padding_has_any, tokens_have_all, count in values(two_ranks.run(padding_over_ranks, kind)):
+        assert not padding_has_any and tokens_have_all and count
 
 
 def test_shared_experts_of_two_layers_differ():
@@ -350,7 +413,7 @@ def test_evaluation_is_counted_where_it_is_wanted():
     layer.eval()
     layer(tokens(3, 8))
     assert fmoe.metrics(layer)[""] == before
-    with counting(layer):
+    with fmoe.metrics.counting(layer):
         assert fmoe.metrics(layer)[""].tokens == 0
         layer(tokens(3, 8))
         with torch.no_grad():

@@ -1,13 +1,19 @@
 """Native operations against their references, values and gradients, over random shapes with dropped assignments."""
 
+import functools
+
 import pytest
 import torch
 from compare import assert_close
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import fmoe
 from fmoe import ops
 from fmoe.dispatch import DispatchPlan
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference
+from fmoe.ops.padded import PaddedPlan
 from fmoe.routing import Routing
 
 
@@ -106,3 +112,129 @@ def test_reorder_is_its_inverse_backward():
     x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
     assert torch.equal(ops.reorder(x, index, inverse), x[index])
     assert torch.autograd.gradcheck(lambda x: ops.reorder(x, index, inverse), x)
+
+
+def drawn(*shapes):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64, generator=g).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("activation", [F.gelu, F.silu, _softened], ids=["gelu", "silu", "unknown"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_second_derivatives_of_the_experts(activation, gated):
+    counts, height = [2, 0, 1], 3 * (1 + gated)
+    inputs = drawn((3, 2), (3, height, 2), (3, height), (3, 2, 3), (3, 2))
+    run = functools.partial(ops.expert_ffn, counts=counts, activation=activation, gated=gated)
+    assert torch.autograd.gradgradcheck(run, inputs)
+    inputs[1].requires_grad_(False)  # a frozen matrix still is what others' derivatives depend on
+    assert torch.autograd.gradgradcheck(run, inputs)
+    linear = functools.partial(ops.grouped_linear, counts=counts)
+    assert torch.autograd.gradgradcheck(linear, drawn((3, 2), (3, 4, 2), (3, 4)))
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize("slots", [None, 6], ids=["sorted", "padded"])
+def test_second_derivatives_of_moving_rows(slots, drop):
+    plan, _, _ = random_plan(torch.Generator().manual_seed(1), 4, 2, 3, drop)
+    num_rows = sum(plan.counts)
+    if slots is not None:
+        plan, num_rows = PaddedPlan(plan, slots, 1), 3 * slots
+
+    def move(x, weight):
+        return plan.combine(plan.permute(x, num_rows).square(), weight)
+
+    assert torch.autograd.gradgradcheck(move, drawn((4, 2), (4, 2)))
+
+
+def test_one_tensor_may_be_two_inputs_of_second_derivatives():
+    (weight,) = drawn((2, 3, 3))
+    rows = drawn((4, 3))[0]
+    run = functools.partial(ops.expert_ffn, counts=[1, 3], activation=F.silu)
+    assert torch.autograd.gradgradcheck(lambda rows, weight: run(rows, weight, None, weight, None), [rows, weight])
+
+
+class _Scaled:
+    """A callable that is no module, with a parameter."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return torch.tanh(self.factor * x)
+
+
+def _scaled(x, factor):
+    return torch.tanh(factor * x)
+
+
+LEARNT = {
+    "closure": lambda factor: lambda x: torch.tanh(factor * x),
+    "object": _Scaled,
+    "partial": lambda factor: functools.partial(_scaled, factor=factor),
+}
+
+
+def layer_with(activation, backend="auto", **options):
+    sizes = {"d_model": 6, "num_experts": 3, "d_hidden": 8, "top_k": 2, "gate": "naive", "seed": 1}
+    return fmoe.FMoE(**sizes, backend=backend, expert_options={"activation": activation, **options})
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("kind", LEARNT)
+def test_what_an_activation_closes_over_is_differentiated(kind, gated):
+    factor = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    layer = layer_with(LEARNT[kind](factor), gated=gated).double()
+    x = torch.randn(10, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def loss():
+        return layer(x).square().sum()
+
+    loss().backward()
+    with torch.no_grad():
+        factor += 1e-6
+        above = loss()
+        factor -= 2e-6
+        below = loss()
+    assert factor.grad == pytest.approx(float(above - below) / 2e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", [torch.nn.RReLU(0.1, 0.9), torch.nn.Dropout(0.5)], ids=["rrelu", "dropout"])
+def test_a_random_activation_is_drawn_once(activation, gated, recomputed):
+    """The outputs are linear in the second map: its gradient has the noise of the forward pass, or is wrong."""
+    layer = layer_with(activation.train(), gated=gated).double()
+    x = torch.randn(10, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+    weight = layer.experts.weight_out
+    y.sum().backward()
+    bias = layer.experts.bias_out
+    found = (weight.grad * weight).sum() + (bias.grad * bias).sum()
+    assert found.item() == pytest.approx(y.sum().item(), rel=1e-12)
+
+
+class _Unhashable:
+    __hash__ = None
+
+    def __call__(self, x):
+        return F.silu(x)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "activation",
+    [torch.nn.SiLU(inplace=True), lambda x: x.mul_(x.sigmoid()), _Unhashable()],
+    ids=["in place", "function in place", "unhashable"],
+)
+def test_an_activation_may_work_in_place_and_need_not_be_hashable(activation, gated, backend):
+    results = []
+    for one in (activation, F.silu):
+        layer = layer_with(one, backend, gated=gated)
+        x = torch.randn(10, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = layer(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, 1e-5, "a result or gradient")

@@ -275,3 +275,25 @@ def test_wrong_decay_rates():
     weight[0].grad = torch.ones(2, 2)
     with pytest.raises(UserError, match="elements 0 to 4 are no part of a parameter of 3"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float64_parameters_have_float64_trust_ratios(name):
+    """Also beside float32 ones, in the same group: to their own precision, steps and ratios alike."""
+    make, options, reference = CASES[name]
+    parameters, gradients = model_like()
+    parameters = [nn.Parameter(p.detach().double()) if n % 2 else p for n, p in enumerate(parameters)]
+    for old, new in zip(model_like()[0], parameters, strict=True):
+        new.is_stacked = is_stacked(old)
+    gradients = [[g.double() for g in step] for step in gradients]
+    expected = references(reference, options, parameters, gradients)
+    optimizer = make(parameters, **options)
+    run(optimizer, parameters, gradients)
+    for p, found, (weight, ratio) in zip(parameters, optimizer.trust_ratios(), expected, strict=True):
+        assert found.dtype == torch.float64
+        bound = 1e-13 if p.dtype == torch.float64 else 1e-5
+        assert_close(p, weight, bound, f"weight {tuple(p.shape)}")
+        if len(found):
+            assert_close(found, torch.tensor(ratio, dtype=torch.float64), bound, f"ratio {tuple(p.shape)}")
+    only = make([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))], **options)
+    assert only.trust_ratios()[0].dtype == torch.float32

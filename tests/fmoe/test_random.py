@@ -110,3 +110,18 @@ def test_position_travels_with_the_generator_state():
 @pytest.mark.parametrize("parts", [((1, 2), (12,)), (("1",), (1,)), (("a", "b"), ("ab",))])
 def test_keys_of_different_parts_differ(parts):
     assert random.key(*parts[0]) != random.key(*parts[1])
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-4, 0.1, 0.5, 0.999])
+def test_dropped_elements_are_a_function_of_their_key_and_offset(rate):
+    keys = random.fold(torch.tensor(7), torch.arange(64))
+    dropped = random.dropped(keys, 2001, rate)
+    assert dropped.shape == (64, 2001) and dropped.dtype == torch.bool
+    assert float(dropped.float().mean()) == pytest.approx(rate, abs=4e-3)
+    assert torch.equal(random.dropped(keys[5:9], 1000, rate), dropped[5:9, :1000])
+    assert random.drop_rate(rate) == pytest.approx(rate, abs=2**-17)
+
+
+def test_a_rate_next_to_one_leaves_some_to_be_scaled():
+    assert random.drop_rate(1 - 1e-9) < 1
+    assert random.dropped(torch.arange(4), 100, 1 - 1e-9).float().mean() > 0.99

@@ -80,3 +80,28 @@ def test_what_cannot_be_says_so(make, says):
     with pytest.raises(fmoe.UserError) as error:
         make()
     assert says in str(error.value)
+
+
+class Block(torch.nn.Linear):
+    """A user's expert."""
+
+    def __init__(self, d_model):
+        super().__init__(d_model, d_model)
+
+
+@pytest.mark.parametrize("expert", ["ffn", "swiglu", Block])
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (0, 8), (2, 0, 3, 8), (0, 0, 8)])
+@pytest.mark.parametrize("make", [fmoe.SoftMoE, lambda d, e, n, **o: fmoe.MMoE(d, e, n, **o)], ids=["soft", "mmoe"])
+def test_no_tokens_give_no_outputs_and_gradients_of_zero(make, shape, expert):
+    layer, x = make(8, 4, 3, expert=expert), torch.zeros(shape, requires_grad=True)
+    options = [{}]
+    if isinstance(layer, fmoe.SoftMoE):
+        options.append({"mask": torch.ones(shape[:-1], dtype=torch.bool)})
+    for given in options:
+        layer.zero_grad()
+        outputs = layer(x, **given)
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        assert all(y.shape == shape for y in outputs)
+        sum(y.sum() for y in outputs).backward()
+        assert x.grad.shape == shape
+        assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())

@@ -49,6 +49,14 @@ _DROPOUTS = {
     "SwinConfig": _BERT_DROPOUTS | {"drop_path_rate": 0},
     "T5Config": {"dropout_rate": 0, "dropout": None},
     "GPT2Config": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "dropout": None},
+    "AlbertConfig": _BERT_DROPOUTS,
+    "RobertaPreLayerNormConfig": _BERT_DROPOUTS,
+    "FunnelConfig": {"hidden_dropout": 0, "attention_dropout": 0, "activation_dropout": 0, "dropout": None},
+    "BloomConfig": {"hidden_dropout": 0, "attention_dropout": 0, "dropout": None},
+    "BartConfig": {"dropout": 0, "activation_dropout": 0, "attention_dropout": 0},
+    "PegasusConfig": {"dropout": 0, "activation_dropout": 0, "attention_dropout": 0},
+    "ConvNextConfig": {"drop_path_rate": 0, "dropout": None},
+    "XLMConfig": {"dropout": 0, "attention_dropout": 0},
     **{name: {"dropout": None} for name in ("LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config")},
 }
 
@@ -65,6 +73,16 @@ _GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 _T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": HIDDEN, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
 _T5 |= {"decoder_start_token_id": 0}
 _SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4}
+_BART = {"d_model": WIDTH, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+_BART |= {f"{stack}_layers": 2 for stack in ("encoder", "decoder")}
+_BART |= {f"{stack}_attention_heads": 4 for stack in ("encoder", "decoder")}
+_BART |= {f"{stack}_ffn_dim": HIDDEN for stack in ("encoder", "decoder")}
+_FUNNEL = {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": WIDTH, "n_head": 4}
+_FUNNEL |= {"d_head": 8, "d_inner": HIDDEN}
+_OPT = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 3, "ffn_dim": HIDDEN}
+_OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "word_embed_proj_dim": WIDTH}
+_XLM = {"vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32}
+_CONVNEXT = {"hidden_sizes": [16, 32], "depths": [1, 2], "num_stages": 2, "image_size": 32, "patch_size": 4}
 
 
 class Seq2Seq(nn.Module):
@@ -113,6 +131,8 @@ def _torch_model(model_class: type[nn.Module], width: int):
     return build
 
 
+_BY_VERSION = "mlp or bert"  # transformers wrote these blocks as two halves once
+
 FAMILIES = {
     "gpt2": Case(_hugging_face("GPT2LMHeadModel", "GPT2Config", **_GPT2), 3, "mlp"),
     "llama": Case(_hugging_face("LlamaForCausalLM", "LlamaConfig", **_ROPE), 3, "glu", True),
@@ -126,9 +146,31 @@ FAMILIES = {
         _hugging_face("T5ForConditionalGeneration", "T5Config", feed_forward_proj="gated-gelu", **_T5), 4, "glu", True
     ),
     "vit": Case(
-        _hugging_face("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, **_COMMON), 3, "mlp"
+        _hugging_face("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, **_COMMON), 3, _BY_VERSION
     ),
-    "swin": Case(_hugging_face("SwinForImageClassification", "SwinConfig", **_SWIN), 3, "mlp"),
+    "swin": Case(_hugging_face("SwinForImageClassification", "SwinConfig", **_SWIN), 3, _BY_VERSION),
+    "albert": Case(_hugging_face("AlbertForMaskedLM", "AlbertConfig", embedding_size=16, **_TEXT), 1, "mlp"),
+    "xlnet": Case(
+        _hugging_face(
+            "XLNetLMHeadModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=WIDTH, n_layer=2, n_head=4, d_inner=HIDDEN
+        ),
+        2,
+        "mlp",
+    ),
+    "funnel": Case(_hugging_face("FunnelForMaskedLM", "FunnelConfig", **_FUNNEL), 3, "mlp"),
+    "bloom": Case(
+        _hugging_face("BloomForCausalLM", "BloomConfig", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=4),
+        2,
+        "mlp",
+    ),
+    "bart": Case(_hugging_face("BartForConditionalGeneration", "BartConfig", **_BART), 4, "mlp"),
+    "pegasus": Case(_hugging_face("PegasusForConditionalGeneration", "PegasusConfig", **_BART), 4, "mlp"),
+    "opt": Case(_hugging_face("OPTForCausalLM", "OPTConfig", **_OPT), 3, "mlp"),
+    "convnext": Case(_hugging_face("ConvNextForImageClassification", "ConvNextConfig", **_CONVNEXT), 3, "mlp"),
+    "xlm": Case(_hugging_face("XLMWithLMHeadModel", "XLMConfig", **_XLM), 2, "mlp"),
+    "roberta prelayernorm": Case(
+        _hugging_face("RobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormConfig", **_TEXT), 3, "mlp"
+    ),
     "torch": Case(_torch_model(Seq2Seq, WIDTH), 4, "torch layer"),
     "sequential": Case(_torch_model(Sequentials, 4), 3, "sequential"),
 }

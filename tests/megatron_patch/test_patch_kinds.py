@@ -114,6 +114,17 @@ def test_output_is_unchanged(forks, kind, options, numbers):
             assert_close(output, before, 1e-5, "logits")
 
 
+@pytest.mark.parametrize(
+    ("options", "numbers"), [({"top_k": 2}, [1, 2]), ({"layers": 2, "granularity": 2}, [2])], ids=str
+)
+def test_output_of_a_vision_transformer_is_unchanged(forks, options, numbers):
+    before, after, layers, marked = only(forks.run(1, upcycled, "vit", options))
+    assert layers == numbers
+    assert marked
+    for output in after:
+        assert_close(output, before, 1e-5, "output")
+
+
 def refused(kind, options):
     from tiny_gpt import start
     from tiny_kinds import BUILD

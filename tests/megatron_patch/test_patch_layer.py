@@ -222,14 +222,14 @@ def test_initial_weights_and_width_are_those_of_the_config(forks):
     assert std_out.item() == pytest.approx(0.5, rel=0.03)
 
 
-def padded():
+def padded(shared):
     from tiny_gpt import LENGTH, MOE, WIDTH, start, tiny_config
 
     import fmoe
     from megatron_patch import MegatronFMoE
 
     start()
-    layer = MegatronFMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}})
+    layer = MegatronFMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}} | shared)
     torch.manual_seed(0)
     x = torch.randn(LENGTH, 2, WIDTH)
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
@@ -243,8 +243,9 @@ def padded():
     return padded_y, layer(other, padding_mask=padding)[0], layer(x)[0], padding.t(), tokens
 
 
-def test_padding_is_not_routed(forks):
-    y, y_other, whole, padding, tokens = only(forks.run(1, padded))
+@pytest.mark.parametrize("shared", [{}, {"shared_expert": 8}], ids=["", "shared"])
+def test_padding_is_not_routed(forks, shared):
+    y, y_other, whole, padding, tokens = only(forks.run(1, padded, shared))
     assert (y[padding] == 0).all()
     assert torch.equal(y, y_other)
     assert torch.allclose(y[~padding], whole[~padding], atol=1e-6)

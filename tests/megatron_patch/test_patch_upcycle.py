@@ -161,6 +161,11 @@ def refused(config, options, break_it=None):
         mlps[1] = gpt.decoder.layers[1].mlp = torch.nn.Identity()
     elif break_it == "dtype":
         mlps[1].linear_fc2.bfloat16()
+    elif break_it == "hook":
+        mlps[1].linear_fc2.register_forward_hook(lambda module, args, output: output)
+    elif break_it == "lora":
+        base = type(mlps[1].linear_fc1)
+        mlps[1].linear_fc1.__class__ = type("Lora", (base,), {"forward": lambda self, x: base.forward(self, 2 * x)})
     elif break_it == "twice":
         fmoe.fmoefy(gpt, EXPERTS)
         mlps = [layer.mlp for layer in gpt.decoder.layers]
@@ -190,6 +195,8 @@ def refused(config, options, break_it=None):
         ({}, "norm", ["layer 2", "layer_norm_weight"]),
         ({}, "class", ["layer 2", "Identity"]),
         ({}, "dtype", ["layer 2", "bfloat16"]),
+        ({}, "hook", ["layer 2", "its linear_fc2 has hooks"]),
+        ({}, "lora", ["layer 2", "its linear_fc1, a Lora, is not Megatron-core's own"]),
         ({}, "twice", ["2 FMoE layers already"]),
     ],
     ids=str,

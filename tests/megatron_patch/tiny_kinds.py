@@ -1,12 +1,14 @@
-"""A tiny Megatron-core T5 and BERT beside `tiny_gpt`. Not a test itself."""
+"""A tiny Megatron-core T5, BERT and vision transformer beside `tiny_gpt`. Not a test itself."""
 
 import copy
 
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from tiny_gpt import LAYERS, LENGTH, VOCAB, tiny_config
@@ -49,12 +51,22 @@ def tiny_bert(change=lambda spec, **options: spec, **options) -> BertModel:
     )
 
 
-BUILD = {"t5": tiny_t5, "bert": tiny_bert}
+def tiny_vit(change=lambda spec, **options: spec, **options) -> CLIPViTModel:
+    """2 layers, images of 8 x 8 in four patches."""
+    torch.manual_seed(0)
+    spec = change(copy.deepcopy(get_gpt_layer_local_spec()))
+    norm = {"ln_pre_impl": WrappedTorchNorm, "ln_post_impl": WrappedTorchNorm}
+    return CLIPViTModel(tiny_config(**options), spec, patch_dim=4, img_h=8, img_w=8, **norm)
+
+
+BUILD = {"t5": tiny_t5, "bert": tiny_bert, "vit": tiny_vit}
 
 
 def run(model, labels: bool = False, masks: bool = True) -> torch.Tensor:
     """Logits, or losses, of the same tokens every time; ``masks`` that hide nothing but what comes later, or none."""
     generator = torch.Generator().manual_seed(1)
+    if isinstance(model, CLIPViTModel):
+        return model(torch.randn(4, 3, 8, 8, generator=generator))
     tokens, targets = (torch.randint(VOCAB, (4, length), generator=generator) for length in (LENGTH, TARGETS))
     if isinstance(model, BertModel):
         return model(tokens, torch.ones_like(tokens) if masks else None, lm_labels=tokens if labels else None)[0]

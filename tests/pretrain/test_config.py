@@ -1,7 +1,13 @@
 """Recipes: read, overridden, checked, written; and what they say of the model's size."""
 
+import contextlib
 import json
+import math
+import re
+import tomllib
+import typing
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +26,15 @@ from pretrain.config import (
     RunConfig,
     TrackingConfig,
     TrainConfig,
+    build_recipe,
     load_recipe,
     write_recipe,
 )
-from pretrain.config.load import RECIPES
+from pretrain.config.bounds import PATHS
+from pretrain.config.load import RECIPES, recipe_keys, recipe_text
 from pretrain.gate import gate_options
+from pretrain.process import timeout
+from pretrain.resume import find_checkpoint
 
 TINY = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 24, "sequence_length": 16}
 TINY |= {"vocab_size": 96, "num_experts": 4, "top_k": 2}
@@ -242,6 +252,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             document_mask=True,
             noise_density=0.2,
             mean_span=2.0,
+            prefetch=5,
         ),
         parallel=ParallelConfig(
             tensor=2,
@@ -387,6 +398,22 @@ def test_quickstart_is_what_the_readme_promises():
         (["--data.train", "a", "b"], "data.train", ("a", "b")),
         (["--optimizer.distributed"], "optimizer.distributed", True),
         (["--tracking.no-wandb"], "tracking.wandb", False),
+        (["--tracking.no_wandb"], "tracking.wandb", False),
+        (["--tracking.wandb=false"], "tracking.wandb", False),
+        (["--tracking.wandb", "false"], "tracking.wandb", False),
+        (["--tracking.wandb", "False"], "tracking.wandb", False),
+        (["--optimizer.distributed", "true"], "optimizer.distributed", True),
+        (["--optimizer.distributed=True"], "optimizer.distributed", True),
+        (["--model.no-tie-embeddings"], "model.tie_embeddings", False),
+        (["--model.normalize=false"], "model.normalize", False),
+        (["--model.no-normalize"], "model.normalize", False),
+        (["--model.normalize", "none", "--model.normalize", "true"], "model.normalize", True),
+        (["--train.init-from=a=b --c"], "train.init_from", "a=b --c"),
+        (["--data.tokenizer="], "data.tokenizer", ""),
+        (["--model.moe-layers=3"], "model.moe_layers", (3,)),
+        (["--data.weights", "0.5"], "data.weights", (0.5,)),
+        (["--data.validation"], "data.validation", ()),
+        (["--train.steps", "50", "--train.steps", "60"], "train.steps", 60),
         (["--train.precision", "bf16"], "train.precision", "bf16"),
         (["--optimizer.lr", "1e-4", "--optimizer.min-lr", "0"], "optimizer.lr", 1e-4),
     ],
@@ -516,6 +543,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     for name, content, parts in (
         ("syntax", b"[model\nnum_layers = 1", ["cannot be read", "line 1"]),
         ("latin", b'[run]\nfolder = "\xe9"', ["cannot be read"]),
+        ("digits", b"[train]\nsteps = " + b"9" * 5000, ["cannot be read"]),
+        ("brackets", b"a = " + b"[" * 5000, ["cannot be read"]),
         ("table", b"model = 3", ["model=3", "section"]),
         ("typo", b"[modell]\nnum_layers = 3", ["unknown key modell", "did you mean model"]),
     ):
@@ -535,6 +564,14 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     [
         (["--train.steps", "many"], "train.steps=many is not a whole number"),
         (["--model.top-k=1.5"], "model.top_k=1.5 is not a whole number"),
+        (["--model.top-k", "-1"], "model.top_k=-1 is not positive"),
+        (["--tracking.wandb=maybe"], "tracking.wandb=maybe is neither true nor false"),
+        (["--tracking.no-wandb=true"], "--tracking.no-wandb=true: a bool is negated without a value"),
+        (["--train.no-steps"], "--train.no-steps: train.steps is no bool"),
+        (["--train.steps", "--train.seed", "3"], "--train.steps needs a value"),
+        (["--train.precision", "fp8"], "train.precision='fp8' is none of fp32, bf16, fp16"),
+        (["--train.stepps", "3"], "unknown key train.stepps; did you mean train.steps? Or train.seed?"),
+        (["more"], "unexpected 'more': options are --section.key value"),
         (["--optimizer.lr", "fast"], "optimizer.lr=fast is not a number"),
         (
             ["--train.steps", "20"],
@@ -546,3 +583,178 @@ def test_values_of_options_that_cannot_be(options, says):
     with pytest.raises(UserError) as error:
         load_recipe("quickstart", options)
     assert str(error.value) == says
+
+
+# Every key, with values that nobody means.
+
+
+def keys_of(kind):
+    """Full names of the keys whose values, or items of a list, are of that type."""
+    found = []
+    for key, hint in recipe_keys().items():
+        kinds = {hint, *typing.get_args(hint), *(a for b in typing.get_args(hint) for a in typing.get_args(b))}
+        if kind in kinds:
+            found.append((key, tuple in {hint, typing.get_origin(hint)}))
+    return found
+
+
+HUGE = [2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**400]
+NUMBERS = {
+    int: [-1, -(2**63), 0, *HUGE],
+    float: [math.inf, -math.inf, math.nan, -0.0, 0.0, -1.0, 5e-324, 1e308, -1e308],
+}
+VALUES = [(key, value, many) for kind, values in NUMBERS.items() for key, many in keys_of(kind) for value in values]
+
+
+@pytest.mark.parametrize("key", sorted({key for key, _, _ in VALUES}))
+def test_a_number_is_accepted_or_refused_by_its_key(key):
+    section, name = key.split(".")
+    for _, value, many in (case for case in VALUES if case[0] == key):
+        recipe = build_recipe({section: {name: [value] if many else value}})
+        try:
+            recipe.check()
+        except UserError as error:
+            assert f"{section}.{name}" in str(error) or name in str(error), (value, error)
+            assert "\n" not in str(error)
+            continue
+        # What a run begins with: nothing of it overflows.
+        timeout(recipe.guard.hang_minutes)
+        assert tomllib.loads(recipe_text(recipe))[section][name] in (value, [value])
+        json.dumps(asdict(recipe))
+        _ = recipe.num_params(), recipe.flops_per_token(), recipe.max_lr, recipe.batches.first(recipe.train.steps)
+
+
+TEXTS = {
+    "carriage return": "a\rb",
+    "escape": "a\x1b[31mb",
+    "zero": "a\0b",
+    "delete": "a\x7fb",
+    "C1": "a\x9bb",
+    "not UTF-8": "a\udcffb",
+    "line separator": "a\u2028b",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("key", "many"), keys_of(str))
+def test_text_that_files_cannot_show_is_refused_by_its_key(key, many, text):
+    section, name = key.split(".")
+    value = (TEXTS[text],) if many else TEXTS[text]
+    recipe = replace(Recipe(), **{section: replace(getattr(Recipe(), section), **{name: value})})
+    with pytest.raises(UserError, match=re.escape(key)) as refused:
+        recipe.check()
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["run.folder", "data.train", "train.init_from", "model.gate"])
+def test_an_empty_name_is_refused(key):
+    section, name = key.split(".")
+    value = ("",) if key == "data.train" else ""
+    with pytest.raises(UserError, match=f"{key}=''"):
+        replace(Recipe(), **{section: replace(getattr(Recipe(), section), **{name: value})}).check()
+
+
+@pytest.mark.parametrize(
+    "name", ["ü and 語", 'a "quoted" \\ name', "tab\tand\nline", "emoji \U0001f468\u200d\U0001f4bb", "a b"]
+)
+def test_any_other_name_survives_the_written_recipe(tmp_path, name):
+    recipe = replace(Recipe(), run=RunConfig(folder=name))
+    write_recipe(recipe, tmp_path / "config.toml")
+    assert load_recipe(str(tmp_path / "config.toml")) == recipe
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (2, 1, 2), (0,), (-1,), (5,), (1, 10**30)])
+def test_layers_with_experts_are_each_named_once(layers):
+    with pytest.raises(UserError, match=r"model\.moe_layers"):
+        replace(Recipe(), model=ModelConfig(num_layers=4, moe_layers=layers)).check()
+
+
+def test_spans_of_a_long_sequence_are_found_at_once():
+    recipe = replace(
+        Recipe(),
+        model=ModelConfig(kind="t5", sequence_length=2**28, num_heads=6),
+        data=replace(Recipe().data, noise_density=0.99, mean_span=1e308),
+    )
+    with contextlib.suppress(UserError):
+        recipe.check()
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("name", ["a" * 256, "ü" * 200, "a/" * 3000 + "b"])
+def test_a_name_that_no_file_system_takes_is_refused(key, name):
+    section, field = key.split(".")
+    value = (name,) if key in ("data.train", "data.validation") else name
+    with pytest.raises(UserError, match=f"{key}=") as refused:
+        replace(Recipe(), **{section: replace(getattr(Recipe(), section), **{field: value})}).check()
+    assert len(str(refused.value)) < 200
+    for refuse in (lambda: load_recipe(name), lambda: find_checkpoint(Path("nowhere"), name)):
+        with pytest.raises(UserError):
+            refuse()
+
+
+@pytest.mark.parametrize("name", [".", "/", "./", "//"])
+def test_a_corpus_is_a_prefix(name):
+    with pytest.raises(UserError, match=r"data\.train=.*prefix"):
+        replace(Recipe(), data=DataConfig(train=(name,))).check()
+
+
+@pytest.mark.parametrize("key", ["nope.x", "x.y.z", "trainsteps.of", "modle." + "x" * 200])
+def test_an_unknown_key_is_one_short_line(key):
+    with pytest.raises(UserError) as error:
+        load_recipe("quickstart", [f"--{key}", "3"])
+    assert key in str(error.value) and len(str(error.value)) < 200 + len(key)
+
+
+ARGUMENTS = {
+    "options first": ["--train.steps", "50", "--tracking.wandb", "quickstart"],
+    "between": ["--resume", "auto", "quickstart", "--train.steps=50", "--tracking.wandb", "true"],
+    "a flag in front": ["--tracking.wandb", "--resume", "auto", "--train.steps", "50", "quickstart"],
+    "a list in front of an option": ["--model.moe-layers", "1", "2", "--resume=auto", "quickstart"],
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_options_stand_before_and_behind_the_recipes_name(case):
+    from pretrain.__main__ import parse
+
+    arguments, overrides = parse(ARGUMENTS[case], "fmoe train")
+    assert arguments.recipe == "quickstart" and arguments.resume == ("auto" if "auto" in str(ARGUMENTS[case]) else None)
+    expected = {"model.moe_layers": (1, 2)} if "list" in case else {"train.steps": 50, "tracking.wandb": True}
+    assert dict(overrides) == expected
+
+
+def test_resume_in_front_of_the_recipes_name():
+    from pretrain.__main__ import parse
+
+    arguments, _ = parse(["--resume", "quickstart"], "fmoe train")
+    assert (arguments.recipe, arguments.resume) == ("quickstart", "run")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["quickstart", "--resum", "auto"], "unknown option --resum; did you mean --resume?"),
+        (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
+        (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
+        (["quickstart", "t5"], "one recipe, not 'quickstart' and 't5'"),
+        (["--data.train", "a", "quickstart"], "--data.train takes all words up to the next option"),
+    ],
+)
+def test_wrong_arguments_name_what_was_meant(argv, says):
+    from pretrain.__main__ import parse
+
+    with pytest.raises(UserError) as error:
+        parse(argv, "fmoe train")
+    assert says in str(error.value)
+
+
+def test_help_of_a_recipe_lists_every_key_with_its_value(capsys):
+    from pretrain.__main__ import parse
+
+    with pytest.raises(SystemExit) as end:
+        parse(["--train.steps", "77", "quickstart", "--help"], "fmoe train")
+    text = capsys.readouterr().out
+    assert not end.value.code and "(default: 77)" in text
+    for section, values in asdict(Recipe()).items():
+        for key in values:
+            assert f"--{section}.{key.replace('_', '-')} " in text

@@ -49,7 +49,7 @@ RECIPES = {
     "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
     "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
     "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two is not a whole number"]),
-    "wrong choice": ("", "", ["--train.precision", "fp8"], ["--train.precision", "fp8", "fp32", "bf16"]),
+    "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
     "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "model.num_experts=4"]),
     "top_k over experts": ("", "", ["--model.top-k", "5"], ["model.top_k=5", "model.num_experts=4"]),
     "no value": ("", "", ["--model.top-k"], ["--model.top-k"]),
@@ -186,7 +186,7 @@ EXTRA = {"tensorboard": "tensorboard", "trackio": "trackio"}
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "package", ["tyro", "megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard", "trackio"]
+    "package", ["megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard", "trackio"]
 )
 def test_training_without_a_package_names_the_extra(refused, recipe_file, package, size):
     recipe = recipe_file(
@@ -202,7 +202,6 @@ def test_training_without_a_package_names_the_extra(refused, recipe_file, packag
 @pytest.mark.parametrize(
     ("package", "argv"),
     [
-        ("tyro", ["train", "quickstart"]),
         ("megatron", ["train", "quickstart"]),
         ("sentencepiece", ["data", "prepare", "a.txt", "--tokenizer", "b.model", "--out", "c"]),
         ("numpy", ["data", "show", "a"]),

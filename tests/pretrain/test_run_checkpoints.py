@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -10,14 +11,19 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_run_training import KillAtStep, steps, train
 
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
-from pretrain.resume import agree_on_intact
-from pretrain.tracking import read_metrics
+from pretrain.config import DataConfig, Recipe, RunConfig, TrainConfig
+from pretrain.resume import agree_on_intact, check_data, find_checkpoint
+from pretrain.session import summarize
+from pretrain.tracking import JsonlTracker, read_metrics
 
 
 def names(folder):
@@ -329,3 +335,95 @@ def test_the_wandb_run_goes_on_after_a_death(forks, recipe_file, tmp_path):
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert len(folders) == 2 and all(name.endswith(run_id.strip()) for name in folders)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+
+
+def test_data_that_moved_are_the_same_data(forks, recipe_file, tiny_corpus, tmp_path):
+    (tmp_path / "here").mkdir()
+    for path in tiny_corpus.folder.iterdir():
+        shutil.copy(path, tmp_path / "here" / path.name)
+    recipe = recipe_file(
+        checkpoint={"every": 2},
+        data={"train": ("here/train",), "tokenizer": "here/tokenizer.model", "validation": ()},
+        run={"folder": str(tmp_path / "run")},
+    )
+    (end,) = forks.command("pretrain", recipe, "--train.steps", "2", "--optimizer.warmup-steps", "1", folder=tmp_path)
+    assert end.code == 0, end.err
+    (tmp_path / "here").rename(tmp_path / "there")
+    for number, where in enumerate(("there", tmp_path / "there")):
+        data = ["--data.train", f"{where}/train", "--data.tokenizer", f"{where}/tokenizer.model"]
+        more = ["--train.steps", str(3 + number), "--resume"]
+        (end,) = forks.command("pretrain", recipe, *data, *more, folder=tmp_path)
+        assert end.code == 0 and f"finished at step {3 + number}" in end.out, end.err
+    data.insert(2, f"{where}/train")
+    (end,) = forks.command("pretrain", recipe, *data, *more, "--train.steps", "5", folder=tmp_path)
+    assert end.code == 2 and "data.train has 2 corpora" in end.err
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_data_are_compared_by_content_or_else_by_path(monkeypatch, tmp_path, has_digest):
+    monkeypatch.chdir(tmp_path)
+    digest = "a" * 64 if has_digest else None
+    then = {"train": ("here/train",), "tokenizer": "here/tokenizer.model"}
+    was = {"next_sample": 8, "samples_per_epoch": 5, "corpora": [digest], "tokenizer": digest}
+    state = {"recipe": {"data": then}, "data": was}
+    checkpoint = SimpleNamespace(step=2, path=Path("step-00000002"), state=state)
+    inputs = SimpleNamespace(
+        train=SimpleNamespace(samples_per_epoch=5), fingerprints=(digest,), tokenizer_fingerprint=digest
+    )
+
+    def check(train, tokenizer, changed=inputs):
+        recipe = Recipe(train=TrainConfig(global_batch=4), data=DataConfig(train=(train,), tokenizer=tokenizer))
+        check_data(recipe, changed, checkpoint)
+
+    check("here/train", "here/tokenizer.model")
+    check(str(tmp_path / "here" / "train"), f"{tmp_path}/./here/tokenizer.model")
+    others = [("there/train", "here/tokenizer.model", "data.train"), ("here/train", "there.model", "data.tokenizer")]
+    for corpus, tokenizer, key in others:
+        if has_digest:
+            check(corpus, tokenizer)
+        else:
+            with pytest.raises(UserError, match=f"{key}=there.* differs from here"):
+                check(corpus, tokenizer)
+    if has_digest:
+        for name, value in (("fingerprints", ("b" * 64,)), ("tokenizer_fingerprint", "b" * 64)):
+            key = "data.train" if name == "fingerprints" else "data.tokenizer"
+            with pytest.raises(UserError, match=f"{key} has other content"):
+                check("here/train", "here/tokenizer.model", SimpleNamespace(**(vars(inputs) | {name: value})))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_told_what_to_do(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "checkpoints").mkdir()
+    for resume in (None, "run"):
+        with pytest.raises(UserError, match=r"run.folder=.*--resume auto starts"):
+            find_checkpoint(tmp_path, resume)
+    assert find_checkpoint(tmp_path, "auto") is None
+
+
+ROWS = {
+    "nan": ({"loss": math.nan}, "training loss nan"),
+    "infinite": ({"loss": math.inf, "val/loss": -math.inf}, "training loss inf, validation loss -inf"),
+    "validation": ({"loss": 1.5, "val/loss": math.nan}, "training loss 1.5000, validation loss nan"),
+    "nothing but a step": ({}, "finished at step 3:"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_finished_run_whose_last_loss_is_not_finite_says_so(tmp_path, capsys, name):
+    row, text = ROWS[name]
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", None)
+    tracker.log(2, {"loss": 2.0 if name != "validation" else math.nan})
+    tracker.log(3, row)
+    tracker.close()
+    summarize(replace(Recipe(), run=RunConfig(folder=str(tmp_path))))
+    out = capsys.readouterr().out
+    assert text in out and str(tmp_path / "metrics.jsonl") in out
+
+
+def test_a_record_that_is_replaced_under_a_run_ends_it(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", None)
+    tracker.log(1, {"loss": 1.0})
+    (tmp_path / "other").touch()
+    (tmp_path / "other").replace(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="replaced"):
+        tracker.log(2, {"loss": 1.0})

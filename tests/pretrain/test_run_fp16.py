@@ -317,12 +317,12 @@ WRONG = {
     "nan": (
         "fp16",
         {"initial_loss_scale": float("nan")},
-        "optimizer.initial_loss_scale=nan is not between 2^-126 and 2^126",
+        "optimizer.initial_loss_scale=nan is not a finite number",
     ),
     "infinite": (
         "fp16",
         {"initial_loss_scale": float("inf")},
-        "optimizer.initial_loss_scale=inf is not between 2^-126 and 2^126",
+        "optimizer.initial_loss_scale=inf is not a finite number",
     ),
     "window": ("fp16", {"loss_scale_window": 0}, "optimizer.loss_scale_window=0 is not positive"),
     "hysteresis": ("fp16", {"hysteresis": 0}, "optimizer.hysteresis=0 is not positive"),

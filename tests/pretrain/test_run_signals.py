@@ -108,10 +108,13 @@ def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):
         checkpoint={"every": every},
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "LOCAL_", "WORLD_"))}
+    (tmp_path / "pretrain.py").write_text("raise SystemExit(0)")  # not the one that is started
+    (tmp_path / "random.py").write_text("raise SystemExit(0)")
     output = (tmp_path / "output").open("w+")
     run = subprocess.Popen(
         [Path(sys.executable).parent / "fmoe", "train", recipe],
         env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
         stdout=output,
         stderr=subprocess.STDOUT,
     )

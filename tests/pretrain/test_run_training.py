@@ -10,7 +10,7 @@ from forks import Ended
 from pretrain.tracking import read_metrics
 
 # What says how fast it was, not what was computed.
-TIMED = {"tokens_per_second", "step_seconds", "mfu", "memory_mb"}
+TIMED = {"tokens_per_second", "step_seconds", "data_wait_seconds", "mfu", "memory_mb"}
 
 
 def train(forks, *argv, size=1, **options):

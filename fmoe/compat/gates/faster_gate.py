@@ -41,8 +41,17 @@ class FasterGate(NaiveGate):
                 f"node_rank={node_rank} is not one of the {num_nodes} nodes: layers take gen_faster_gate(rank)"
             )
         self.ogn_ratio = _number("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14)
-        node_E = torch.div(torch.arange(self.tot_expert), self.ne_per_node, rounding_mode="floor")
-        self.register_buffer("mask", node_E != node_rank, persistent=False)
+        self.register_buffer("mask", torch.empty(self.tot_expert, dtype=torch.bool), persistent=False)
+        self._fill_mask()
+
+    def _fill_mask(self) -> None:
+        expert_E = torch.arange(self.tot_expert, dtype=torch.int64, device=self.mask.device)
+        self.mask.copy_(expert_E.div(self.ne_per_node, rounding_mode="floor") != self.node_rank)
+
+    def reset_parameters(self) -> None:
+        """Draw the linear map again; fill the mask too, which `to_empty` leaves empty."""
+        super().reset_parameters()
+        self._fill_mask()
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D] -> index [T, 2], score [T, 2]."""

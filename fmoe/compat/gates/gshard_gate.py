@@ -40,8 +40,8 @@ class GShardGate(NaiveGate):
         index_TK, score_TK, logits_TE = super().forward(x, return_all_scores=True)
         self.set_loss(balance_loss(logits_TE, index_TK[:, 0]))
         if self.random_routing and self.training:
-            later_TK = torch.arange(self.top_k, device=x.device) > 0
-            noise_T1 = torch.rand(x.shape[0], 1, device=x.device)
+            later_TK = torch.arange(self.top_k, device=x.device, dtype=torch.int64) > 0
+            noise_T1 = torch.rand(x.shape[0], 1, device=x.device, dtype=torch.float32)
             index_TK = index_TK.masked_fill(later_TK & (2 * score_TK < noise_T1), -1)
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 

@@ -26,5 +26,5 @@ class NaiveGate(BaseGate):
         logit_TK, index_TK = logits_TE.topk(self.top_k, dim=-1)
         score_TK = softmax(logit_TK).view(-1, self.top_k).to(inp.dtype)
         # So that every gate but ZeroGate and SwipeGate has a loss to be added.
-        self.set_loss(torch.zeros(1, device=inp.device))
+        self.set_loss(torch.zeros(1, device=inp.device, dtype=torch.float32))
         return (index_TK, score_TK, logits_TE) if return_all_scores else (index_TK, score_TK)

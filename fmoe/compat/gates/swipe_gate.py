@@ -20,7 +20,7 @@ class SwipeGate(NaiveGate):
         logits_TE = self.gate(inp)
         index_TK = logits_TE.topk(self.top_k, dim=-1).indices
         if self.training:
-            capacity = torch.tensor(inp.shape[0] * self.top_k)
+            capacity = torch.tensor(inp.shape[0] * self.top_k, dtype=torch.int64, device="cpu")
             columns = []
             for k in range(self.top_k):
                 column_T, capacity = self.swipe_once(index_TK[:, k], capacity, k % self.num_expert)
@@ -59,7 +59,11 @@ class SwipeGate(NaiveGate):
         moved_WW = (end_WW - begin_WW).clamp(min=0)
 
         stays_T = keep_first(worker_T, taken_WW[rank].to(idx.device)) >= 0
-        targets_M = torch.arange(self.world_size).repeat_interleave(moved_WW[rank]).to(idx.device)
+        targets_M = (
+            torch.arange(self.world_size, dtype=torch.int64, device="cpu")
+            .repeat_interleave(moved_WW[rank])
+            .to(idx.device)
+        )
         new_idx = torch.where(stays_T, idx, -1)
         new_idx[(~stays_T).nonzero().squeeze(1)[: len(targets_M)]] = targets_M * self.num_expert + bias
         return new_idx, (room_W - moved_WW.sum(0))[rank].to(capacity.device)

@@ -31,7 +31,11 @@ def limit_by_capacity(
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     """How many of the offers each X takes of each worker, in order of workers, until its capacity is used up."""
     before_WX = offered_WX.cumsum(0) - offered_WX
-    return (torch.as_tensor(capacity_X, device=offered_WX.device) - before_WX).clamp(min=0).minimum(offered_WX)
+    return (
+        (torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64) - before_WX)
+        .clamp(min=0)
+        .minimum(offered_WX)
+    )
 
 
 @torch.no_grad()
@@ -41,7 +45,9 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
     queue_N = (index if index.dim() == 1 else index.t()).reshape(-1)
     queue_N = torch.where(queue_N < 0, len(limit_E), queue_N)
     sorted_N, order_N = queue_N.sort(stable=True)
-    place_N = torch.arange(len(queue_N), device=index.device) - torch.searchsorted(sorted_N, sorted_N)
+    place_N = torch.arange(len(queue_N), device=index.device, dtype=torch.int64) - torch.searchsorted(
+        sorted_N, sorted_N
+    )
     place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
     fits_N = place_N < torch.cat([limit_E, limit_E.new_zeros(1)])[queue_N]
     fits = fits_N if index.dim() == 1 else fits_N.view(index.shape[1], index.shape[0]).t()
@@ -50,7 +56,9 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
 
 def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
     """Load balancing loss of the ``chosen`` experts (any shape), 1 when balanced: over all E, before capacity."""
-    count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device)).sum(0)
+    count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)).sum(
+        0
+    )
     return load_balancing_loss(softmax(logits_TE).unsqueeze(0), count_E.unsqueeze(0))
 
 

@@ -41,6 +41,25 @@ void gemm(Tensor out, const Tensor& a, const Tensor& b, bool add = false) {
     at::mm_out(out, a, b);
 }
 
+// Whether GEMMs add the bias, before they round to 16 bits. A bias added to the rounded product is rounded twice: where
+// the two nearly cancel, the sum gets another sign, and ReLU another derivative.
+template <class C>
+constexpr bool ADDS_BIAS = !std::is_same_v<C, float>;
+
+// out = x w^T, and the bias if ADDS_BIAS: [n, in] by [width, in].
+template <class T, class C>
+void linear(C* out, const C* x, const C* w, [[maybe_unused]] const T* bias, int64_t n, int64_t in, int64_t width) {
+  Tensor result = matrix(out, n, width);
+  const Tensor rows = matrix(x, n, in), weight = matrix(w, width, in).t();
+  if constexpr (ADDS_BIAS<C>) {
+    if (bias) {
+      at::addmm_out(result, matrix(bias, 1, width), rows, weight);
+      return;
+    }
+  }
+  at::mm_out(result, rows, weight);
+}
+
 template <class B, class O>
 void small_gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, bool add = false) {
   Gemm<B, O> call;
@@ -174,12 +193,13 @@ void forward(const Sizes& s, const T* x, const int64_t* index, int64_t per, cons
           continue;
         }
       }
-      gemm<C>(matrix(u, n, s.p), matrix(rows, n, s.d), matrix(w_in, s.p, s.d).t());
+      linear<T, C>(u, rows, w_in, b_in, n, s.d, s.p);
+      const T* b_late = ADDS_BIAS<C> ? nullptr : b_in;
       at::parallel_for(0, n, 16, [&](int64_t a, int64_t b) {
-        k.activate(u + a * s.p, b_in, kept + a * s.p, active + a * s.h, b - a, s.h, s.act, s.gated);
+        k.activate(u + a * s.p, b_late, kept + a * s.p, active + a * s.h, b - a, s.h, s.act, s.gated);
       });
-      gemm<C>(matrix(y, n, s.d), matrix(active, n, s.h), matrix(w_out, s.d, s.h).t());
-      if (!SAME || b_out)
+      linear<T, C>(y, active, w_out, b_out, n, s.h, s.d);
+      if (!ADDS_BIAS<C> && (!SAME || b_out))
         at::parallel_for(0, n, 64,
                          [&](int64_t a, int64_t b) { k.finish(y + a * s.d, b_out, result + a * s.d, b - a, s.d); });
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/Version.h>
 
+#include <cstdlib>
 #include <string>
 
 #if defined(__x86_64__)
@@ -13,15 +14,24 @@
 namespace fmoe {
 namespace {
 
+// The variable FMOE_NATIVE_ISA: the instruction set to stop at, for tests (docs/native.md). Empty: no limit.
+const std::string& isa_limit() {
+  static const char* named = std::getenv("FMOE_NATIVE_ISA");
+  static const std::string limit = named ? named : "";
+  return limit;
+}
+
 template <class Table>
-const Table& choose(const Table& plain, const Table& avx2, const Table& avx512) {
+const Table& choose(const Table& plain, [[maybe_unused]] const Table& avx2, [[maybe_unused]] const Table& avx512) {
 #if defined(__x86_64__)
   // What torch found, which ATEN_CPU_CAPABILITY lowers.
   const std::string found = at::get_cpu_capability();
-  if (found == "AVX512") return avx512;
-  if (found == "AVX2") return avx2;
-#endif
+  const std::string& limit = isa_limit();
+  if (limit == "default" || (found != "AVX2" && found != "AVX512")) return plain;
+  return limit == "avx2" || found == "AVX2" ? avx2 : avx512;
+#else
   return plain;
+#endif
 }
 
 #if defined(__x86_64__)
@@ -51,6 +61,7 @@ const Kernels<bf16, bf16>& kernels() {
 // Whether the processor multiplies bf16 matrices itself (AVX512-BF16, AMX-BF16). Where it does not, torch's bf16 GEMMs
 // are several times slower than those of float.
 bool has_bf16_gemm() {
+  if (!isa_limit().empty() && isa_limit() != "avx512_bf16") return false;
 #if defined(__x86_64__)
   unsigned a, b, c, d;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1)) return true;

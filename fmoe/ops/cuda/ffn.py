@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, List, Optional, Tuple  # noqa: UP035  what tor
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fmoe.ops import native
 from fmoe.ops.cuda import kernels
@@ -54,6 +55,7 @@ def expert_ffn(
         gemm: one of `fmoe.ops.cuda.gemm.WAYS`.
         into_main_grad: as `fmoe.ops.native.expert_ffn` has it.
     """
+    native.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     order = place = limit = on_host = None
     if plan is not None:
         order, place = plan.order_N, plan.place_TK
@@ -191,13 +193,22 @@ def _backward(ctx, grad, _grad_hidden):
     x, *tensors, hidden = ctx.saved_tensors
     w_in, w_out = tensors[5], tensors[7]
     needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    counts, activation, gated, gemm = ctx.options
+    if torch.is_grad_enabled():  # create_graph
+        order, _, weight, end, _, w_in, b_in, w_out, b_out = tensors
+        counts = end.diff(prepend=end.new_zeros(1)).tolist() if counts is None else counts
+        options = {"order": order, "counts": counts, "activation": activation, "gated": gated}
+        inputs = (x, weight, w_in, b_in, w_out, b_out)
+        gradients = native.differentiable_gradients(inputs, needs, grad, **options)
+        for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
+            results[position] = gradient
+        return tuple(results)
     sums = [None, None]
     if ctx.into_main_grad:
         sums = [native.main_grad(w) if needed else None for w, needed in ((w_in, needs[2]), (w_out, needs[4]))]
     if sums == [None, None]:
         gradients = _expert_ffn_backward(grad.contiguous(), x, hidden, *tensors, *ctx.options, needs)
     else:  # no operation of torch's: what is traced has no main_grad
-        counts, activation, gated, gemm = ctx.options
         batch = Batch(x, *tensors, counts, activation, gated)
         with torch.no_grad():
             gradients = _gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)
@@ -212,3 +223,14 @@ def _backward(ctx, grad, _grad_hidden):
 
 
 _expert_ffn.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
+def _flops(x, order, place, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
+    """Count all assignments of a plan, dropped ones too: only the device has the number of kept ones."""
+    return native.forward_flops(out_shape[1][0], w_in, w_out)
+
+
+@register_flop_formula(torch.ops.fmoe_cuda.expert_ffn_backward)
+def _flops_backward(grad, x, hidden, order, place, weight, end, limit, w_in, b_in, w_out, *others, **options) -> int:
+    return native.backward_flops(hidden[0], w_in, w_out, others[-1])

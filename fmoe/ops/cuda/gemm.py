@@ -43,13 +43,21 @@ class Gemms:
             counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         self._counts = counts
 
-    def forward(self, rows_MI: Tensor, weight_LOI: Tensor) -> Tensor:
-        """``rows @ weight[e].T``: [M, O]. Rows past the last end are whatever was in memory."""
+    @property
+    def adds_bias(self) -> bool:
+        """True if `forward` can add a bias before it rounds, which grouped_mm cannot (torch 2.13)."""
+        return not self._is_grouped
+
+    def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
+        """``rows @ weight[e].T + bias[e]``: [M, O]. Rows past the last end are uninitialized."""
         if self._is_grouped:
             return F.grouped_mm(rows_MI, weight_LOI.transpose(1, 2), offs=self._end_L)
         out = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
         for expert, rows in segments(self._counts):
-            torch.mm(rows_MI[rows], weight_LOI[expert].t(), out=out[rows])
+            if bias_LO is None:
+                torch.mm(rows_MI[rows], weight_LOI[expert].t(), out=out[rows])
+            else:
+                torch.addmm(bias_LO[expert], rows_MI[rows], weight_LOI[expert].t(), out=out[rows])
         return out
 
     def backward(self, rows_MO: Tensor, weight_LOI: Tensor) -> Tensor:

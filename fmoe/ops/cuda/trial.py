@@ -28,9 +28,9 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    expert_TK = torch.randint(-1, _E, (_T, _K), generator=generator)
+    expert_TK = torch.randint(-1, _E, (_T, _K), generator=generator, dtype=torch.int64, device="cpu")
     bin_N = torch.where(expert_TK >= 0, expert_TK, _E).view(-1)
     order_N = bin_N.sort(stable=True).indices
     place_TK = order_N.argsort().view(_T, _K)

@@ -15,6 +15,13 @@ function curve(run, name, view, label, { colour = runColour(run.index), of = "cu
   const series = run.series(name, of);
   if (!series) return [];
   const base = { label, colour, dash: runDash(run.index), x: run.places(series.x, view.axis), y: series.y, ...style };
+  if (series.low) { // the band, below the mean
+    const edges = view.smoothing && !style.dots ? [series.low, series.high].map((my) => smooth({ ...series, my }, view.smoothing))
+      : [series.low, series.high];
+    const band = { ...base, quiet: true, width: 0, dots: false, fill: faint(colour, 0.2) };
+    const mean = view.smoothing && !style.dots ? { ...base, y: smooth(series, view.smoothing), raw: base } : base;
+    return [{ ...band, y: edges[1], isTop: true }, { ...band, y: edges[0] }, { ...mean, width: 2 }];
+  }
   if (!view.smoothing || style.dots) return [base];
   const mean = { ...base, x: run.places(series.mx, view.axis), y: smooth(series, view.smoothing), raw: base };
   if (of !== "curves") return [mean]; // of many layers the faint ones would hide the others
@@ -26,8 +33,9 @@ function binaryUnit(scale) {
   return (value) => 1024 ** Math.max(0, Math.floor(Math.log(Math.max(1, value * scale)) / Math.log(1024))) / scale;
 }
 
-function faint(colour) {
-  return colour.startsWith("#") ? `${colour}66` : colour.replace(")", " / 40%)");
+function faint(colour, share = 0.4) {
+  const alpha = Math.round(255 * share).toString(16).padStart(2, "0");
+  return colour.startsWith("#") ? colour + alpha : colour.replace(")", ` / ${100 * share}%)`);
 }
 
 function lossChart() {

@@ -21,7 +21,10 @@ async function decode(bytes) {
   const size = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
   const array = (index) => arrayAt(buffer, 4 + size, header.arrays[index]);
-  return { ...header, runs: header.runs.map((run, index) => new Run(run, index, array)) };
+  const runs = header.runs.map((run, index) => new Run(run, index, array));
+  const groups = header.groups.map(({ name, runs: members }, index) =>
+    new Group(name, members.map((number) => runs[number]), index));
+  return { ...header, runs, groups };
 }
 
 function arrayAt(buffer, start, [kind, length, offset]) {
@@ -45,13 +48,17 @@ function running(differences) {
 class Run {
   constructor(header, index, array) {
     Object.assign(this, header);
-    this.index = index;
+    // Their keys are anything, __proto__ and toString too.
+    for (const name of ["summary", "lost", "recipe", "versions", "curves", "layer_curves"]) Object.setPrototypeOf(this[name], null);
+    this.name = visible(this.name);
+    this.index = index; // by which it has its colour
+    this.runs = [this];
     this._array = array;
     this._series = new Map();
     if (this.loads) this.loads = { ...this.loads, codes: array(this.loads.codes) };
   }
 
-  has(name) { return name in this.curves; }
+  has(name) { return Object.hasOwn(this.curves, name); }
 
   /** {x, y}: steps and values of a series, and {mx, my} of its means; null where the run has none. */
   series(name, of = "curves") {
@@ -78,6 +85,57 @@ class Run {
 
   /** Whether it knows where its steps are on an axis. */
   knows(axis) { return axis === "step" || this.has(axis === "tokens" ? "tokens" : "seconds"); }
+}
+
+/** Runs that differ in their seed alone, as one: means, and between which values they are. Called as a `Run`. */
+class Group {
+  constructor(name, runs, index) {
+    Object.assign(this, { name: runs.length > 1 ? `${visible(name)} (${runs.length} seeds)` : runs[0].name, runs, index });
+    this.folder = runs.map((run) => run.folder).join("\n");
+    this.curves = Object.assign(Object.create(null), ...runs.map((run) => run.curves));
+    this.summary = Object.create(null);
+    this.spread = Object.create(null);
+    this.lost = Object.assign(Object.create(null), ...runs.map((run) => run.lost));
+    for (const key of new Set(runs.flatMap((run) => Object.keys(run.summary)))) {
+      const values = runs.map((run) => run.summary[key]).filter((value) => value !== undefined);
+      this.summary[key] = values.reduce((a, b) => a + b, 0) / values.length;
+      this.spread[key] = [Math.min(...values), Math.max(...values)];
+    }
+    this.recipe = Object.create(null);
+    for (const key of new Set(runs.flatMap((run) => Object.keys(run.recipe)))) {
+      this.recipe[key] = [...new Set(runs.map((run) => run.recipe[key] ?? "–"))].join(", ");
+    }
+    this._series = new Map();
+  }
+
+  has(name) { return this.runs.every((run) => run.has(name)); }
+
+  knows(axis) { return this.runs.every((run) => run.knows(axis)); }
+
+  places(steps, axis) { return this.runs[0].places(steps, axis); }
+
+  /** {x, y}: steps and means over the runs that have come as far and are finite there; {low, high}: the least and the
+   * largest of them. Of long runs the means of spans, since their spikes are at different steps. */
+  series(name) {
+    if (this.runs.length === 1) return this.runs[0].series(name);
+    if (!this._series.has(name)) this._series.set(name, this._joined(name));
+    return this._series.get(name);
+  }
+
+  _joined(name) {
+    const all = this.runs.map((run) => run.series(name)).filter((series) => series?.mx.length);
+    if (!all.length) return null;
+    const x = all.reduce((a, b) => (b.mx.at(-1) > a.mx.at(-1) ? b : a)).mx;
+    const [y, low, high] = [0, 1, 2].map(() => new Float64Array(x.length).fill(NaN));
+    for (let i = 0; i < x.length; i += 1) {
+      const values = all.filter(({ mx }) => x[i] >= mx[0] && x[i] <= mx[mx.length - 1])
+        .map(({ mx, my }) => interpolate({ x: mx, y: my }, x[i])).filter(Number.isFinite);
+      if (!values.length) continue;
+      y[i] = values.reduce((a, b) => a + b, 0) / values.length;
+      [low[i], high[i]] = [Math.min(...values), Math.max(...values)];
+    }
+    return { x, y, mx: x, my: y, low, high };
+  }
 }
 
 /** A piecewise linear curve at `at`; before its first point in proportion, behind its last as it ended. */

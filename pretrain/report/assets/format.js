@@ -6,17 +6,28 @@ function trim(text) {
   return text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text;
 }
 
+/** So many digits, written out: 210 of 2 digits, not 2.1e+2. */
+function plain(value, digits) {
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** Text that shows what it has: control characters and marks that turn the direction of others by their number. */
+function visible(text) {
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
+    (letter) => `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`);
+}
+
 /** With a thousands' letter: 10.4M. */
 function compact(value, digits = 3) {
   for (const [size, letter] of SI) {
-    if (Math.abs(value) >= size * 0.9995) return trim((value / size).toPrecision(digits)) + letter;
+    if (Math.abs(value) >= size * 0.9995) return plain(value / size, digits) + letter;
   }
   return small(value, digits);
 }
 
 function small(value, digits = 4) {
   if (value === 0) return "0";
-  if (Math.abs(value) >= 1e-3) return trim(value.toPrecision(digits));
+  if (Math.abs(value) >= 1e-3) return plain(value, digits);
   const [mantissa, power] = value.toExponential(digits - 1).split("e");
   return `${trim(mantissa)}e${power}`;
 }
@@ -27,7 +38,7 @@ const format = {
   compact,
   rate: (v, digits = 4) => compact(v, digits),
   small,
-  percent: (v, digits = 3) => trim((100 * v).toPrecision(digits)) + " %",
+  percent: (v, digits = 3) => plain(100 * v, digits) + " %",
   mebibytes: (v, digits) => bytes(v * 2 ** 20, digits),
   bytes,
   seconds: duration,
@@ -37,13 +48,14 @@ function bytes(value, digits = 3) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let index = 0;
   while (Math.abs(value) >= 1024 && index < units.length - 1) { value /= 1024; index += 1; }
-  return trim(value.toPrecision(value >= 1000 ? Math.max(4, digits) : digits)) + " " + units[index];
+  return plain(value, value >= 1000 ? Math.max(4, digits) : digits) + " " + units[index];
 }
 
 /** Seconds as 3 h 20 min. */
 function duration(value, digits = 3) {
-  if (value < 1) return trim((1000 * value).toPrecision(digits)) + " ms";
-  if (value < 120) return trim(value.toPrecision(digits)) + " s";
+  if (value === 0) return "0 s";
+  if (value < 1) return plain(1000 * value, digits) + " ms";
+  if (value < 120) return plain(value, digits) + " s";
   const minutes = Math.round(value / 60);
   if (minutes < 120) return `${minutes} min`;
   const hours = Math.round(minutes / 60 * 10) / 10;
@@ -51,14 +63,14 @@ function duration(value, digits = 3) {
   return `${trim((hours / 24).toFixed(1))} d`;
 }
 
-/** Texts of ticks, with as few digits as tell them apart. */
+/** Texts of ticks, with as few digits as tell them apart; no text comes twice. */
 function tickTexts(ticks, text) {
   let texts = [];
   for (let digits = 2; digits <= 7; digits += 1) {
     texts = ticks.map((tick) => text(tick, digits));
     if (new Set(texts).size === ticks.length && ticks.every((tick) => near(tick, digits))) break;
   }
-  return texts;
+  return texts.map((found, index) => (texts.indexOf(found) === index ? found : ""));
 }
 
 /** Whether a number is what so many of its digits say. */
@@ -66,10 +78,10 @@ function near(value, digits) {
   return Math.abs(Number(value.toPrecision(digits)) - value) <= 1e-6 * Math.abs(value);
 }
 
-/** Ticks at round numbers, about `count` of them. */
-function niceTicks(low, high, count) {
+/** Ticks at round numbers, about `count` of them, no closer than `least`. */
+function niceTicks(low, high, count, least = 0) {
   if (!(high > low)) return [low];
-  const raw = (high - low) / Math.max(1, count);
+  const raw = Math.max(least, (high - low) / Math.max(1, count));
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999);
   const ticks = [];

@@ -5,7 +5,8 @@ const LIVE_MS = 2000;
 const byId = (id) => document.getElementById(id);
 
 const state = {
-  axis: "step", smoothing: 0, marks: true, hidden: new Set(), zoom: null,
+  axis: "step", smoothing: 0, marks: true, hidden: new Set(), zoom: null, // hidden: names of runs
+  together: true, find: "", order: { key: null, isUp: true },
   routing: 0, frame: null, layer: 0, // frame null: the newest
 };
 let model = null;
@@ -13,10 +14,28 @@ let plots = [];
 let maps = null;
 let playing = null;
 
+/** What is drawn as one: a run, or where seeds are together a group of them. */
+function items() {
+  const found = state.together && model.groups.length < model.runs.length ? model.groups : model.runs;
+  found.forEach((item, index) => [item, ...item.runs].forEach((one) => { one.index = index; }));
+  return found;
+}
+
+function isShown(item) { return item.runs.some((run) => !state.hidden.has(run.name)); }
+
+function setShown(found, isOn) {
+  for (const run of found.flatMap((item) => item.runs)) if (isOn) state.hidden.delete(run.name); else state.hidden.add(run.name);
+  draw();
+}
+
+function isFound(item) {
+  return [item, ...item.runs].some((one) => one.name.toLowerCase().includes(state.find.toLowerCase()));
+}
+
 function view() {
-  const runs = model.runs.filter((run) => !state.hidden.has(run.index));
+  const runs = items().filter(isShown);
   const axis = runs.every((run) => run.knows(state.axis)) ? state.axis : "step";
-  const marks = !state.marks ? [] : runs.flatMap((run) => {
+  const marks = !state.marks ? [] : runs.flatMap((run) => run.runs).flatMap((run) => {
     const events = run.events.filter((event) => !event.lost && event.kind !== "start" && event.kind !== "end");
     const places = run.places(events.map((event) => event.step), axis);
     return events.map((event, i) => ({ x: places[i], kind: event.kind, text: event.text }));
@@ -27,7 +46,7 @@ function view() {
 
 function extent(runs, axis) {
   let [low, high] = [Infinity, -Infinity];
-  for (const run of runs) {
+  for (const run of runs.flatMap((item) => item.runs)) {
     for (const name of Object.keys(run.curves)) {
       const { x } = run.series(name);
       const ends = run.places([x[0], x[x.length - 1]], axis);
@@ -35,7 +54,8 @@ function extent(runs, axis) {
     }
   }
   if (!(low <= high)) return [0, 1];
-  return low === high ? [low - 1, high + 1] : [low, high];
+  if (low === high) return axis === "step" ? [low - 1, high + 1] : [0, 2 * high || 1];
+  return [low, high];
 }
 
 /** Runs that have layers with experts. */
@@ -87,31 +107,36 @@ function fill(select, options, value) {
 function drawHead() {
   const names = model.runs.map((run) => run.name);
   byId("title").textContent = names.length === 1 ? names[0] : `${names.length} runs`;
-  document.title = `${names.join(", ")} – fmoe report`;
-  byId("runs").replaceChildren(...model.runs.map((run) => {
-    const isShown = !state.hidden.has(run.index);
-    const button = element("button", { type: "button", "aria-pressed": String(isShown), title: run.folder },
-      dot(runColour(run.index)), element("span", {}, run.name));
+  document.title = `${names.slice(0, 8).join(", ")}${names.length > 8 ? ", …" : ""} – fmoe report`;
+  byId("runs").replaceChildren(...items().map((item) => {
+    const isOn = isShown(item);
+    const button = element("button", { type: "button", "aria-pressed": String(isOn), title: visible(item.folder) },
+      dot(runColour(item.index)), element("span", {}, item.name));
     button.addEventListener("click", () => {
-      if (isShown) state.hidden.add(run.index); else state.hidden.delete(run.index);
-      draw();
-      byId("runs").querySelectorAll("button")[run.index].focus();
+      setShown([item], !isOn);
+      byId("runs").querySelectorAll("button")[item.index].focus();
     });
-    return element("li", {}, button);
+    const place = element("li", {}, button);
+    place.hidden = !isFound(item);
+    return place;
   }));
-  byId("runs").hidden = names.length < 2;
+  byId("choose").hidden = names.length < 2;
+  byId("choose-tools").hidden = names.length < 3 && model.groups.length === names.length;
+  byId("together-label").hidden = model.groups.length === names.length;
+  byId("together").checked = state.together;
   const versions = Object.entries(model.runs[0].versions).map(([name, text]) => `${name} ${text}`);
-  byId("footer").textContent = [`Written by fmoe ${model.fmoe}, ${new Date(1000 * model.time).toLocaleString()}`,
-    model.runs.length === 1 && versions.length ? `run with ${versions.join(", ")}` : null].filter(Boolean).join("; ");
+  byId("footer").textContent = visible([`Written by fmoe ${model.fmoe}, ${new Date(1000 * model.time).toLocaleString()}`,
+    model.runs.length === 1 && versions.length ? `run with ${versions.join(", ")}` : null].filter(Boolean).join("; "));
   if (document.documentElement.dataset.mode !== "live") byId("status").textContent = progress();
 }
 
 function progress() {
+  const more = model.runs.length > 4 ? ` · and ${model.runs.length - 4} more` : "";
   return model.runs.slice(0, 4).map((run) => {
     const { step, total_steps: total, tokens } = run.summary;
     const done = step === undefined ? "no step yet" : `step ${format.integer(step)}${total ? ` of ${format.integer(total)}` : ""}`;
     return (model.runs.length > 1 ? `${run.name}: ` : "") + done + (tokens ? `, ${compact(tokens)} tokens` : "");
-  }).join(" · ");
+  }).join(" · ") + more;
 }
 
 function draw() {
@@ -127,7 +152,10 @@ function draw() {
 }
 
 function drawTables(runs) {
-  drawNumbers(byId("numbers"), runs);
+  drawNumbers(byId("numbers"), runs, state.order, (key) => {
+    state.order = { key, isUp: state.order.key !== key || !state.order.isUp };
+    drawTables(view().runs);
+  });
   drawEvents(byId("events"), runs, byId("saves").checked);
   byId("differing-label").hidden = model.runs.length < 2;
   drawRecipe(byId("recipe"), runs, { differing: byId("differing").checked && model.runs.length > 1, find: byId("find").value });
@@ -172,6 +200,10 @@ function listen() {
     setSmoothing(Number(event.target.value));
     soon(drawPlots);
   });
+  byId("together").addEventListener("change", (event) => { state.together = event.target.checked; draw(); });
+  byId("find-runs").addEventListener("input", (event) => { state.find = event.target.value; drawHead(); });
+  byId("show-runs").addEventListener("click", () => setShown(items().filter(isFound), true));
+  byId("hide-runs").addEventListener("click", () => setShown(items().filter(isFound), false));
   byId("marks").addEventListener("change", (event) => { state.marks = event.target.checked; drawPlots(); });
   byId("reset").addEventListener("click", () => { onZoom(null); byId("smoothing").focus(); });
   byId("frame").addEventListener("input", (event) => {

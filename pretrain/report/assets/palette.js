@@ -1,5 +1,5 @@
 // Colours, for both themes. Those of runs are Okabe and Ito's, which colour-blind readers can tell apart; from the
-// eighth run on they come again, dashed. A few layers have them too.
+// eighth run on they come again, dashed in three ways. A few layers have them too.
 
 const RUN_COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0508a", "#4a4a4a", "#b37d00", "#3d9bd1"],
@@ -40,7 +40,7 @@ function runColour(index) {
 }
 
 function runDash(index) {
-  return index < RUN_COLOURS.light.length ? undefined : [8, 4];
+  return [undefined, [8, 4], [2, 3], [12, 3, 2, 3]][Math.floor(index / RUN_COLOURS.light.length) % 4];
 }
 
 function rgb(hex) {

@@ -17,7 +17,7 @@ function element(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "class") made.className = value; else made.setAttribute(name, value);
   }
-  made.append(...children);
+  made.append(...children.map((child) => (typeof child === "string" ? visible(child) : child)));
   return made;
 }
 
@@ -64,12 +64,14 @@ class Plot {
     this._view = view;
     const lines = this.spec.lines(view);
     this._lines = [...lines.filter((line) => line.quiet), ...lines.filter((line) => !line.quiet)]; // quiet ones below
+    this._isPicked = this.spec.pick || this._lines.filter((line) => !line.quiet).length > FEW;
     this.card.hidden = !this._lines.length;
     if (this.card.hidden) return;
     this._unit.textContent = (typeof this.spec.unit === "function" ? this.spec.unit(view) : this.spec.unit) ?? "";
     const tables = this._lines.map((line) => [line.x, this.log ? Array.from(line.y, positive) : Array.from(line.y, gap)]);
     const data = uPlot.join(tables);
-    const shape = JSON.stringify([view.axis, this.log, theme(), this._lines.map((l) => [l.colour, l.width, l.dash, l.dots])]);
+    const shape = JSON.stringify([view.axis, this.log, theme(), this._isPicked,
+      this._lines.map((l) => [l.colour, l.width, l.dash, l.dots, l.fill, l.isTop])]);
     if (this._uplot && shape === this._shape) {
       this._uplot.setData(data);
     } else {
@@ -87,10 +89,10 @@ class Plot {
     return {
       width: this._width(), height: this.spec.height ?? 210, padding: [10, 20, 0, 0],
       legend: { show: false },
-      focus: this.spec.pick ? { alpha: 0.25 } : undefined,
+      focus: this._isPicked ? { alpha: 0.25 } : undefined,
       cursor: {
         y: false, points: { size: 7 },
-        focus: this.spec.pick ? { prox: 24 } : undefined,
+        focus: this._isPicked ? { prox: 24 } : undefined,
         drag: { x: true, y: false, setScale: false },
         sync: { key: SYNC, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         bind: { dblclick: () => () => { this._view.onZoom(null); return null; } },
@@ -100,16 +102,17 @@ class Plot {
         y: { distr: this.log ? 3 : 1, range: (_, low, high) => this._range(low, high) },
       },
       axes: [
-        { ...axis, size: 30, space: LEAST_SPACE, splits: (u, _, low, high) => niceTicks(low, high, tickCount(u.bbox.width / devicePixelRatio)),
-          values: (_, ticks) => ticks.map((tick) => axisText(view.axis, tick)) },
+        { ...axis, size: 30, space: LEAST_SPACE, splits: (u, _, low, high) => axisTicks(view.axis, low, high, tickCount(u.bbox.width / devicePixelRatio)),
+          values: (_, ticks) => tickTexts(ticks, (tick) => axisText(view.axis, tick)) },
         { ...axis, size: (u, texts) => 14 + 6.3 * Math.max(3, ...(texts ?? []).map((text) => text.length)), gap: 4,
           splits: (u, _, low, high) => this._ticks(low, high, u.bbox.height / devicePixelRatio / 36),
           filter: (_, ticks) => ticks, values: (_, ticks) => tickTexts(ticks, this.spec.format) },
       ],
       series: [{}, ...this._lines.map((line) => ({
-        stroke: line.colour, width: line.width ?? 1.5, dash: line.dash,
-        points: line.dots ? { show: true, size: 5, fill: line.colour, stroke: line.colour } : { show: false },
+        stroke: line.fill ? "transparent" : line.colour, width: line.width ?? 1.5, dash: line.dash,
+        points: { show: Boolean(line.dots), size: 5, fill: line.colour, stroke: line.colour, filter: line.fill ? undefined : lonely },
       }))],
+      bands: this._lines.flatMap((line, index) => (line.isTop ? [{ series: [index + 1, index + 2], fill: line.fill }] : [])),
       hooks: {
         draw: [(u) => this._marks(u)],
         setCursor: [(u) => this._read(u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null)],
@@ -121,7 +124,8 @@ class Plot {
   _ticks(low, high, count) {
     if (this.log) return logTicks(low, high, count);
     const unit = this.spec.unitOf?.(Math.max(Math.abs(low), Math.abs(high))) ?? 1;
-    return niceTicks(low / unit, high / unit, count).map((tick) => tick * unit);
+    const least = this.spec.format === format.integer ? 1 : 0;
+    return niceTicks(low / unit, high / unit, count, least).map((tick) => tick * unit);
   }
 
   _range(low, high) {
@@ -147,11 +151,12 @@ class Plot {
       const index = x === null ? xs.length - 1 : nearest(xs, x);
       return { line, value: ys[index], at: xs[index] };
     });
-    const shown = this.spec.pick ? this._picked(values, x) : values;
+    const shown = this._isPicked ? this._picked(values, x) : values;
     const parts = shown.map(({ line, value }) => {
-      const text = Number.isFinite(value) ? (this.spec.read ?? this.spec.format)(value) : "not finite";
-      return element("span", {}, dot(line.colour), `${line.label} `, element("b", {}, text));
+      const text = Number.isFinite(value) ? (this.spec.read ?? this.spec.format)(value) : this._lost(line, x);
+      return element("span", {}, dot(line.colour), element("bdi", {}, line.label), " ", element("b", {}, text));
     });
+    if (!shown.length && x === null) parts.push(element("span", {}, `${values.length} curves: point at one to read it`));
     if (x !== null) {
       const at = shown.length === 1 ? shown[0].at : x;
       parts.unshift(element("span", {}, `${axisText(this._view.axis, at, true)}`));
@@ -162,11 +167,20 @@ class Plot {
     this._readout.replaceChildren(...parts);
   }
 
-  /** All of a few; else the one that the cursor is nearest to; without a cursor, or below the first, the two ends. */
+  /** What is said of a value that is not finite; without a cursor, what it was before. */
+  _lost(line, x) {
+    const { x: xs, y: ys } = line.raw ?? line;
+    const last = x === null ? ys.findLastIndex(Number.isFinite) : -1;
+    if (last < 0) return "not finite";
+    return `${(this.spec.read ?? this.spec.format)(ys[last])} at ${axisText(this._view.axis, xs[last], true)}, then not finite`;
+  }
+
+  /** All of a few; else the one that the cursor is nearest to; without a cursor, or below the first, the two ends of
+   * layers, which are in order, and none of runs. */
   _picked(values, x) {
     if (values.length <= FEW) return values;
     const u = this._uplot;
-    if (x === null || !u || u.cursor.top < 0) return [values[0], values.at(-1)];
+    if (x === null || !u || u.cursor.top < 0) return this.spec.pick ? [values[0], values.at(-1)] : [];
     const away = ({ value }) => Math.abs(u.valToPos(value, "y") - u.cursor.top);
     return values.filter(({ value }) => Number.isFinite(value)).sort((a, b) => away(a) - away(b)).slice(0, 1);
   }
@@ -191,7 +205,13 @@ class Plot {
       ctx.textBaseline = isAbove ? "bottom" : "top";
       ctx.fillText(label, left + width - 4 * devicePixelRatio, at + (isAbove ? -3 : 4) * devicePixelRatio);
     }
-    for (const mark of this._view.marks) drawMark(ctx, mark, u.valToPos(mark.x, "x", true), u.bbox);
+    const drawn = new Map(); // where the last of a kind is: one on the other would be a wall
+    for (const mark of this._view.marks) {
+      const at = u.valToPos(mark.x, "x", true);
+      if (Math.abs(at - (drawn.get(mark.kind) ?? -Infinity)) < 8 * devicePixelRatio) continue;
+      drawn.set(mark.kind, at);
+      drawMark(ctx, mark, at, u.bbox);
+    }
     ctx.restore();
   }
 
@@ -209,7 +229,10 @@ class Plot {
 
   _spoken() {
     const ends = this._lines.filter((line) => !line.quiet && line.x.length).slice(0, 6)
-      .map((line) => `${line.label} ends at ${(this.spec.read ?? this.spec.format)((line.raw ?? line).y.at(-1))}`);
+      .map((line) => {
+        const value = (line.raw ?? line).y.at(-1);
+        return `${line.label} ends at ${Number.isFinite(value) ? (this.spec.read ?? this.spec.format)(value) : this._lost(line, null)}`;
+      });
     return `${this.spec.title}: ${ends.join(", ")}`;
   }
 
@@ -231,6 +254,28 @@ class Plot {
 function gap(value) { return Number.isFinite(value) ? value : null; }
 
 function positive(value) { return value > 0 && Number.isFinite(value) ? value : null; }
+
+/** Ticks of an x axis: steps are whole, time is in round minutes, hours or days. */
+function axisTicks(axis, low, high, count) {
+  if (axis !== "time") return niceTicks(low, high, count, axis === "step" ? 1 : 0);
+  const unit = [86400 * 2, 3600 * 2, 60 * 2].find((size) => high >= size) / 2 || 1;
+  return niceTicks(low / unit, high / unit, count).map((tick) => tick * unit);
+}
+
+/** Points of a curve that have no neighbour to draw a line to, as uPlot asks for them; null where all are drawn or none. */
+function lonely(u, index, isShown) {
+  if (isShown) return null;
+  const values = u.data[index];
+  const found = [];
+  let [before, at] = [null, -1]; // what this curve has of its own: undefined is another's
+  for (let i = 0; i <= values.length; i += 1) {
+    if (i < values.length && values[i] === undefined) continue;
+    if (at >= 0 && values[at] !== null && before === null && (values[i] ?? null) === null) found.push(at);
+    if (at >= 0) before = values[at];
+    at = i;
+  }
+  return found.length ? found : null;
+}
 
 function axisText(axis, value, isLong = false) {
   if (axis === "tokens") return compact(value, 4) + (isLong ? " tokens" : "");

@@ -20,31 +20,61 @@ function head(cells, first) {
   return element("thead", {}, element("tr", {}, element("th", { scope: "col" }, first), ...cells));
 }
 
-function runHeads(runs, attributes = {}) {
-  return runs.map((run) => element("th", { scope: "col", ...attributes }, dot(runColour(run.index)), ` ${run.name}`));
+function runName(run) {
+  return [dot(runColour(run.index)), " ", element("span", { class: "run" }, run.name)];
 }
 
-/** One run's numbers as tiles, those of several as a table. */
-function drawNumbers(card, runs) {
-  const alone = runs.length === 1 ? runs[0].summary : null;
-  card.classList.toggle("tiles", Boolean(alone));
-  if (alone) {
-    card.replaceChildren(...NUMBERS.filter(([key]) => alone[key] !== undefined).map(([key, label, text]) =>
-      element("dl", {}, element("dt", {}, label), element("dd", {}, text(alone[key])))));
+/** A number of a run; of a group with the range of its runs, of a series that is no longer finite with where it was. */
+function worth(run, key, text) {
+  if (run.summary[key] === undefined) return ["–"];
+  const [low, high] = (run.spread?.[key] ?? [0, 0]).map((value) => text(value));
+  const parts = [text(run.summary[key])];
+  if (low !== high) parts.push(element("div", { class: "spread" }, `${low} – ${high}`));
+  if (run.lost[key] !== undefined) parts.push(element("div", { class: "lost" }, `at step ${format.integer(run.lost[key])}, then not finite`));
+  return parts;
+}
+
+/** Runs in the order of a number, those without it last; as they were given without one. */
+function sorted(runs, { key, isUp }) {
+  if (key === null) return runs;
+  const of = (run) => (key === "name" ? run.name : run.summary[key]);
+  const compare = (a, b) => (key === "name" ? a.localeCompare(b, undefined, { numeric: true }) : a - b);
+  const known = runs.filter((run) => of(run) !== undefined).sort((a, b) => (isUp ? 1 : -1) * compare(of(a), of(b)));
+  return [...known, ...runs.filter((run) => of(run) === undefined)];
+}
+
+/** One run's numbers as tiles, those of several as a table: a few a column each, many a row each. onSort(key) is called
+ * where a number's name is pressed. */
+function drawNumbers(card, runs, order, onSort) {
+  const known = NUMBERS.filter(([key]) => runs.some((run) => run.summary[key] !== undefined));
+  card.classList.toggle("tiles", runs.length === 1);
+  if (runs.length === 1) {
+    card.replaceChildren(...known.map(([key, label, text]) =>
+      element("dl", {}, element("dt", {}, label), element("dd", {}, ...worth(runs[0], key, text)))));
     return;
   }
-  const table = element("table", { id: "final" });
-  const rows = NUMBERS.filter(([key]) => runs.some((run) => run.summary[key] !== undefined)).map(([key, label, text]) =>
-    element("tr", {}, element("th", { scope: "row" }, label), ...runs.map((run) => {
-      const value = run.summary[key];
-      return element("td", { class: "number" }, value === undefined ? "–" : text(value));
-    })));
-  table.replaceChildren(head(runHeads(runs, { class: "number" }), "last step logged"), element("tbody", {}, ...rows));
-  card.replaceChildren(table);
+  const sorter = (key, label, scope) => {
+    const button = element("button", { type: "button", "data-key": key, title: "sort the runs by it" }, label);
+    button.addEventListener("click", () => onSort(key));
+    const sort = order.key === key ? (order.isUp ? "ascending" : "descending") : "none";
+    return element("th", { scope, "aria-sort": sort, class: key === "name" || scope === "row" ? "" : "number" }, button);
+  };
+  const cell = (run, key, text) => element("td", { class: "number" }, ...worth(run, key, text));
+  const list = sorted(runs, order);
+  const isWide = list.length <= FEW;
+  const heads = isWide ? list.map((run) => element("th", { scope: "col", class: "number" }, ...runName(run)))
+    : known.map(([key, label]) => sorter(key, label, "col"));
+  const rows = isWide
+    ? known.map(([key, label, text]) => element("tr", {}, sorter(key, label, "row"), ...list.map((run) => cell(run, key, text))))
+    : list.map((run) => element("tr", {}, element("th", { scope: "row" }, ...runName(run)), ...known.map(([key, , text]) => cell(run, key, text))));
+  const focused = card.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  card.replaceChildren(element("table", { id: "final", class: isWide ? "few" : "many" },
+    element("thead", {}, element("tr", {}, sorter("name", "run", "col"), ...heads)), element("tbody", {}, ...rows)));
+  if (focused !== undefined) card.querySelector(`button[data-key="${focused}"]`)?.focus({ preventScroll: true });
 }
 
 function drawEvents(table, runs, withSaves) {
-  const events = runs.flatMap((run) => run.events.map((event) => ({ run, ...event })))
+  const events = runs.flatMap((run) => run.runs).flatMap((run) => run.events.map((event) => ({ run, ...event })))
     .filter((event) => withSaves || event.kind !== "save")
     .sort((a, b) => (a.time ?? 0) - (b.time ?? 0) || a.step - b.step);
   const shown = events.slice(-1000);
@@ -52,7 +82,7 @@ function drawEvents(table, runs, withSaves) {
     element("td", { class: "number" }, format.integer(event.step)),
     element("td", { class: "kind" }, `${event.kind}${event.lost ? " (gone back)" : ""}`),
     element("td", { class: "long" }, event.text),
-    element("td", {}, dot(runColour(event.run.index)), ` ${event.run.name}`),
+    element("td", {}, ...runName(event.run)),
     element("td", { class: "kind" }, event.time === null ? "–" : new Date(1000 * event.time).toLocaleString())));
   const heads = ["kind", "what", "run", "when"].map((name) => element("th", { scope: "col" }, name));
   if (events.length > shown.length) rows.unshift(element("tr", {}, element("td", { colspan: "5" }, `${events.length - shown.length} earlier ones are left out`)));
@@ -74,5 +104,6 @@ function drawRecipe(table, runs, { differing, find }) {
     const why = !known.length ? "no run has a config.toml" : differing ? "the recipes are the same" : "no such key";
     rows.push(element("tr", {}, element("td", { colspan: String(1 + known.length) }, why)));
   }
-  table.replaceChildren(head(runHeads(known), "key"), element("tbody", {}, ...rows));
+  const heads = known.map((run) => element("th", { scope: "col" }, ...runName(run)));
+  table.replaceChildren(head(heads, "key"), element("tbody", {}, ...rows));
 }

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from compare import assert_close
+from compare import assert_close, relative_error
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
@@ -73,17 +74,32 @@ def test_layers(options, calls):
     assert sum(plan is not None for plan in calls) == 1
 
 
-def test_autocast(calls):
+@pytest.fixture(params=[True, False], ids=["float GEMMs", "bf16 GEMMs"])
+def wide(request, monkeypatch):
+    """Both paths of bf16, whichever this processor takes."""
+    monkeypatch.setattr(ops, "_is_wide", request.param)
+
+
+def assert_as_exact_as_torch(run=None, change=lambda layer: layer):
+    """In bf16: off by no more than twice what the torch path is off itself, from the same weights in float64."""
+    x = change(X)
+    exact = results(change(layer_of("torch")).double(), x.double())
+    plain, found = (results(change(layer_of(backend)), x, run) for backend in ("torch", "native"))
+    for name, value in exact.items():
+        assert_close(found[name], value, max(2 * relative_error(plain[name], value), 2.0**-8), name)
+
+
+def test_autocast(calls, wide):
     def run(layer, x):
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x)
 
-    assert_same({"gate": "naive"}, X, 2e-2, run)
+    assert_as_exact_as_torch(run)
     assert calls
 
 
-def test_bfloat16(calls):
-    assert_same({"gate": "naive"}, X.bfloat16(), 2e-2, change=lambda layer: layer.bfloat16())
+def test_bfloat16(calls, wide):
+    assert_as_exact_as_torch(change=lambda layer: layer.bfloat16())
     assert calls
 
 
@@ -187,3 +203,43 @@ def test_meta_device_builds_nothing(monkeypatch):
     monkeypatch.setattr(native, "load", lambda: pytest.fail("built for the meta device"))
     with torch.device("meta"):
         fmoe.FMoE(d_model=8, num_experts=2, seed=0)
+
+
+def penalty(layer, x):
+    """A gradient penalty, and a Hessian-vector product."""
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    first.square().sum().backward()
+    found = {"first": first, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    layer.zero_grad()
+    vector = torch.ones_like(x)
+    found["hvp"] = torch.autograd.functional.hvp(lambda x: layer(x).square().sum(), x.detach(), vector)[1]
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"expert": "swiglu", "shared_expert": 16}, {"gate": "sigmoid"}], ids=str)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_second_derivatives(backend, options):
+    exact = penalty(layer_of("torch", **options).double(), X.double())
+    found = penalty(layer_of(backend, **options), X)
+    for name, value in exact.items():
+        assert_close(found[name], value, 1e-5, name)
+
+
+def test_torch_func_is_refused():
+    """As the torch path refuses it, instead of no gradient."""
+    for backend in ("native", "torch"):
+        layer = layer_of(backend)
+        with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
+            torch.func.grad(lambda x, layer=layer: layer(x).sum())(X)
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_forward_mode_is_refused(backend, learns):
+    layer = layer_of(backend)
+    with torch.set_grad_enabled(learns), forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="jvp"):
+            layer.experts(forward_ad.make_dual(X[0], X[0]), [4, 0, 2, 5, 1, 4])
+        with pytest.raises(NotImplementedError, match="jvp"):
+            layer(forward_ad.make_dual(X, X))

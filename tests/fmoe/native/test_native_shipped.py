@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from forks import values
+
+from fmoe import native
+from fmoe.errors import UserError
+from fmoe.native import compiler
+from fmoe.ops import native as native_ops
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -17,6 +24,7 @@ from pathlib import Path
 import torch
 from fmoe import native
 from fmoe.native import compiler
+from fmoe.ops import native as native_ops
 
 assert native.load(), native.why()
 assert native.available() and native.describe().startswith("built (")
@@ -46,6 +54,65 @@ def test_torch_lowers_the_instruction_set(isa):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": isa}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0 and done.stdout.split()[-1] in ("default", isa), done.stdout + done.stderr
+
+
+# What each of the three libraries is to stop at, so that one machine runs what lesser ones run.
+LEVELS = {
+    "default": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx512_bf16": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+}
+
+
+def level(monkeypatch, name):
+    """FMOE_NATIVE_ISA is ``name``; skips where this processor does not have it."""
+    monkeypatch.setenv("FMOE_NATIVE_ISA", name)
+    try:
+        compiler.isa_limit()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def limited_to(name):
+    os.environ["FMOE_NATIVE_ISA"] = name  # read when the library is loaded
+    assert native.load(), native.why()
+    return torch.ops.fmoe_native.isa(), native_ops._is_wide
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_instruction_set_can_be_limited(name, monkeypatch, forks):
+    level(monkeypatch, name)
+    isa = name.removesuffix("_bf16")
+    assert compiler.current_isa() == isa
+    assert values(forks.run(1, limited_to, name)) == [(isa, name != "avx512_bf16")]
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setenv("FMOE_NATIVE_ISA", "avx1024")
+    monkeypatch.setattr(native, "_outcome", None)
+    with pytest.raises(UserError, match="FMOE_NATIVE_ISA='avx1024' is not one of default"):
+        native.load()
+    if len(compiler.isas()) > 1:
+        monkeypatch.setenv("FMOE_NATIVE_ISA", "avx512")
+        monkeypatch.setattr(compiler, "_processor_isa", lambda: "avx2")
+        with pytest.raises(UserError, match="FMOE_NATIVE_ISA='avx512' exceeds 'avx2'"):
+            native.load()
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_numbers_are_right_on_lesser_processors(name, monkeypatch):
+    """The native backend, torch and oneDNN as a processor of that level runs them."""
+    level(monkeypatch, name)
+    for variable, value in LEVELS[name].items():
+        monkeypatch.setenv(variable, value)
+    tests = Path(__file__).parent.parent
+    files = ["native/test_native_ops.py", "native/test_native_layer.py", "test_ops.py", "test_layer.py"]
+    run = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(tests / name) for name in files)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=3500, cwd=tests.parent.parent)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.conformance

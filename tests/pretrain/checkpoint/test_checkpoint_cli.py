@@ -65,3 +65,15 @@ def test_no_checkpoint_is_one_line(name, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"fmoe checkpoint: error: {tmp_path} ")
     assert error.count("\n") == 1
+
+
+def test_names_in_files_reach_no_terminal_raw(tmp_path, capsys):
+    name = "w\x1b]0;title\x07\x9b2J\r\nforged line \u202e"
+    save(tmp_path / "checkpoints", 1, [Piece(name, (2,), (0,), (2,), torch.zeros(2))], {"text": "\x1b[2J"}, {})
+    assert command("show", tmp_path) == 0 and command("verify", tmp_path) == 0 and command("ls", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert r"w\x1b]0;title\x07\x9b2J\r\nforged line \u202e" in shown
+    path = next((tmp_path / "checkpoints").glob("*/manifest.json"))
+    path.write_text(path.read_text().replace("float32", "float33"))
+    assert command("verify", tmp_path) == 2 and "\x1b" not in capsys.readouterr().err

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, SaveError, keep_last, latest, open_checkpoint, save, steps
+from pretrain.checkpoint import Piece, SaveError, keep_last, latest, open_checkpoint, remove_leftovers, save, steps
+from pretrain.checkpoint.folders import step_folders
+from pretrain.resume import agree_on_intact, find_checkpoint
 
 
 def one_tensor(name, tensor):
@@ -94,3 +96,108 @@ def test_the_run_its_checkpoints_and_a_step_all_open(tmp_path):
     assert path.name == "step-123456789"
     assert [open_checkpoint(p).path for p in (tmp_path, folder, path)] == [path] * 3
     assert open_checkpoint(folder / "step-00000001").step == 1
+
+
+# Links, archives, and what others put there
+
+
+def saved(folder, *numbers):
+    for step in numbers:
+        save(folder, step, [one_tensor("w", torch.full((2,), float(step)))], {}, {})
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_old_step_that_is_a_link_is_unlinked_and_its_target_stays(tmp_path):
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    saved(folder, 1, 2, 3)
+    archive.mkdir()
+    (folder / "step-00000001").rename(archive / "one")
+    (folder / "step-00000001").symlink_to(archive / "one")
+    assert steps(folder) == [1, 2, 3]  # links are followed
+    assert open_checkpoint(folder / "step-00000001").step == 1
+    assert keep_last(folder, 1) == [1, 2]
+    assert listed(folder) == ["step-00000003"]
+    assert open_checkpoint(archive / "one").step == 1
+
+
+@pytest.mark.parametrize("suffix", [".tmp", ".trash"])
+def test_leftovers_that_are_links_or_files_are_removed_alone(tmp_path, suffix):
+    folder, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    saved(folder, 5)
+    archive.mkdir()
+    (archive / "file").touch()
+    (folder / f"step-00000001{suffix}").symlink_to(archive)
+    (folder / f"step-00000002{suffix}").symlink_to("nowhere")
+    (folder / f"step-00000003{suffix}").touch()
+    (folder / f"step-00000004{suffix}").mkdir()
+    remove_leftovers(folder)
+    assert listed(folder) == ["step-00000005"] and listed(archive) == ["file"]
+
+
+def test_what_others_put_there_is_left_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 1, 2)
+    others = ["step-00000001.tar", "step-00000009", "step-1", "step-best.tmp", "step-00000007.tar.tmp", "notes.trash"]
+    for name in others:
+        (folder / name).touch()
+    (folder / "step-mine.trash").mkdir()
+    remove_leftovers(folder)
+    assert keep_last(folder, 1) == [1]
+    assert latest(folder).name == "step-00000002" == step_folders(folder)[0].name
+    assert listed(folder) == sorted(["step-00000002", "step-mine.trash", *others])
+
+
+def test_a_link_to_nowhere_is_damaged_and_can_be_passed_over(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 1)
+    (folder / "step-00000002").symlink_to(tmp_path / "unmounted")
+    assert steps(folder) == [1]
+    with pytest.raises(UserError, match="step-00000002"):
+        find_checkpoint(tmp_path, "auto")
+    assert agree_on_intact(tmp_path, "auto", fallback=True).step == 1
+    assert listed(folder) == ["step-00000001", "step-00000002.damaged"]
+    (folder / "step-00000003").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="step-00000003 is there already"):
+        saved(folder, 3)
+
+
+def test_a_temporary_folder_that_is_a_link_is_replaced(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    folder.mkdir()
+    (folder / "step-00000001.tmp").symlink_to(elsewhere)
+    saved(folder, 1)
+    assert listed(folder) == ["step-00000001"] and listed(elsewhere) == ["file"]
+    assert not (folder / "step-00000001").is_symlink()
+
+
+def test_an_old_step_that_cannot_be_removed_is_no_reason_to_end(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 1, 2, 3)
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    keep_last(folder, 1)
+    remove_leftovers(folder)
+    assert steps(folder) == [3] and "step-00000001.trash cannot be removed" in caplog.text
+
+
+def test_a_step_that_somebody_archives_at_that_moment_is_gone(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 1, 2)
+    rename = Path.rename
+
+    def late(path, target):
+        if path.name == "step-00000001":
+            rename(path, tmp_path / "archived")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    keep_last(folder, 1)
+    assert listed(folder) == ["step-00000002"]

@@ -97,6 +97,16 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(intact, tmp_path):
     assert newest.is_dir()
 
 
+def test_a_link_to_itself_is_damaged(intact, tmp_path):
+    run = shutil.copytree(intact, tmp_path / "run")
+    (run / "checkpoints" / "step-00000009").symlink_to("step-00000009")
+    with pytest.raises(UserError, match="whose newest checkpoint is step-00000009"):
+        find_checkpoint(run, str(intact))
+    with pytest.raises(UserError, match="step-00000009"):
+        find_checkpoint(run, "run")
+    assert find_checkpoint(run, "run", fallback=True).step == 4
+
+
 def test_a_damaged_step_is_set_aside_as_often_as_need_be(intact, tmp_path):
     run = shutil.copytree(intact, tmp_path / "run")
     for _ in range(2):

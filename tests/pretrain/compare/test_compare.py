@@ -261,6 +261,8 @@ def test_bad_input_is_one_line(make, tmp_path, capsys):
     (odd / "config.toml").write_text("[model]\nlayers = 3\n")
     torn = make("torn", {0: 8})
     (torn / "run.json").write_text("{")
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
     for argv, said in [
         ([tmp_path / "none"], "none is no folder of a run"),
         ([good / "config.toml"], "config.toml is no folder of a run"),
@@ -271,12 +273,43 @@ def test_bad_input_is_one_line(make, tmp_path, capsys):
         ([torn], "torn/run.json cannot be read"),
         ([make("new", {})], "new has no validation to compare: none is in its metrics.jsonl yet"),
         ([good, good.parent / "." / "good"], "good is given twice"),
+        ([loop], "loop is no folder of a run"),
         ([good, "--out", tmp_path / "curves.pdf"], "curves.pdf ends in none of .svg, .png"),
     ]:
         assert compare(*argv) == 2, said
         error = capsys.readouterr().err
         assert error.startswith("fmoe compare: error: ") and error.count("\n") == 1
         assert said in error
+
+
+TOLD = {
+    "NaN": '{"params": NaN}',
+    "infinity": '{"flops_per_token": 1e999}',
+    "a text": '{"active_params": "many"}',
+    "nothing": '{"params": null}',
+    "data of another kind": '{"data": [1]}',
+    "a corpus of another kind": '{"data": {"train": [1]}}',
+    "too deep": "[" * 100_000,
+    "not UTF-8": b'{"params": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_no_run_writes_into_run_json_is_one_line(make, capsys, name):
+    folder, content = make("run", {0: 8, 40: 4}), TOLD[name]
+    (folder / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert compare(folder) == 2
+    error = capsys.readouterr().err
+    assert f"{folder}/run.json cannot be read" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("loss", ['"text"', "NaN", "[1]", "{}", "true", "1e999"])
+def test_a_loss_that_no_run_writes_is_no_traceback(make, capsys, loss):
+    folder = make("run", {0: 8, 40: 4})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 40, "tokens": "many", "val/loss": {loss}}}\n')
+    assert compare(folder) in (0, 2)
+    assert compare(folder, json=True) in (0, 2)
 
 
 def test_without_validation_data(make, capsys):

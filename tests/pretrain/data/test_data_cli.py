@@ -124,3 +124,33 @@ def test_real_text(tmp_path: Path) -> None:
     for i, path in enumerate(paths):
         assert tokenizer.decode(corpus.document(i)).encode() == path.read_bytes()
     assert 3 < unigram_entropy([corpus], tokenizer.vocab_size) < 7.6  # ln 2048 = 7.62
+
+
+def test_formats_and_errors_on_the_command_line(tokenizer: Tokenizer, tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.log").write_bytes(b'{"text": "a"}\n{"text": null}\nb\n')
+    prepare = ["prepare", str(tmp_path / "a.log"), "--tokenizer", str(tokenizer.path), "--workers", "1"]
+    prepare += ["--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match=r"a\.log has the suffix '\.log'"):
+        main(prepare)
+    with pytest.raises(UserError, match="line 2"):
+        main([*prepare, "--format", "jsonl"])
+    assert main([*prepare, "--format", "jsonl", "--on-error", "skip"]) == 0
+    out = capsys.readouterr().out
+    assert "1 documents, " in out and "2 documents skipped:\n  a.log, line 2: " in out
+    main([*prepare, "--format", "text", "--overwrite"])
+    assert IndexedCorpus(tmp_path / "out").num_documents == 1
+    for arguments in ([*prepare, "--format", "csv"], [*prepare, "--on-error", "ignore"], ["prepare", "", *prepare[2:]]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    assert "the path is empty" in capsys.readouterr().err
+
+
+def test_the_tokenizer_is_not_overwritten_by_what_it_makes(tmp_path: Path) -> None:
+    main(["tokenizer", "--model-type", "bytes", "--out", str(tmp_path / "a.json")])
+    (tmp_path / "text.txt").write_text("text")
+    arguments = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "a.json"), "--workers", "1"]
+    before = (tmp_path / "a.json").read_bytes()
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(UserError, match=r"a\.json is an input and would be overwritten"):
+            main([*arguments, "--out", str(tmp_path / "a"), *more])
+    assert (tmp_path / "a.json").read_bytes() == before

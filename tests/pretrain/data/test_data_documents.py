@@ -1,12 +1,13 @@
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data import documents
+from pretrain.data import sources
 from pretrain.data.documents import find_sources, iter_documents
 
 TEXTS = ["one\r\nline\n\n", "", "  grüße\t世界 😀", "x" * 100 + "\n" + "y" * 50]
@@ -42,7 +43,7 @@ def write(path: Path, data: bytes) -> Path:
 
 @pytest.fixture(params=[1, 2, 3, 16, 1 << 20], ids=lambda size: f"pieces of {size}")
 def piece_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(documents, "PIECE_SIZE", request.param)
+    monkeypatch.setattr(sources, "PIECE_SIZE", request.param)
     return request.param
 
 
@@ -168,7 +169,7 @@ def test_other_bad_inputs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match=r"b\.jsonl\.zst, line 2: the value of 'text' is a int"):
         whole([tmp_path / "b.jsonl.zst"])
 
-    monkeypatch.setattr(documents, "MAX_LINE", 20)
+    monkeypatch.setattr(sources, "MAX_LINE", 20)
     with pytest.raises(UserError, match=r"a\.jsonl, line 1 is longer than 20 bytes"):
         whole([write_jsonl(tmp_path / "a.jsonl", TEXTS)])
 
@@ -186,3 +187,211 @@ def test_a_character_cut_by_the_end_of_the_file(piece_size: int, tmp_path: Path)
     (tmp_path / "a.txt").write_bytes(b"ab" + "世".encode()[:2])
     with pytest.raises(UserError, match=r"not UTF-8 at byte 2:"):
         whole([tmp_path / "a.txt"])
+
+
+NAMES = ["a.json", "a.ndjson", "a.jsonlines", "a.JSONL", "A.Json", "a.NDJSON", "a.json.gz", "a.jsonl.GZ", "a.JSONL.ZST"]
+
+
+def write_as_named(path: Path, data: bytes) -> Path:
+    """Compressed as the name says, in any case."""
+    small = write(path.with_name("small" + path.suffix.lower()), data)
+    return small.rename(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_lines_by_any_name(name: str, tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    path = write_as_named(tmp_path / name, lines.encode())
+    assert whole([path]) == TEXTS
+    assert whole([tmp_path]) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.TXT", "a.text", "a.Txt.Gz", "a.txt.ZST"])
+def test_text_by_any_name(name: str, tmp_path: Path) -> None:
+    write_as_named(tmp_path / name, TEXTS[2].encode())
+    assert whole([tmp_path / name]) == whole([tmp_path]) == [TEXTS[2]]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.JSON.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_objects(name: str, indent: int | None, piece_size: int, tmp_path: Path) -> None:
+    rows = [{"id": 10**i, "text": text, "more": [{"a": [1, 2.5]}]} for i, text in enumerate(TEXTS)]
+    text = "\ufeff \n" + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n "
+    assert whole([write_as_named(tmp_path / name, text.encode())]) == TEXTS
+    assert whole([write_as_named(tmp_path / "empty.json", b" [ ]")]) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{\n "text": "a"\n}', r"a\.json, line 1 is not JSON: .*; a \.json file must hold a JSON object a line"),
+        ('[{"text": "a"}', "does not end with the bracket behind item 1"),
+        ('[{"text": "a"} {"text": "b"}]', "does not end with the bracket behind item 1"),
+        ('[{"text": "a"},]', r"item 2 is not JSON"),
+        ('[{"text": "a"}, {"text": "b]', r"item 2 is not JSON"),
+        ('[{"text": "a"}] 1', "does not end with the bracket behind item 1"),
+        ('["a"]', r"item 1 is a JSON str, not an object"),
+        ('[{"text": "a"}, {"body": "b"}]', r"item 2 has no key 'text'; its keys are 'body'"),
+        ("[" * 100_000, "item 1 is not JSON"),
+    ],
+)
+def test_json_that_is_neither_lines_nor_an_array(content: str, message: str, piece_size: int, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        whole([tmp_path / "a.json"])
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a", "a.txt.bz2", "a.jsonl.xz", "a.docx", ".jsonl", "a.gz", "a.txt.zst.gz"])
+def test_an_unknown_suffix_is_refused_unless_the_format_is_told(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write(path, b'{"text": "one"}\n')
+    with pytest.raises(UserError, match=r"has the suffix .*--format text\|jsonl\|json\|parquet"):
+        find_sources([path])
+    assert whole_of([path], "text") == ['{"text": "one"}\n']
+    assert whole_of([path], "jsonl") == whole_of([path], "json") == ["one"]
+    with pytest.raises(UserError, match=r"cannot be read as a Parquet file|is a compressed Parquet file"):
+        whole_of([path], "parquet")
+    with pytest.raises(UserError, match="format='csv' is none of auto, text, jsonl, json, parquet"):
+        whole_of([path], "csv")
+
+
+def whole_of(paths: list[Path], format: str) -> list[str]:
+    return [piece.text for piece in iter_documents(paths, format=format)]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz", "a.jsonl.zst"])
+def test_byte_order_marks(name: str, piece_size: int, tmp_path: Path) -> None:
+    text = "one \ufeff" if "txt" in name else '{"text": "one \ufeff"}'
+    assert whole([write(tmp_path / name, text.encode("utf-8-sig"))]) == ["one \ufeff"]
+    for encoding in ("utf-16", "utf-16-be", "utf-32"):
+        mark = "\ufeff" if encoding.endswith("be") else ""
+        path = write(tmp_path / name, (mark + text).encode(encoding))
+        with pytest.raises(UserError, match=rf"is {encoding[:6].upper()}, by its first bytes: iconv -f") as error:
+            whole([path])
+        assert "\n" not in str(error.value)
+
+
+def test_hidden_files_and_what_is_no_text_are_left_out_and_counted(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / ".books"  # named by the user
+    for name in (".git/x.txt", ".git/y.txt", ".hidden.txt", "sub/.z.jsonl", "notes.md", "image.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("no")
+    (folder / "a.txt").write_text("yes")
+    (folder / "settings.json").write_text('{\n "a": 1\n}\n')
+    (folder / "vocabulary.json").write_text('{"text_": 1}')
+    (folder / "names.json").write_text('["a"]')
+    (folder / "broken.txt").symlink_to("nowhere")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    (folder / "self").symlink_to(".", target_is_directory=True)
+    os.mkfifo(folder / "fifo.txt")
+    assert [source.name for source in find_sources([folder])] == [".books/a.txt"]
+    (said,) = caplog.messages
+    assert "left out 3 hidden files or folders; 6 files or links that are no text (suffixes .md, .png); 3 .json" in said
+    assert whole([folder / ".hidden.txt"]) == ["no"]  # named by the user
+
+
+def test_a_folder_of_a_told_format(tmp_path: Path) -> None:
+    for name in ("a.py", "b", "c.json", ".d"):
+        (tmp_path / name).write_text(name)
+    assert whole_of([tmp_path], "text") == ["a.py", "b", "c.json"]
+
+
+def test_what_is_neither_file_nor_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    for path, message in (
+        (tmp_path / "a.txt", "is a FIFO, not a file or a folder"),
+        (Path("/dev/null"), "is a device, not a file"),
+        (tmp_path / "loop.txt", "Too many levels of symbolic links"),
+        (tmp_path / "none.txt", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_sources([path])
+
+
+def test_names_are_printable(tmp_path: Path) -> None:
+    for name in (b"a\nb\x1b[31m.txt", b"\xff.jsonl"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff")
+    names = [source.name.split("/")[1] for source in find_sources([tmp_path])]
+    assert sorted(names) == ["\\udcff.jsonl", "a\\nb\\x1b[31m.txt"]
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError) as error:
+            whole([path])
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_a_file_that_changes_while_it_is_read(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_SIZE", 4)
+    path = write_jsonl(tmp_path / name, ["one", "two"])
+    pieces = iter_documents([path])
+    next(pieces)
+    with path.open("ab") as file:
+        file.write(b'{"text": "three"}\n')
+    with pytest.raises(UserError, match="changed while it was read"):
+        list(pieces)
+
+
+BAD_LINES = [
+    b'{"text": "a"}',
+    b'{"text": null}',
+    b'{"text": "\xff"}',
+    b"nonsense",
+    b'{"body": 1}',
+    b'{"text": "\\ud83d"}',
+    b"[1]",
+    b'{"text": "' + b"x" * 80 + b'"}',
+    b'{"text": "b"}',
+]
+
+
+def read_with_skips(path: Path) -> tuple[list[str], sources.Skips]:
+    skips = sources.Skips()
+    texts, parts = [], []
+    for piece in iter_documents([path], on_error=skips):
+        parts.append(piece.text)
+        if piece.ends_document:
+            texts.append("".join(parts))
+            parts = []
+    assert not parts, "a document was left out in part"
+    return texts, skips
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz", "a.json.zst"])
+def test_rows_that_cannot_be_read_are_left_out(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "MAX_LINE", 64)
+    path = write(tmp_path / name, b"\n".join(BAD_LINES))
+    texts, skips = read_with_skips(path)
+    assert texts == ["a", "b"]
+    assert skips.count == 7 and len(skips.first) == 5
+    places = ["line 2: the value", "byte 39", "line 4 is not JSON", "line 5 has no key", "line 6: 'text' has the lone"]
+    assert all(place in said for place, said in zip(places, skips.first, strict=True))
+    with pytest.raises(UserError, match="line 2: the value of 'text' is a NoneType"):
+        whole([path])
+
+
+def test_items_and_table_rows_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.json").write_text('[{"text": "a"}, 1, {"text": null}, {"text": "b"}]')
+    parquet.write_table(pyarrow.table({"text": ["a", None, None, "b"]}), tmp_path / "b.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        texts, skips = read_with_skips(path)
+        assert (texts, skips.count) == (["a", "b"], 2)
+    with pytest.raises(UserError, match="no column 'body'"):  # of no row: no document to leave out
+        list(iter_documents([tmp_path / "b.parquet"], "body", on_error=sources.Skips()))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_with_a_bad_byte_is_left_out_whole(name: str, piece_size: int, tmp_path: Path) -> None:
+    path = write(tmp_path / name, b"line\n" * 9 + b"\xff\n")
+    texts, skips = read_with_skips(path)
+    assert texts == [] and skips.count == 1 and "byte 45" in skips.first[0]
+
+
+def test_the_rest_of_a_damaged_archive_is_left_out(tmp_path: Path) -> None:
+    rows = [os.urandom(1000).hex() for _ in range(50)]
+    path = write_jsonl(tmp_path / "a.jsonl.gz", rows)
+    path.write_bytes(path.read_bytes()[:20_000])
+    texts, skips = read_with_skips(path)
+    assert 0 < len(texts) < 50 and texts == rows[: len(texts)]
+    assert skips.count == 1 and "is not a whole gzip file" in skips.first[0]

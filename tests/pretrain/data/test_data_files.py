@@ -1,10 +1,13 @@
 import errno
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.files import beside, refuse_existing, replacing
+from pretrain.data.files import beside, refuse_existing, refuse_inputs, replacing
 
 
 def test_files_appear_together(tmp_path: Path) -> None:
@@ -68,3 +71,113 @@ def test_refuse_existing(tmp_path: Path) -> None:
 
 def test_a_prefix_keeps_its_dots() -> None:
     assert beside(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
+
+
+def test_outputs_that_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "folder", tmp_path / "fifo", Path("/dev/null")):
+        with pytest.raises(UserError, match="exists and is not a file"):
+            refuse_existing([path], overwrite=True)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="link exists; --overwrite"):
+        refuse_existing([tmp_path / "link"], overwrite=False)
+
+
+def test_an_output_that_is_an_input_by_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("text")
+    (tmp_path / "symbolic").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    for name in ("a", "symbolic", "hard"):
+        for other in ("a", "symbolic", "hard"):
+            with pytest.raises(UserError, match=f"{name} is an input and would be overwritten"):
+                refuse_inputs([tmp_path / "new", tmp_path / name], [tmp_path / "none", tmp_path / other])
+    refuse_inputs([tmp_path / "new"], [path])
+
+
+def child(work: Callable[[], None]) -> int:
+    """Forks a process that does the work; its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def writing(paths: list[Path], then: Callable[[], None]) -> None:
+    with replacing(*paths) as files:
+        for file in files:
+            file.write(b"half")
+            file.flush()
+        then()
+
+
+def write_all(paths: list[Path]) -> None:
+    with replacing(*paths) as files:
+        for file in files:
+            file.write(b"whole")
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, caplog) -> None:
+    paths = [tmp_path / "a.bin", tmp_path / "a.idx"]
+    pid = child(lambda: writing(paths, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    os.waitpid(pid, 0)
+    others = ["b.bin.1.tmp", "a.bin.tmp", "a.bin.x1.tmp", "xa.bin.99999999.tmp", f"a.bin.{pid}.tmp.old"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert (tmp_path / f"a.bin.{pid}.tmp").stat().st_size == 4
+    write_all(paths)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a.bin", "a.idx", *others])
+    assert len(caplog.messages) == 2
+    assert f"a.bin.{pid}.tmp (4 bytes), which the ended process {pid} had left" in caplog.messages[0]
+
+
+def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
+    """One of this machine, by its number; one of another, whose number is nobody's here, by its lock."""
+    paths = [tmp_path / "a"]
+    ready, begun = os.pipe()
+    end, go = os.pipe()
+
+    def wait() -> None:
+        (tmp_path / f"a.{os.getpid()}.tmp").rename(tmp_path / "a.99999999.tmp")
+        (tmp_path / f"a.{os.getpid()}.tmp").touch()
+        os.write(begun, b"1")
+        os.read(end, 1)
+
+    pid = child(lambda: writing(paths, wait))
+    try:
+        os.read(ready, 1)
+        write_all(paths)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", "a.99999999.tmp", f"a.{pid}.tmp"])
+        assert sorted(caplog.messages) == sorted(
+            f"{tmp_path}/a.{number}.tmp is left alone: process {number} may still write it"
+            for number in (pid, 99999999)
+        )
+    finally:
+        os.write(go, b"1")
+        os.waitpid(pid, 0)
+        for descriptor in (ready, begun, end, go):
+            os.close(descriptor)
+
+
+def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> None:
+    """Of one in another container, say, that has the same number: its file is locked."""
+    import fcntl
+
+    theirs = tmp_path / f"a.{os.getpid()}.tmp"
+    with theirs.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is written by another process"):
+            write_all([tmp_path / "a"])
+    assert theirs.exists()
+    write_all([tmp_path / "a"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("prefix", [".", "..", "/", "out/.."])
+def test_a_prefix_without_a_name(prefix: str) -> None:
+    with pytest.raises(UserError, match="names no file: add a name"):
+        beside(Path(prefix), ".bin")

@@ -1,15 +1,16 @@
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data import documents
+from pretrain.data import documents, sources
 from pretrain.data import prepare as module
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizer import Tokenizer, train_tokenizer
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -51,7 +52,7 @@ def test_the_size_of_pieces_and_batches_changes_nothing(
     text = "".join(texts[:3])[-5000:] + texts[-1]
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     prepare([tmp_path / "a.txt"], tokenizer.path, tmp_path / "expected", num_workers=1)
-    monkeypatch.setattr(documents, "PIECE_SIZE", max(size, 200) if size > 1 else 1)
+    monkeypatch.setattr(sources, "PIECE_SIZE", max(size, 200) if size > 1 else 1)
     monkeypatch.setattr(module, "_BATCH_BYTES", size)
     prepare([tmp_path / "a.txt"], tokenizer.path, tmp_path / "pieces", num_workers=1)
     expected, pieces = (IndexedCorpus(tmp_path / name) for name in ("expected", "pieces"))
@@ -103,9 +104,9 @@ def test_a_dead_worker_is_one_line_and_leaves_no_files(
     model = tmp_path / "tokenizer.model"
     model.write_bytes(tokenizer.path.read_bytes())
 
-    def remove_model(inputs):
+    def remove_model(*arguments, **options):
         model.unlink()
-        return documents.find_sources(inputs)
+        return documents.find_sources(*arguments, **options)
 
     monkeypatch.setattr(module, "find_sources", remove_model)
     with pytest.raises(UserError, match=r"a tokenizing process ended by itself .* num_workers=2"):
@@ -132,3 +133,52 @@ def test_progress_on_a_terminal_is_a_bar(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     prepare([jsonl], tokenizer.path, tmp_path / "out", num_workers=1, progress=True)
     assert IndexedCorpus(tmp_path / "out").num_documents
+
+
+def test_documents_that_cannot_be_read_are_left_out_when_asked(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": null}\n{"text": "\xff"}\n{"text": "b"}\n')
+    (tmp_path / "b.txt").write_bytes(b"good\n\xff")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: the value of 'text' is a NoneType"):
+        prepare([tmp_path], tokenizer.path, tmp_path / "out" / "a", num_workers=1)
+    for workers in (1, 2):
+        prefix = tmp_path / "out" / str(workers)
+        done = prepare([tmp_path], tokenizer.path, prefix, num_workers=workers, skip_errors=True)
+        assert (done.documents, done.skipped) == (2, 3)
+        corpus = IndexedCorpus(prefix)
+        assert [tokenizer.decode(corpus.document(i)) for i in range(2)] == ["a", "b"]
+        assert corpus.description["skipped_documents"] == 3
+        assert corpus.description["first_skipped"] == list(done.first_skipped)
+        name = tmp_path.name
+        assert [said.split(":")[0].split(" is ")[0] for said in done.first_skipped] == [
+            f"{name}/a.jsonl, line 2",
+            f"{name}/a.jsonl",
+            f"{name}/b.txt",
+        ]
+        assert str(tmp_path) not in json.dumps(corpus.description)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=r"no document with text.*; 1 cannot be read, the first: .*b\.txt is not"):
+        prepare([tmp_path / "b.txt"], tokenizer.path, tmp_path / "out" / "none", num_workers=1, skip_errors=True)
+
+
+def test_an_output_that_is_read_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The tokenizer, a file named or in a folder, or of a saved dataset, under its own name or a link's."""
+    model = tmp_path / "a.json"
+    train_tokenizer([], model, model_type="bytes")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.json").write_text('[{"text": "a"}]')
+    (tmp_path / "c.json").symlink_to(tmp_path / "text" / "b.json")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    for inputs, out in (("text", "a"), ("text", "text/b"), ("text/b.json", "text/b"), ("text", "c")):
+        with pytest.raises(UserError, match=r"\.json is an input and would be overwritten"):
+            prepare([tmp_path / inputs], model, tmp_path / out, num_workers=1)
+    with pytest.raises(UserError, match=r"b\.json is an input and would be overwritten"):
+        train_tokenizer([tmp_path / "text"], tmp_path / "text" / "b.json", 300, sentinels=0)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_name_that_is_not_utf8_is_recorded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.txt")
+    path.write_text("text")
+    prepare([path], tokenizer.path, tmp_path / "out", num_workers=1)
+    assert IndexedCorpus(tmp_path / "out").description["sources"] == ["\\udcff.txt"]

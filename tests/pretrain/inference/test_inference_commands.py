@@ -209,7 +209,7 @@ WRONG = {
     "tokenizer": (["evaluate", "RUN", "--tokenizer", "OTHER"], "RUN: trained with another tokenizer than OTHER"),
     "no tokenizer": (["evaluate", "RUN", "--tokenizer", "nowhere.model"], "cannot read the tokenizer nowhere.model"),
     "no data": (["evaluate", "RUN", "--data", "nowhere"], "--data: nowhere is neither a file or a folder of text"),
-    "empty data": (["evaluate", "RUN", "--data", "/dev/null"], "there is nothing in it to predict"),
+    "a device": (["evaluate", "RUN", "--data", "/dev/null"], "--data: /dev/null is a device, not a file"),
     "twice": (["evaluate", "RUN", "RUN/checkpoints"], "is given twice"),
     "stride": (
         ["evaluate", "RUN", "--data", "OTHER", "--stride", "17"],
@@ -218,7 +218,8 @@ WRONG = {
     "no stride": (["evaluate", "RUN", "--stride", "0"], "--stride 0 is less than 1"),
     "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride is for --data"),
     "sequences": (["evaluate", "RUN", "--max-sequences", "0"], "--max-sequences 0 is less than 1"),
-    "no text": (["evaluate", "RUN", "--data", "OTHER"], "is not UTF-8"),
+    "unknown suffix": (["evaluate", "RUN", "--data", "OTHER"], "--data: OTHER has the suffix '.model'"),
+    "no text": (["evaluate", "RUN", "--data", "OTHER", "--format", "text"], "is not UTF-8"),
 }
 
 
@@ -293,7 +294,14 @@ def test_a_prompt_on_standard_input(runs, values, monkeypatch):
     expected = values("generate", runs("one"), "--prompt", PROMPT, "--max-tokens", "5")
     found = values("generate", runs("one"), "--max-tokens", "5", before=Input(f"{PROMPT}\n".encode()))
     assert found == expected
-    for text, says in ((b"a\xff", "not UTF-8 at byte 1"), (b"\n", "the prompt is empty"), (b"", "the prompt is empty")):
+    assert values("generate", runs("one"), "--max-tokens", "5", before=Input(PROMPT.encode("utf-8-sig"))) == expected
+    utf16 = ("a".encode("utf-16"), "the prompt on standard input is UTF-16, by its first bytes")
+    for text, says in (
+        utf16,
+        (b"a\xff", "not UTF-8 at byte 1"),
+        (b"\n", "the prompt is empty"),
+        (b"", "the prompt is empty"),
+    ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         with pytest.raises(UserError, match=says):
             cli.generate([str(runs("one"))])

@@ -158,6 +158,20 @@ def test_a_text_with_nothing_to_predict(texts, recipe_file, kind):
         list(samples_of(recipe, tokenizer, Text([folder / "nothing.txt"], tokenizer, 384)))
 
 
+def test_text_by_any_name_and_of_a_told_format(texts, tmp_path):
+    _, tokenizer, _ = texts
+    line = '{"text": "one"}'
+    for name in ("a.ndjson", "a.JSONL", "a.json", "b.json", "a.log"):
+        (tmp_path / name).write_text(f"[{line}]" if name == "b.json" else line)
+    found = [np.concatenate(list(Text([path], tokenizer, 384).tokens())) for path in sorted(tmp_path.glob("*[nL]"))]
+    assert len(found) == 4
+    assert all(ids.tolist() == [*tokenizer.encode("one"), tokenizer.end_of_document] for ids in found)
+    with pytest.raises(UserError, match=r"--data: .*a\.log has the suffix '\.log'"):
+        Text([tmp_path / "a.log"], tokenizer, 384)
+    (raw,) = Text([tmp_path / "a.log"], tokenizer, 384, format="text").tokens()
+    assert tokenizer.decode(raw) == line
+
+
 def test_a_tail_of_a_t5_with_dense_noise(texts, recipe_file):
     """Fewer spans than usual where there are no tokens to keep between them."""
     folder, tokenizer, _ = texts

@@ -118,5 +118,6 @@ def test_an_error_is_one_line(tmp_path, capsys):
 
 
 def test_a_shard_has_a_size():
-    with pytest.raises(UserError, match=r"--shard-gib 0\.0 is not positive"):
-        export_main(["a", "b", "--shard-gib", "0"])
+    for size in ("0", "-0", "-1", "nan", "inf", "-inf", "1e308"):
+        with pytest.raises(UserError, match=rf"--shard-gib {float(size)}".replace("+", r"\+")):
+            export_main(["a", "b", f"--shard-gib={size}"])

@@ -476,6 +476,234 @@ def test_runs_that_are_short_dense_or_lost(open_page, tmp_path):
     assert opened.page.is_hidden("#routing-section") and opened.page.is_visible("#loss canvas")
 
 
+def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
+    write_report(
+        [write_run(tmp_path / "run", 1, change=lambda row: row if row["step"] else {"step": 0})], tmp_path / "x.html"
+    )
+    opened = open_page(tmp_path / "x.html", watched=True)
+    cards = opened.page.locator("[data-plot]:not([hidden])")
+    assert cards.count() > 10
+    for title in cards.evaluate_all("cards => cards.map((card) => card.dataset.plot)"):
+        canvas = opened.card(title).locator("canvas")
+        texts = [text for text, _ in canvas.evaluate("canvas => canvas.texts") if text]
+        steps = texts[: texts.index("2") + 1]
+        assert steps == ["0", "1", "2"], f"{title}: {texts}"
+        assert len(set(texts)) >= len(texts) - 3, f"{title} says {texts}"
+        drawn = canvas.evaluate(
+            """canvas => { const over = canvas.parentElement.querySelector('.u-over'), r = devicePixelRatio;
+            const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d');
+            copy.drawImage(canvas, 0, 0);
+            const box = [over.offsetLeft, over.offsetTop, over.clientWidth, over.clientHeight].map((x) => x * r);
+            const { data } = copy.getImageData(...box);
+            let count = 0;
+            for (let i = 0; i < data.length; i += 4) {
+              const colour = data.slice(i, i + 3);
+              count += data[i + 3] > 200 && Math.max(...colour) - Math.min(...colour) > 90;
+            }
+            return count }"""
+        )
+        assert drawn > 3, f"{title} is empty"
+
+
+@pytest.mark.parametrize("axis", ["tokens", "time"])
+def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
+    """Of one step, and of a run of some minutes, whose ticks lie less than a minute apart."""
+    slow = write_run(tmp_path / "slow", 10, change=lambda row: row | {"step_seconds": 31.0} if row["step"] else row)
+    for folder in (write_run(tmp_path / "one", 1), slow):
+        path = tmp_path / f"{folder.name}.html"
+        write_report([folder], path)
+        opened = open_page(path, watched=True)
+        opened.page.check(f'input[name="axis"][value="{axis}"]', force=True)
+        texts = opened.page.locator('[data-plot="Gradient norm"] canvas').evaluate("canvas => canvas.texts")
+        bottom = max(box[3] for _, box in texts)
+        ticks = [text for text, box in texts if box[3] > bottom - 6 and text]
+        assert len(ticks) > 1 and len(set(ticks)) == len(ticks), ticks
+        assert not any("e+" in text for text, _ in texts), texts
+
+
+@pytest.mark.parametrize("steps", [60, 3000])
+def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
+    lost = steps // 2
+
+    def change(row):
+        if row["step"] <= lost:
+            return row
+        gone = [key for key in row if key.endswith(("loss", "grad_norm", "entropy"))]
+        return row | {key: None for key in gone} | {f"{key}_nonfinite": "nan" for key in gone}
+
+    write_report([write_run(tmp_path / "run", steps, change=change)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    number = f"{lost:,}"
+    for title in ("Training and validation loss", "Gradient norm", "Router entropy", "By layer"):
+        readout = opened.card(title).locator(".readout").inner_text()
+        assert re.search(rf"\d\.\d+ at step {number}, then not finite", readout), readout
+    numbers = opened.text("#numbers")
+    assert re.search(rf"training loss, last\s+\d\.\d{{4}}\s+at step {number}, then not finite", numbers)
+    assert opened.page.locator("#events tbody tr").count() <= 2, "not one for each step"
+
+
+HOSTILE = (
+    "__proto__",
+    "constructor",
+    "toString",
+    "hasOwnProperty",
+    "</script>",
+    "\u202egnol",
+    "שלום/loss",
+    "a\x1b[31mb\x00",
+)
+
+
+def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
+    """Also beside a run that lacks them, in layers, in the recipe, in run.json."""
+
+    def change(row):
+        own = {name: 1.0 + row["step"] for name in HOSTILE} | {
+            f"moe/layer_1/{n}": 2.0 for n in ("__proto__", "constructor")
+        }
+        return row | own
+
+    odd = write_run(tmp_path / "odd", 6, change=change, events=[event(3, "warning", HOSTILE[-1])])
+    with (odd / "config.toml").open("a") as more:
+        more.write("".join(f"{json.dumps(name)} = 1\n" for name in ("__proto__", "constructor", "toString")))
+    (odd / "run.json").write_text(json.dumps({"versions": {"__proto__": "1", "constructor": "2"}}))
+    write_report([odd, write_run(tmp_path / "plain", 6)], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    titles = opened.page.eval_on_selector_all(
+        "#other [data-plot]:not([hidden])", "cards => cards.map(c => c.dataset.plot)"
+    )
+    assert sorted(titles) == sorted(HOSTILE)
+    for index in range(len(titles)):
+        assert opened.page.locator("#other .readout").nth(index).inner_text() == "odd 7"
+    for name in ("__proto__", "constructor"):
+        opened.page.select_option("#layer-metric", name)
+        assert "layer 1 2" in opened.card("By layer").locator(".readout").inner_text()
+    recipe = opened.text("#recipe")
+    assert re.search(r"__proto__\s+1\s+\u2013", recipe) and re.search(r"constructor\s+1\s+\u2013", recipe)
+    assert "a\\u001b[31mb\\u0000" in opened.text("#events")
+    heads = opened.page.locator("#other h3").all_inner_texts()
+    assert "\\u202egnol" in heads and "a\\u001b[31mb\\u0000" in heads
+
+
+def test_names_of_runs_with_control_characters_are_shown_by_number(open_page, tmp_path):
+    names = ("\x1b]0;owned\x07", "\u202eexe.nur", "new\nline", "__proto__")
+    write_report([write_run(tmp_path / name, 4) for name in names], tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    shown = opened.page.locator("#runs button").all_inner_texts()
+    assert shown == ["\\u001b]0;owned\\u0007", "\\u202eexe.nur", "new line", "__proto__"]
+    assert "\x1b" not in opened.page.title() and "\u202e" not in opened.page.title()
+    for index in range(len(names)):
+        opened.page.locator("#runs button").nth(index).click()
+    assert opened.page.is_hidden("#loss canvas"), "each name hides its own run"
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The report of 50 runs: 10 recipes with 5 seeds each."""
+    folder = tmp_path_factory.mktemp("sweep")
+    runs = []
+    for number in range(50):
+        kind, seed = divmod(number, 5)
+        run = write_run(
+            folder / f"kind{kind}-seed{seed}",
+            30,
+            seed=number % 7,
+            change=lambda r, kind=kind: r | {"kind": float(9 - kind)},
+        )
+        text = (run / "config.toml").read_text()
+        text = re.sub(r"seed = \d+", f"seed = {seed}", text) + f"global_batch = {8 + kind}\n"
+        (run / "config.toml").write_text(text)
+        runs.append(run)
+    write_report(runs, folder / "sweep.html")
+    return folder / "sweep.html"
+
+
+def test_fifty_runs_are_grouped_by_seed(open_page, sweep):
+    opened = open_page(sweep)
+    chips, rows = opened.page.locator("#runs button"), opened.page.locator("#final tbody tr")
+    assert chips.count() == 10 and chips.first.inner_text() == "kind0 (5 seeds)" and rows.count() == 10
+    assert opened.text("#status").endswith("and 46 more")
+    together = opened.drawing("Gradient norm")
+    first = rows.first.locator("td").nth(2).inner_text()
+    mean, low, high = map(float, re.fullmatch(r"([\d.]+)\s+([\d.]+) \S ([\d.]+)", first.strip()).groups())
+    assert low < mean < high
+    opened.page.uncheck("#together")
+    assert chips.count() == rows.count() == 50 and opened.drawing("Gradient norm") != together
+    # Among so many curves the one at the cursor is named.
+    card = opened.card("Gradient norm")
+    assert card.locator(".readout").inner_text().startswith("50 curves")
+    card.locator(".u-over").hover(position={"x": 100, "y": 80})
+    assert len(re.findall(r"kind\d-seed\d", card.locator(".readout").inner_text())) == 1
+    opened.page.check("#together")
+    opened.page.mouse.move(5, 5)
+    assert opened.drawing("Gradient norm") == together
+
+
+def test_fifty_runs_are_sorted_and_hidden(open_page, sweep):
+    opened = open_page(sweep)
+    opened.page.uncheck("#together")
+    losses = opened.page.locator("#final tbody tr td:nth-child(4)")
+    head = opened.page.locator("#final thead button", has_text="training loss, last")
+
+    def shown():
+        return [float(text) for text in losses.all_inner_texts()]
+
+    assert shown() != sorted(shown())
+    head.focus()
+    opened.page.keyboard.press("Enter")
+    assert shown() == sorted(shown()) and len(shown()) == 50
+    assert opened.page.locator('#final th[aria-sort="ascending"]').inner_text() == "training loss, last ▲".removesuffix(
+        " ▲"
+    )
+    opened.page.keyboard.press("Enter")  # the focus is where it was
+    assert shown() == sorted(shown(), reverse=True)
+    opened.page.locator("#final thead button", has_text=re.compile("^run$")).click()
+    names = opened.page.locator("#final tbody th").all_inner_texts()
+    assert [name.strip() for name in names] == sorted(name.strip() for name in names)
+    # Part of a name, and all that have it are hidden or shown.
+    opened.page.click("#hide-runs")
+    assert opened.page.is_hidden("#loss canvas") and losses.count() == 0
+    opened.page.fill("#find-runs", "KIND3")
+    assert opened.page.locator("#runs li:not([hidden])").count() == 5
+    opened.page.click("#show-runs")
+    assert [name.strip() for name in opened.page.locator("#runs [aria-pressed=true]").all_inner_texts()] == [
+        f"kind3-seed{seed}" for seed in range(5)
+    ]
+    assert opened.card("Training and validation loss").is_visible()
+    opened.page.fill("#find-runs", "")
+    opened.page.click("#show-runs")
+    assert losses.count() == 50
+
+
+def test_a_few_runs_are_sorted_in_their_columns(open_page, tmp_path):
+    runs = [
+        write_run(tmp_path / name, 20, seed=seed, gate=name) for seed, name in enumerate(("naive", "switch", "gshard"))
+    ]
+    write_report(runs, tmp_path / "x.html")
+    opened = open_page(tmp_path / "x.html")
+    heads = opened.page.locator("#final thead th:not(:first-child)")
+    assert [text.strip() for text in heads.all_inner_texts()] == ["naive", "switch", "gshard"]
+    opened.page.locator("#final tbody button", has_text="training loss, last").click()
+    opened.page.locator("#final tbody button", has_text="training loss, last").click()
+    assert [text.strip() for text in heads.all_inner_texts()] == ["gshard", "switch", "naive"], "the largest first"
+
+
+def test_fifty_runs_open_soon(open_page, sweep):
+    limit = patience.within(2)
+    seconds = float(open_page(sweep).page.get_attribute("html", "data-ready")) / 1000
+    assert 0 < seconds < limit
+    assert sweep.stat().st_size < 1_000_000
+
+
+def test_a_run_without_a_step_has_a_page(open_page, tmp_path):
+    folder = write_run(tmp_path / "run", 3, events=[event(0, "error", "the loss is not finite")])
+    (folder / "metrics.jsonl").write_text("")
+    write_report([folder], tmp_path / "x.html", False)
+    opened = open_page(tmp_path / "x.html")
+    assert "no step yet" in opened.text("#status") and "the loss is not finite" in opened.text("#events")
+    assert "model.gate" in opened.text("#recipe") and opened.page.is_hidden("#loss canvas")
+
+
 def test_ten_thousand_steps_open_in_two_seconds(open_page, big_run, tmp_path):
     (tmp_path / "big.html").write_text(page(encode([big_run])))
     limit = patience.within(2)

@@ -173,3 +173,44 @@ def test_nothing_is_written_where_a_run_has_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has no step yet"):
         read_runs([tmp_path])
+
+
+def test_what_was_finite_is_told_of_a_run_that_is_no_longer(tmp_path):
+    def change(row):
+        return row | {"loss": None, "loss_nonfinite": "nan"} if row["step"] > 12 else row
+
+    (run,) = Decoded(encode(read_runs([write_run(tmp_path / "run", 20, change=change)]))).header["runs"]
+    assert run["summary"]["loss"] == next(row["loss"] for row in rows(20) if row["step"] == 12)
+    assert run["lost"] == {"loss": 12}
+    assert [(e["step"], e["text"]) for e in run["events"]] == [(13, "loss not finite")], "told once"
+
+
+def test_a_loss_that_comes_back_and_goes_is_told_twice(tmp_path):
+    def change(row):
+        return row | {"loss": None, "loss_nonfinite": "nan"} if row["step"] in (3, 4, 8) else row
+
+    (run,) = Decoded(encode(read_runs([write_run(tmp_path / "run", 20, change=change)]))).header["runs"]
+    assert [event["step"] for event in run["events"]] == [3, 8] and run["lost"] == {}
+
+
+def test_runs_of_one_recipe_and_other_seeds_are_a_group(tmp_path):
+    folders = [
+        write_run(tmp_path / "sweep" / f"{gate}-seed{seed}", 5, seed=seed, gate=gate)
+        for gate in ("switch", "gshard")
+        for seed in range(3)
+    ]
+    folders.append(write_run(tmp_path / "again" / "switch-seed0", 5))  # the same numbers twice are no spread
+    folders.append(write_run(tmp_path / "unknown", 5, config=False))
+    folders.append(write_run(tmp_path / "unknown too", 5, config=False))
+    groups = Decoded(encode(read_runs(folders))).header["groups"]
+    assert [group["runs"] for group in groups] == [[0, 1, 2], [3, 4, 5], [6], [7], [8]]
+    assert [group["name"] for group in groups][1] == "gshard" and len({group["name"] for group in groups}) == 5
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, {"torch": float("nan")}, [1], None])
+def test_what_run_json_should_not_hold_breaks_nothing(tmp_path, value):
+    folder = write_run(tmp_path / "run", 3, change=lambda row: row | {"huge": 10**400, "moe/layer_1/huge": -(10**400)})
+    told = {"params": value, "versions": value, "world_size": value}
+    (folder / "run.json").write_text(json.dumps(told))
+    (run,) = Decoded(encode(read_runs([folder]))).header["runs"]
+    assert "params" not in run["summary"] and run["summary"]["step"] == 3

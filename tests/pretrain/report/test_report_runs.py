@@ -57,7 +57,18 @@ def test_where_the_record_goes_back_the_later_rows_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", ["not JSON\n", "[1]\n", '{"loss": 1}\n', '{"step": true}\n', '{"step": -1}\n', "\n", "\x00\x00\n"]
+    "bad",
+    [
+        "not JSON\n",
+        "[1]\n",
+        '{"loss": 1}\n',
+        '{"step": true}\n',
+        '{"step": -1}\n',
+        "\n",
+        "\x00\x00\n",
+        "[" * 99_999 + "\n",
+    ],
+    ids=range(8),
 )
 def test_a_line_that_no_tracker_wrote_is_named(tmp_path, bad):
     file = MetricsFile(tmp_path / "metrics.jsonl")

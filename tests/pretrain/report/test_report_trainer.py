@@ -1,6 +1,9 @@
 """The trainer's own runs: events, bytes exchanged, and a report at the end."""
 
+import base64
+import os
 import re
+import signal
 
 import pytest
 from test_report_payload import Decoded
@@ -69,3 +72,51 @@ def test_what_a_guard_skips_is_an_event(forks, recipe_file, tmp_path):
     assert skipped and found[0] == (0, "start")
     assert all(f"step {step} is skipped" in end.err for step in skipped), "printed as before"
     assert found[-1][1] == ("end" if end.code == 0 else "error")
+
+
+class Ending:
+    """Ends the run in step 3: by a signal to itself, or by an exception."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __call__(self):
+        from pretrain.trainer import Trainer
+
+        make_step = Trainer._step
+
+        def step(trainer, *args):
+            if trainer.step == 2:
+                if self.how == "exception":
+                    raise RuntimeError("the disk of step 3 is on fire")
+                os.kill(os.getpid(), getattr(signal, self.how))
+            return make_step(trainer, *args)
+
+        Trainer._step = step
+
+
+def reported(folder):
+    """The report that the run left, as its bytes tell it."""
+    text = (folder / "report.html").read_text()
+    packed = re.search(r'<script id="data"[^>]*>([^<]*)</script>', text)[1]
+    return Decoded(base64.b64decode(packed)).header["runs"][0]
+
+
+@pytest.mark.parametrize(("how", "kind", "steps"), [("exception", "error", 2), ("SIGTERM", "stop", 3)])
+def test_a_run_that_does_not_finish_leaves_its_report(forks, recipe_file, tmp_path, how, kind, steps):
+    recipe = recipe_file(checkpoint={"every": 2})
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", before=Ending(how))
+    assert end.code != 0 and "the report was not written" not in end.err
+    run = reported(tmp_path / "run")
+    assert run["summary"]["step"] == steps
+    assert kind in {event["kind"] for event in run["events"]}
+
+
+@pytest.mark.parametrize("validation", [True, False])
+def test_a_run_that_diverges_leaves_its_report_even_without_a_step(forks, recipe_file, tmp_path, validation):
+    without = {} if validation else {"data": {"validation": []}}
+    recipe = recipe_file(optimizer={"lr": 1e30, "min_lr": 1e30, "warmup_steps": 0}, **without)
+    (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", "--model.init-std", "1e30")
+    assert end.code != 0 and "the report was not written" not in end.err
+    run = reported(tmp_path / "run")
+    assert ["not finite" in event["text"] for event in run["events"] if event["kind"] == "error"] == [True]

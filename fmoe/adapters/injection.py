@@ -1,0 +1,287 @@
+"""Running a module whole, and with known values in the place of what its linear maps return."""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fmoe.adapters.block import agree, probe_values
+from fmoe.experts.ffn import Activation
+
+
+def required(function: Callable) -> list[str]:
+    """Positional parameters without a default."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind in positional and p.default is p.empty]
+
+
+class Call(NamedTuple):
+    module: nn.Module
+    input: Any
+    output: Any
+
+
+class Trial(NamedTuple):
+    """A module, what to call to run it, on what, and what its other parts do meanwhile."""
+
+    owner: nn.Module
+    function: Callable
+    args: tuple
+    stubs: dict[nn.Module, Callable]
+
+    def __call__(
+        self,
+        *,
+        training: bool = False,
+        grad: bool = False,
+        stand_ins: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None,
+        rows: Tensor | None = None,
+        rates: "Rates | None" = None,
+    ) -> tuple[list["Call"], Any]:
+        """The calls of modules inside, in order, and the output.
+
+        Dropouts are off; other randomness is not, and shows as a mismatch in training mode. The module is left as it
+        was found, its buffers too.
+
+        Args:
+            stand_ins: what modules compute instead.
+            rows: to take for the first argument.
+            rates: records dropouts that are called as functions, and leaves them out.
+        """
+        calls = []
+
+        def record(module: nn.Module, args: tuple, output: Any) -> None:
+            calls.append(Call(module, args[0] if args else None, output))
+
+        args = self.args if rows is None else (rows, *self.args[1:])
+        device = args[0].device
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restored(self.owner))
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.autocast(device.type if device.type != "meta" else "cpu", enabled=False))
+            torch.random.default_generator.manual_seed(0)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(0)
+            for module in self.owner.modules():
+                module.training = training and type(module).forward is not nn.Dropout.forward
+                module._compiled_call_impl = None  # torch.compile would specialise on values that are tried once
+                if module is not self.owner:
+                    stack.callback(module.register_forward_hook(record).remove)
+            for module, forward in {**self.stubs, **(stand_ins or {})}.items():
+                module.forward = forward
+            with rates or contextlib.nullcontext():
+                output = self.function(*(a.clone() if torch.is_tensor(a) else a for a in args))
+        return calls, output
+
+
+@contextmanager
+def restored(owner: nn.Module) -> Iterator[None]:
+    """Puts attributes, children and buffers of the module, and of all inside of it, back as they were."""
+    tables = ("_modules", "_parameters", "_buffers")
+    states = [(m, dict(vars(m)), {name: dict(vars(m)[name]) for name in tables}) for m in owner.modules()]
+    buffers = [(b, b.clone()) for b in owner.buffers()]
+    try:
+        yield
+    finally:
+        for module, attributes, held in states:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in held.items():
+                attributes[name].clear()
+                attributes[name].update(content)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class Rates(TorchFunctionMode):
+    """Rates of the dropouts that are called as functions between the maps, and elsewhere; they are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside: list[float] = []
+        self.outside: list[float] = []
+        self.current = self.outside
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.dropout:
+            return function(*args, **(kwargs or {}))
+        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {})).arguments
+        if given.get("training", True) and given.get("p", 0.5) > 0:
+            self.current.append(given.get("p", 0.5))
+        return given["input"]
+
+
+class Injected(NamedTuple):
+    inputs: list[Tensor]
+    hidden: Tensor
+    result: Tensor
+    output: Any
+
+
+class Injection:
+    """Runs a module with known values in the place of what its linear maps return."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        first: tuple[nn.Module, ...],
+        last: nn.Module,
+        shapes: list[torch.Size],
+        weight: Tensor,
+        is_fused: bool,
+    ):
+        self.trial, self.first, self.last, self.weight, self.is_fused = trial, first, last, weight, is_fused
+        # float64 values, for which meta weights are no hindrance either.
+        self.device = torch.device("cpu") if weight.is_meta else weight.device
+        shape = (*shapes[0][:-1], weight.shape[1])
+        self.parts = [self._fill(shape, seed) for seed in range(2 if is_fused else len(shapes))]
+
+    def _fill(self, shape: tuple[int, ...], seed: int) -> Tensor:
+        grid, generator = probe_values(self.weight.dtype), torch.Generator().manual_seed(seed)
+        count = math.prod(shape)
+        orders = [
+            torch.randperm(len(grid), generator=generator, dtype=torch.int64, device="cpu")
+            for _ in range(count // len(grid) + 1)
+        ]
+        return grid[torch.cat(orders)[:count]].view(shape).to(self.device)
+
+    def __call__(self, parts: list[Tensor] | None = None, **options) -> Injected:
+        parts = self.parts if parts is None else parts
+        rates, inputs, hidden, result = options.get("rates"), [], [], []
+
+        def return_value(x: Tensor, value: Tensor) -> Tensor:
+            inputs.append(x.clone())
+            if rates is not None:
+                rates.current = rates.inside
+            return value.clone()  # an activation may overwrite it
+
+        def return_result(h: Tensor) -> Tensor:
+            hidden.append(h)
+            if rates is not None:
+                rates.current = rates.outside
+            result.append(self._fill((*h.shape[:-1], self.weight.shape[0]), 2).to(self.weight))
+            return result[0].clone()
+
+        stand_ins = {m: partial(return_value, value=v) for m, v in zip(self.first, self.values(parts), strict=True)}
+        *_, output = self.trial(stand_ins={**stand_ins, self.last: return_result}, **options)
+        return Injected(inputs, hidden[0], result[0], output)
+
+    def values(self, parts: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(parts, -1)] if self.is_fused else parts
+
+    def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
+        """Whether ``hidden`` is the activation of the first of the parts, in this order, times the second."""
+        try:
+            with torch.no_grad():
+                expected = _formula(activation, [self.parts[i] for i in order])
+                if hidden.shape != expected.shape:
+                    return False
+        except Exception:  # not a function of one tensor
+            return False
+        size = self.parts[order[0]].abs().clamp(max=16)
+        size = size * self.parts[order[1]].abs() if len(order) == 2 else size
+        return agree(hidden, expected, size, self.weight.dtype)
+
+    def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
+        """Whether the derivatives are those of the formula, and no parameter has one."""
+        parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
+        slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        try:
+            for is_run in (True, False):
+                leaves = [part.clone().requires_grad_() for part in parts]
+                with torch.enable_grad():
+                    hidden = (
+                        self(leaves, grad=True).hidden if is_run else _formula(activation, [leaves[i] for i in order])
+                    )
+                    if any(s is not None for s in _slopes(hidden, [*self.trial.owner.parameters()])):
+                        return False
+                    slopes.append(_slopes(hidden, leaves))
+        except RuntimeError:  # no derivative at all
+            return False
+        finally:
+            for parameter in learned:
+                parameter.requires_grad_(False)
+        # What relu's is at 0 is a convention.
+        at_zero = self.parts[order[0]] == 0
+        return all(
+            agree(actual.masked_fill(at_zero, 0), expected.masked_fill(at_zero, 0), 16, self.weight.dtype)
+            for actual, expected in zip(*slopes, strict=True)
+            if actual is not None
+        ) and all((a is None) == (e is None) for a, e in zip(*slopes, strict=True))
+
+    def is_sole_use(self) -> bool:
+        """Whether the module's output depends on the parts through the last map only."""
+        outputs = [tree_leaves(self(parts).output) for parts in (self.parts, [part.flip(-2) for part in self.parts])]
+        return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
+
+    def is_whole(self) -> bool:
+        """Whether the module's input goes into the maps, and the last one's result comes out, as they are."""
+        rows = self.trial.args[0]
+        for training in (False, True):
+            for x in (rows, wide_rows(rows, is_multiplied=False)):
+                seen = self(training=training, rows=x)
+                if not all(is_same(value, x) for value in seen.inputs) or not is_same(seen.output, seen.result):
+                    return False
+        return True
+
+
+def _slopes(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(y.double().sum(), leaves, allow_unused=True, retain_graph=True) if leaves else ()
+
+
+def _formula(activation: Activation, values: list[Tensor]) -> Tensor:
+    gate, *value = values
+    gate = activation(gate.clone())
+    return gate * value[0] if value else gate
+
+
+def is_same(actual: Any, expected: Tensor) -> bool:
+    """Bit by bit; on the meta device, where there are no values, in shape."""
+    if not torch.is_tensor(actual) or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if actual.is_meta or expected.is_meta:
+        return True
+    return bool(((actual == expected) | ((actual != actual) & (expected != expected))).all())
+
+
+def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
+    """The rows, with magnitudes from as small to as large as the dtype takes, through two matrix products or none."""
+    low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
+    count = rows.shape[:-1].numel()  # they may be few: the exponents span the range whatever their number
+    exponents = torch.linspace(low, high, count, dtype=torch.float32, device=rows.device).round()
+    return rows * torch.exp2(exponents).to(rows.dtype).view(*rows.shape[:-1], 1)
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Relative, by the norms of rows, of which the worst counts; infinite for other shapes, 0 on the meta device, where
+    there are no values."""
+    if actual.shape != expected.shape:
+        return math.inf
+    if actual.is_meta or not actual.numel():
+        return 0.0
+    actual, expected = (t.double().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (actual, expected))
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = (actual - expected).masked_fill(same, 0).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    return error.nan_to_num(math.inf).max().item()
+
+
+def limit(like: Tensor) -> float:
+    """Largest `difference` that rounding explains."""
+    if not like.is_floating_point():
+        return 0.0
+    return (2 if torch.finfo(like.dtype).bits == 16 else 16) * torch.finfo(like.dtype).eps

@@ -1,0 +1,156 @@
+"""Collectives of torch.distributed that cannot abort the process while it exits.
+
+A thread of gloo holds each collective's work until some time after the collective is complete. Whoever lets go of the
+work last frees its tensors and the thread state it captured, and takes the interpreter's lock to do so. A thread that
+waits for that lock when the interpreter finalizes is ended inside a destructor, and the process aborts.
+
+So at exit, before the interpreter finalizes, `_settle` waits until the threads have let go of the works of every
+completed collective started here, and gives those that are not complete a reference that is never dropped. `_keep` does
+the same for the tensors of collectives that others started.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PASS_SECONDS = 0.05
+_SETTLE_SECONDS = 60.0  # bound on the wait at exit; a thread needs microseconds of a processor, once it gets one
+
+
+class Started:
+    """A collective under way."""
+
+    __slots__ = ("__weakref__", "_aliases", "_work")
+
+    def __init__(self, work: dist.Work | None, aliases: list[Tensor]):
+        self._work = work
+        self._aliases = [weakref.ref(alias) for alias in aliases]
+
+    def is_completed(self) -> bool:
+        """Return whether the collective is complete, successfully or not."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait as `torch.distributed.Work.wait` does."""
+        if self._work is None:
+            return
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timeout)
+        if self._aliases:
+            self._work = None
+            if _is_exiting:
+                _settle()
+
+    def is_released(self) -> bool:
+        """Return whether the collective is complete and every thread has released its work."""
+        if self._aliases and self._work is not None and self._work.is_completed():
+            self._work = None
+        return self._work is None and all(alias() is None for alias in self._aliases)
+
+
+_started: set[Started] = set()  # on the CPU, not known to be released
+_has_started = _is_exiting = False
+
+
+def start(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Started:
+    """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`.
+
+    Tensors among the arguments, and in lists of them, are passed as aliases that nothing else refers to: once they are
+    gone, so is the work.
+    """
+    global _has_started
+    for one in tuple(_started):
+        if one.is_released():
+            _started.discard(one)
+    aliases: list[Tensor] = []
+    work = collective(*[_aliased(argument, aliases) for argument in arguments], async_op=True, **options)
+    if work is None or not all(alias.device.type == "cpu" for alias in aliases):
+        return Started(work, [])
+    started = Started(work, aliases)
+    _started.add(started)
+    _has_started = True
+    return started
+
+
+def run(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> None:
+    """`start` and wait."""
+    start(collective, *arguments, **options).wait()
+
+
+def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
+    if isinstance(argument, Tensor):
+        aliases.append(argument.detach())
+        return aliases[-1]
+    if isinstance(argument, list) and argument and isinstance(argument[0], Tensor):
+        return [_aliased(tensor, aliases) for tensor in argument]
+    return argument
+
+
+def _settle() -> None:
+    """Wait until the works of completed collectives are released; keep all other works for good."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < end:
+        waits = [one for one in _started if not one.is_released() and one._work is None]
+        if not waits:
+            break
+        time.sleep(0.0005)  # lets go of the interpreter's lock, which the threads need
+    for one in _started:
+        if one._work is not None:
+            _leak(one._work)
+
+
+def _keep() -> None:
+    """Keep every tensor of the CPU that C++ code refers to, and every storage, for good.
+
+    A tensor's Python object is freed with the interpreter's lock when one reference to the tensor is left, the object's
+    own. With one more, which is never dropped, no thread gets there.
+    """
+    objects, held = gc.get_objects(), []
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
+    for one in [one for one in objects if type(one) in kinds]:
+        with contextlib.suppress(Exception):  # of a tensor that stands for others: collectives take none
+            if one.device.type != "cpu":
+                continue
+            if isinstance(one, torch.UntypedStorage):
+                held.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(one))
+            elif one._use_count() > 1:
+                alias = one.detach()
+                alias.grad = one  # a reference of C++ code
+                held.append(alias)
+    _leak(held)
+    time.sleep(_PASS_SECONDS)  # threads that dropped theirs before, and wait for the lock, get it
+
+
+def _leak(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def _at_exit() -> None:
+    global _is_exiting
+    _is_exiting = True
+    _settle()
+    if _has_started or (dist.is_available() and dist.is_initialized()):
+        _keep()
+
+
+def _after_fork() -> None:
+    """Keep the works under way for good: the child lacks the threads that would release them."""
+    _leak(set(_started))
+    _started.clear()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

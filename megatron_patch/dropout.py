@@ -1,0 +1,123 @@
+"""Dropout keyed by token and feature: the same elements are dropped however a job is split.
+
+Megatron-core draws from a generator, whose numbers depend on the shape of the micro batch and on how many tensor
+parallel ranks share a layer. Here each element's decision is a hash of (seed, step, layer, site, token, feature), as
+`fmoe.random` describes: micro batches, ranks, pipeline stages and recomputation change nothing.
+
+Shape letters: S sequence length on this rank, B sequences, H hidden size, A heads on this rank, K keys.
+"""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from fmoe import random
+
+
+class TokenDropout(nn.Dropout):
+    """Dropout of hidden states [S, B, H], of which sequence parallel ranks hold a slice of each sequence.
+
+    Args:
+        rate: probability of dropping an element.
+        site: key of this place in the model, with the seed of the run.
+        is_sliced: whether S is this tensor parallel rank's slice of the sequences.
+
+    Attributes:
+        part: added to the key, for a module that runs several times per micro batch.
+    """
+
+    def __init__(self, rate: float, site: int, is_sliced: bool = False):
+        super().__init__(rate)
+        self.site, self.is_sliced, self.part = site, is_sliced, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.p):
+            return x
+        keys = self.keys(x)
+        dropped = random.dropped(keys.flatten(), x.shape[-1], self.p).view(x.shape)
+        return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
+
+    def keys(self, x_SBH: Tensor) -> Tensor:
+        """A key for each row of features: int64 [S, B]."""
+        length, batch, _ = x_SBH.shape
+        ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
+        return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
+
+    def token_keys(self, places: range, length: int, batch: int, device: torch.device) -> Tensor:
+        """A key for each token at ``places`` of ``batch`` sequences of ``length`` tokens: int64 [batch, places]."""
+        sequences = torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(1) * length + random.first_token()
+        tokens = sequences + torch.arange(places.start, places.stop, dtype=torch.int64, device=device)
+        return random.fold(random.derive(random.noise_key(self.site), f"dropout {self.part}", device), tokens)
+
+
+class HeadDropout(TokenDropout):
+    """Dropout of attention probabilities [B, A, S, K], keyed by query token, head and position of the key."""
+
+    def keys(self, x_BASK: Tensor) -> Tensor:
+        batch, heads, length, _ = x_BASK.shape
+        first_head = _tensor_parallel()[1] * heads
+        keys_BS = self.token_keys(range(length), length, batch, x_BASK.device)
+        heads_A1 = torch.arange(first_head, first_head + heads, dtype=torch.int64, device=x_BASK.device).unsqueeze(1)
+        return random.fold(keys_BS.unsqueeze(1), heads_A1)
+
+
+class _BiasDropoutAdd:
+    """Megatron-core's `get_bias_dropout_add` with another dropout."""
+
+    def __init__(self, dropout: TokenDropout):
+        self.dropout = dropout
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+        if not training:
+            return add
+
+        def drop_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+            x, bias = x_with_bias
+            return add((self.dropout(x if bias is None else x + bias), None), residual, 0.0)
+
+        return drop_and_add
+
+
+def key_dropout(model: nn.Module, seed: int) -> None:
+    """Replaces the dropout of a Megatron-core language model: embedding, attention probabilities, residual branches.
+
+    Args:
+        model: whole, or a pipeline stage's part.
+        seed: of the run.
+    """
+    for name, module in model.named_modules():
+        stack = name.partition(".")[0]  # a T5 numbers its encoder's and its decoder's layers from 1 each
+        if isinstance(module, LanguageModelEmbedding):
+            is_sliced = module.config.sequence_parallel
+            site = random.key("dropout", seed, "embedding")
+            module.embedding_dropout = TokenDropout(module.embedding_dropout.p, site, is_sliced)
+        elif isinstance(module, TransformerLayer):
+            _key_layer(module, seed, stack)
+
+
+def _key_layer(layer: TransformerLayer, seed: int, stack: str) -> None:
+    def site(name: str) -> int:
+        return random.key("dropout", seed, stack, layer.layer_number, name)
+
+    for name in ("self_attn_bda", "cross_attn_bda", "mlp_bda"):
+        if getattr(layer, name) is get_bias_dropout_add:
+            dropout = TokenDropout(layer.hidden_dropout, site(name), layer.config.sequence_parallel)
+            setattr(layer, name, _BiasDropoutAdd(dropout))
+    for name, module in layer.named_modules():
+        if isinstance(module, DotProductAttention):
+            module.attention_dropout = HeadDropout(module.attention_dropout.p, site(name))
+
+
+def _tensor_parallel() -> tuple[int, int]:
+    """(ranks, this rank)"""
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )

@@ -1,0 +1,150 @@
+"""Bounds of each value of a recipe by itself: numbers and text; `Recipe.check` compares values with each other."""
+
+import math
+import os
+import unicodedata
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fmoe.errors import UserError
+
+PATHS = ("run.folder", "data.tokenizer", "data.train", "data.validation", "train.init_from")
+NOT_EMPTY = ("run.folder", "data.train", "data.validation", "train.init_from", "model.gate", "tracking.project")
+MAX_INT = 2**31 - 1
+# What is counted in lists, or goes into arithmetic with an end. Other whole numbers are at most `MAX_INT`.
+LIMITS = {
+    "train.seed": 2**63 - 1,
+    "train.ramp_samples": 2**53,
+    "optimizer.warmup_tokens": 2**53,
+    "model.num_layers": 2**16,
+    "model.num_decoder_layers": 2**16,
+    "model.num_experts": 2**20,
+    "model.num_shared_experts": 2**20,
+    "model.sequence_length": 2**28,
+    "model.capacity_factor": 2.0**20,
+    "model.eval_capacity_factor": 2.0**20,
+    "data.noise_density": 0.99,
+    "guard.hang_minutes": 1e6,
+    "guard.spike_window": 2**24,
+    "guard.spike_history": 2**24,
+}
+# Where no bound is a meaning.
+MAY_BE_INFINITE = (
+    "guard.spike_sigma",
+    "guard.collapse_cv",
+    "optimizer.clip_grad",
+    "optimizer.max_trust",
+    "optimizer.update_clip",
+)
+POSITIVE = {
+    "model": (
+        "num_layers",
+        "num_decoder_layers",
+        "moe_every",
+        "hidden_size",
+        "num_heads",
+        "num_query_groups",
+        "head_dim",
+        "ffn_hidden_size",
+        "dense_ffn_hidden_size",
+        "sequence_length",
+        "vocab_size",
+        "top_k",
+        "group_size",
+    ),
+    "parallel": (
+        "tensor",
+        "context",
+        "pipeline",
+        "virtual_pipeline",
+        "expert",
+        "expert_tensor",
+        "data",
+        "chunks",
+        "max_rows",
+        "node_size",
+    ),
+    "optimizer": ("decay_steps", "base_batch", "warmup_tokens", "loss_scale_window", "hysteresis"),
+    "train": (
+        "steps",
+        "global_batch",
+        "micro_batch",
+        "ramp_batch",
+        "ramp_increment",
+        "ramp_samples",
+        "validation_every",
+        "validation_sequences",
+    ),
+    "checkpoint": ("keep_every",),
+    "tracking": ("console_every",),
+    "guard": ("max_skips", "spike_history"),
+}
+NOT_NEGATIVE = {
+    "data": ("prefetch",),
+    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std"),
+    "optimizer": (
+        "min_lr",
+        "warmup_steps",
+        "weight_decay",
+        "clip_grad",
+        "eps",
+        "beta1",
+        "beta2",
+        "momentum",
+        "cpu_offload",
+    ),
+    "train": ("seed",),
+    "checkpoint": ("every", "keep"),
+    "parallel": ("shadow",),
+    "tracking": ("trust_every", "picture_every"),
+    "guard": ("spike_sigma", "spike_window", "collapse_window", "collapse_cv", "collapse_dead", "hang_minutes"),
+}
+
+
+def check_values(recipe: Any) -> None:
+    """Raise UserError for the first value of a `pretrain.config.recipe.Recipe` that is out of its bounds."""
+    for section in fields(recipe):
+        for entry in fields(config := getattr(recipe, section.name)):
+            key, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, float) and not math.isfinite(item) and (key not in MAY_BE_INFINITE or item < 0):
+                    raise UserError(f"{key}={item} is not a finite number")
+                if isinstance(item, int | float) and not isinstance(item, bool):
+                    limit = LIMITS.get(key, MAX_INT if isinstance(item, int) else math.inf)
+                    if item > limit:
+                        raise UserError(f"{key}={item} is more than {limit}")
+                if isinstance(item, str):
+                    check_text(key, item)
+    for section, names in POSITIVE.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and value < 1:
+                raise UserError(f"{section}.{name}={value} is not positive")
+    for section, names in NOT_NEGATIVE.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and not value >= 0:  # NaN too
+                raise UserError(f"{section}.{name}={value} is not 0 or more")
+
+
+def check_text(key: str, text: str) -> None:
+    """Raises UserError for control characters but tab and line break, bytes that are not UTF-8, and the empty name of a
+    folder or a file."""
+    if any(
+        unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
+    ):
+        raise UserError(f"{key}={text!a} has control characters or is not UTF-8: give another name")
+    if not text and key in NOT_EMPTY:
+        raise UserError(f"{key}='' is empty: give a name")
+    if key in PATHS:
+        check_path(key, text)
+
+
+def check_path(key: str, text: str) -> None:
+    """Raise UserError for a path that no file system takes, or that is not a prefix where the key needs one."""
+    encoded = os.fsencode(text)
+    if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
+        raise UserError(f"{key}={text[:40]}... is too long for the name of a file")
+    if key in ("data.train", "data.validation") and not Path(text).name:
+        raise UserError(f"{key}={text} is not a prefix of .bin and .idx files")

@@ -1,0 +1,51 @@
+"""Micro batches of the steps to come, collated in a thread while a step is made."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from pretrain.models.batch import Batch
+
+
+class Prefetch:
+    """Builds the batches of ``ahead`` steps beyond the one that is asked for.
+
+    A thread is enough: numpy releases the interpreter's lock while it copies and while pages come from disk, and what
+    holds the lock would be done within the step otherwise. Nothing of it is saved: a run's data position is its step,
+    and a resumed run builds the batches of later steps again.
+
+    Args:
+        build: makes the batches of a step, in the thread; `take` of that step raises its errors.
+        end: the step behind the last one.
+        ahead: 0 builds within `take`, without a thread.
+    """
+
+    def __init__(self, build: Callable[[int], list[Batch]], end: int, ahead: int):
+        self._build, self._end, self._ahead = build, end, ahead
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
+
+    def take(self, step: int) -> list[Batch]:
+        """The batches of a step; steps are taken in order, from any first one."""
+        if not self._ahead:
+            return self._build(step)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="fmoe-data")
+        if self._futures and self._futures[0][0] != step:
+            self._drop()
+        following = self._futures[-1][0] + 1 if self._futures else step
+        for number in range(following, max(min(step + self._ahead + 1, self._end), step + 1)):
+            self._futures.append((number, self._pool.submit(self._build, number)))
+        return self._futures.popleft()[1].result()
+
+    def close(self) -> None:
+        """End the thread, which finishes the step it is at; `take` may start another."""
+        self._drop()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _drop(self) -> None:
+        for _, future in self._futures:
+            future.cancel()
+        self._futures.clear()

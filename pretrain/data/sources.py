@@ -1,0 +1,266 @@
+"""Files that documents are read from: their formats, their decompressed content, and their rows of JSON."""
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import BinaryIO
+
+from fmoe.errors import UserError
+
+PIECE_SIZE = 1 << 20  # characters, or bytes where the file is read as it is
+MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole, so an endless one must not fill the memory
+_SHOWN_SKIPS = 5
+# The longer ones first: UTF-32's mark begins with UTF-16's.
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_SPACES = re.compile(r"[ \t\r\n]*")
+
+
+class Format(Enum):
+    """Format in which a source is read. JSON is lines of objects like JSONL, or one array of objects."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    JSON = "json"
+    PARQUET = "parquet"
+    SAVED = "datasets.save_to_disk"
+
+
+FORMATS = ("auto", *(each.value for each in Format if each is not Format.SAVED))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file (or a folder of ``save_to_disk``) to read.
+
+    Attributes:
+        path: where it is.
+        name: how a record calls it: the path below what the user named, never this machine's full path.
+        format: how it is read.
+        num_bytes: its size on disk.
+    """
+
+    path: Path
+    name: str
+    format: Format
+    num_bytes: int
+
+    @property
+    def shown(self) -> str:
+        """The path in a message."""
+        return printable(str(self.path))
+
+    def files(self) -> list[Path]:
+        """All files that are read."""
+        return [file for file in self.path.iterdir() if file.is_file()] if self.path.is_dir() else [self.path]
+
+
+# Called with what is wrong with a document, which is left out if the call returns.
+OnError = Callable[[UserError], None]
+
+
+def stop(error: UserError) -> None:
+    """The `OnError` that leaves nothing out."""
+    raise error
+
+
+@dataclass
+class Skips:
+    """The `OnError` that leaves out what cannot be read, and counts it.
+
+    Attributes:
+        count: documents left out; the rest of a damaged archive counts as one.
+        first: the errors of the first of them.
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def __call__(self, error: UserError) -> None:
+        self.count += 1
+        if len(self.first) < _SHOWN_SKIPS:
+            self.first.append(str(error))
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey, or UTF-8 cannot hold (bytes of a file's name)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(names: Iterable[str], limit: int = 10) -> str:
+    """The first names of a list, quoted, for an error message."""
+    names = list(names)
+    quoted = ", ".join(repr(printable(name[:40])) for name in names[:limit]) or "none"
+    return f"{quoted} and {len(names) - limit} more" if len(names) > limit else quoted
+
+
+def refuse_other_encoding(head: bytes, name: str) -> None:
+    """Raises a `UserError` for text whose first bytes are the byte order mark of an encoding other than UTF-8."""
+    for mark, encoding in _OTHER_MARKS.items():
+        if head.startswith(mark):
+            raise UserError(f"{name} is {encoding}, by its first bytes: iconv -f {encoding} -t UTF-8 makes UTF-8 of it")
+
+
+def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yield the results of ``read`` until the end of a file, each with its offset.
+
+    Raises:
+        UserError: the file is damaged, or of another encoding by its first bytes.
+    """
+    try:
+        file, offset = _open(source)
+        with file:
+            while block := read(file):
+                yield block, offset
+                offset += len(block)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{source.shown} is not a whole gzip file: {error}") from error
+
+
+def _open(source: Source) -> tuple[BinaryIO, int]:
+    """Open a file behind its byte order mark, decompressed if its suffix asks for it; return it and its offset.
+
+    Raises:
+        UserError: the mark is of another encoding.
+    """
+    suffix = source.path.suffix.lower()
+    if suffix == ".gz":
+        file = gzip.open(source.path)  # noqa: SIM115 - the caller closes it
+    elif suffix == ".zst":
+        from pretrain.data.zstd import open_zstd  # pyarrow, only where it is needed
+
+        file = open_zstd(source.path)
+    else:
+        file = source.path.open("rb")
+    try:
+        head = file.peek(4)[:4]
+        refuse_other_encoding(head, source.shown)
+        mark = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+        file.read(mark)
+    except BaseException:
+        file.close()
+        raise
+    return file, mark
+
+
+def decode(data: bytes, source: Source, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source.shown} is not UTF-8 at byte {offset + error.start}: {error.reason}") from error
+
+
+def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
+    """Rows of JSON, each with its place. A file of `Format.JSON` may be an array; its items are the rows then."""
+    try:
+        is_array = source.format is Format.JSON and _begins_with_bracket(source)
+        yield from _items(source) if is_array else _lines(source, on_error)
+    except UserError as error:  # damage behind which nothing can be read
+        on_error(error)
+
+
+def _begins_with_bracket(source: Source) -> bool:
+    for block, _ in read_blocks(source, lambda file: file.read(1 << 12)):
+        if block := block.lstrip():
+            return block.startswith(b"[")
+    return False
+
+
+def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
+    number, is_rest = 0, False  # whether this is the rest of a line that is too long
+    for line, offset in read_blocks(source, lambda file: file.readline(MAX_LINE + 1)):
+        number += not is_rest
+        place = f"{source.shown}, line {number}"
+        is_cut = len(line) > MAX_LINE and not line.endswith(b"\n")
+        try:
+            if is_rest:
+                continue
+            if len(line) > MAX_LINE:
+                raise UserError(f"{place} is longer than {MAX_LINE} bytes")
+            text = decode(line, source, offset)
+            if not text.strip():  # a blank line separates, it is not a document
+                continue
+            row = _parse(text, place, source.format)
+        except UserError as error:
+            on_error(error)
+            continue
+        finally:
+            is_rest = is_cut
+        yield place, row
+
+
+def _parse(line: str, place: str, format: Format) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        hint = "; a .json file must hold a JSON object a line, or one array of objects" * (format is Format.JSON)
+        raise UserError(f"{place} is not JSON: {error.msg} at column {error.colno}{hint}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise UserError(f"{place} is not JSON that can be read: {error}") from error
+
+
+def _items(source: Source) -> Iterator[tuple[str, object]]:
+    """The items of an array, in memory of one of them and a piece."""
+    decode_part = codecs.getincrementaldecoder("utf-8")().decode
+    blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
+    scan = json.JSONDecoder().raw_decode
+    text, at, number, is_over = "", 0, 0, False
+
+    def more() -> None:
+        """At least as much again as waits, so that an item of any length is scanned a few times."""
+        nonlocal text, at, is_over
+        parts, size = [text[at:]], max(len(text) - at, 1)
+        while size > 0 and not is_over:
+            block, offset = next(blocks, (b"", 0))
+            is_over = not block
+            try:
+                parts.append(decode_part(block, final=is_over))
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{source.shown} is not UTF-8 near byte {offset + error.start}: {error.reason}"
+                ) from error
+            size -= len(block)
+        text, at = "".join(parts), 0
+
+    def next_character() -> str:
+        nonlocal at
+        while (at := _SPACES.match(text, at).end()) == len(text) and not is_over:
+            more()
+        return text[at : at + 1]
+
+    next_character()
+    at += 1  # the bracket
+    while (character := next_character()) != "]":
+        if number:
+            if character != ",":
+                break
+            at += 1
+            next_character()
+        number += 1
+        place = f"{source.shown}, item {number}"
+        while True:
+            try:
+                value, end = scan(text, at)
+                if end < len(text) or is_over:  # else a number may go on
+                    break
+            except json.JSONDecodeError as error:
+                if is_over or len(text) - at > MAX_LINE:
+                    raise UserError(f"{place} is not JSON: {error.msg}") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place} is not JSON that can be read: {error}") from error
+            more()
+        at = end
+        yield place, value
+    at += 1
+    if character != "]" or next_character():
+        raise UserError(f"{source.shown} is not one JSON array: it does not end with the bracket behind item {number}")

@@ -1,0 +1,327 @@
+"""Locks of a run folder: one run writes it, a second one is refused before it touches anything.
+
+Two files hold it. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 where
+torchrun was started by hand. ``run.lock`` belongs to rank 0, which may outlive a launcher that was killed, until its
+last checkpoint is written. Each names its holder and is removed with the lock.
+
+The lock is flock's: the kernel, or the server of a network file system, releases it when the holder dies. A holder also
+touches its file every few seconds. That sign of life decides where machines do not share flock, or have none.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fmoe.errors import UserError
+
+LAUNCH, RUN = "launch.lock", "run.lock"
+TOKEN = "FMOE_LAUNCH_LOCK"  # environment variable of workers: the token of their launcher's lock
+REFUSED = "FMOE_LAUNCH_REFUSED"  # environment variable of workers: why their launcher has no lock
+
+BEAT = 5.0
+"""Seconds between two signs of life."""
+SILENCE = 3 * BEAT
+"""Seconds without a sign of life after which a holder on another machine counts as dead."""
+WAIT = 600.0
+"""Most seconds to wait for a run that is about to end."""
+WAIT_FOR_SERVER = 180.0
+"""Most seconds to wait until a file server releases the lock of a dead machine."""
+
+_RECORD_BYTES = 1024
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
+    """Hold the folder while the block runs. The folder is made, and removed again if it is still empty then.
+
+    Waits, at most `WAIT` seconds, for a run that is about to end, and refuses while any other holds the folder.
+
+    Args:
+        is_launcher: holds ``launch.lock`` alone; rank 0 of its workers, which gets `TOKEN`, holds ``run.lock``.
+
+    Yields:
+        The value of `TOKEN`.
+
+    Raises:
+        UserError: names the holder, or why the folder is not writable.
+    """
+    if not is_launcher and (reason := os.environ.get(REFUSED)):
+        raise UserError(reason)
+    token = None if is_launcher else os.environ.get(TOKEN)
+    with _made(folder), contextlib.ExitStack() as stack:
+        if token is None:
+            token = _enter(stack, folder / LAUNCH).token
+        with contextlib.ExitStack() as of_workers:
+            _enter(of_workers, folder / RUN)  # a launcher too: workers of the run before may be left
+            if not is_launcher:
+                holder = _read(folder / LAUNCH)
+                if holder.get("token") != token:  # the launcher of this process is gone, and another one came
+                    raise _in_use(folder / LAUNCH, holder)
+                stack.push(of_workers.pop_all())
+        yield token
+
+
+def ending() -> None:
+    """Tell those who wait that this process is about to end. Safe in a handler of signals."""
+    for lock in _held:
+        lock.write(is_ending=True)
+
+
+class _Lock:
+    """A lock that this process holds: an open file with the holder's record in it."""
+
+    def __init__(self, path: Path, file: int):
+        self.path, self.token, self._file = path, uuid.uuid4().hex, file
+        self._since = time.time()
+        self.write()
+
+    def write(self, *, is_ending: bool = False) -> None:
+        """Write the record, always of the same length, so that it covers the record before."""
+        record = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": _clock(_started(self._since)),
+            "since": _clock(self._since),
+            "ending": int(is_ending),
+            "machine": _MACHINE,
+            "token": self.token,
+        }
+        with contextlib.suppress(OSError):  # the lock holds without it
+            os.pwrite(self._file, json.dumps(record).ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
+            os.fsync(self._file)
+
+    def beat(self) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self._file)
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            if _is_at(self._file, self.path):
+                self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+
+_held: list[_Lock] = []
+
+
+def _after_fork() -> None:
+    for lock in _held:
+        lock.close()  # a child's copy of the descriptor would hold the lock beyond this process
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
+    """Take the lock for as long as the stack keeps it, with a thread that gives signs of life."""
+    try:
+        lock = _acquire(path)
+    except OSError as error:
+        raise UserError(
+            f"run.folder={path.parent} is not a folder that this process can write ({error.strerror}): name another one"
+        ) from error
+    is_over = threading.Event()
+    _held.append(lock)
+
+    def beat() -> None:
+        while not is_over.wait(BEAT):
+            lock.beat()
+
+    def leave() -> None:
+        if lock in _held:  # it is not in a process that was forked inside the block
+            is_over.set()
+            thread.join()
+            _held.remove(lock)
+            lock.release()
+
+    thread = threading.Thread(target=beat, name=path.name, daemon=True)
+    thread.start()
+    stack.callback(leave)
+    return lock
+
+
+def _acquire(path: Path) -> _Lock:
+    """The lock, after waiting for it where its holder is about to end or may be dead.
+
+    Raises:
+        UserError: a living run holds it, or the folder is not writable.
+    """
+    begin, is_told, watch = time.monotonic(), False, _Watch()
+    while True:
+        with contextlib.ExitStack() as closing:
+            file = _open(path)
+            closing.callback(os.close, file)
+            is_locked = _flock(file)  # None: this file system has no such lock
+            if not _is_at(file, path):
+                time.sleep(0.01)
+                continue  # its holder removed it meanwhile
+            watch.look(file)
+            # flock knows every living process of this machine; of others it may not.
+            if is_locked is not False and (not watch.record or watch.is_silent or (is_locked and watch.is_local)):
+                lock = _Lock(path, file)
+                if is_locked is None:
+                    time.sleep(BEAT)  # others that found it free have written their record by then: the last one has it
+                if is_locked or _record(file).get("token") == lock.token:
+                    closing.pop_all()
+                    return lock
+        is_left = path.name == RUN  # whoever may wait for this one holds the other: its launcher is gone
+        if is_left or watch.record.get("ending"):
+            limit, state = WAIT, "is about to end"
+        elif watch.is_alive or (is_locked is False and watch.is_local):
+            raise _in_use(path, watch.record)
+        else:
+            limit, state = (WAIT_FOR_SERVER if is_locked is False else WAIT), "gives no sign of life"
+        waited = time.monotonic() - begin
+        if waited > limit:
+            raise _in_use(path, watch.record)
+        if not is_told and waited > 1:
+            logger.warning("%s and %s: waiting for it, %g s at most", _held_by(path, watch.record), state, limit)
+            is_told = True
+        time.sleep(0.2)
+
+
+class _Watch:
+    """Outside view of a lock's holder.
+
+    Attributes:
+        record: the holder's; empty without one.
+        is_alive: it gave a sign of life since the first look.
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] = {}
+        self.is_alive = False
+        self._sign, self._since = -1, 0.0
+
+    def look(self, file: int) -> None:
+        record, sign = _record(file), os.fstat(file).st_mtime_ns
+        if record.get("token") != self.record.get("token"):
+            self.is_alive, self._sign, self._since = False, sign, time.monotonic()
+        elif sign != self._sign:
+            self.is_alive, self._sign, self._since = True, sign, time.monotonic()
+        self.record = record
+
+    @property
+    def is_local(self) -> bool:
+        """True if the holder is, or was, a process of this machine since it last started."""
+        return self.record.get("machine") == _MACHINE
+
+    @property
+    def is_silent(self) -> bool:
+        return time.monotonic() - self._since > SILENCE
+
+
+def _flock(file: int) -> bool | None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        return None
+    return True
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)  # again, where one that gave up removed it
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):  # the record would be written into another file
+            raise UserError(f"{path} is not a regular file: remove it")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return whether the open file still has that name."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except OSError:
+        return False
+
+
+def _record(file: int) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        record = json.loads(os.pread(file, _RECORD_BYTES, 0))
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _record(file)
+        finally:
+            os.close(file)
+    return {}
+
+
+def _held_by(path: Path, holder: dict[str, Any]) -> str:
+    who = "another process"
+    if holder:
+        who = "process {pid} on {host}, started {started}, since {since}".format_map(_Shown(holder))
+    return f"run.folder={path.parent} is held by {who} ({path.name})"
+
+
+class _Shown(dict):
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def _in_use(path: Path, holder: dict[str, Any]) -> UserError:
+    return UserError(f"{_held_by(path, holder)}: wait until that run ends, stop it, or name another run.folder")
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Remove, after the block, the folders that did not exist before it and are empty."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
+
+
+def _started(default: float) -> float:
+    """When this process started, in seconds since 1970."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
+    return default
+
+
+def _machine() -> str:
+    """This machine since it last started."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+_MACHINE = _machine()
