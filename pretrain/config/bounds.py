@@ -25,6 +25,7 @@ LIMITS = {
     "model.capacity_factor": 2.0**20,
     "model.eval_capacity_factor": 2.0**20,
     "data.noise_density": 0.99,
+    "data.prefetch": 2**16,
     "guard.hang_minutes": 1e6,
     "guard.spike_window": 2**24,
     "guard.spike_history": 2**24,

@@ -35,7 +35,7 @@ def exit_codes(runs: int, scripts: list[str], provocation: str, is_whole: bool =
     gc.collect()
     gc.freeze()
     codes: Counter[int] = Counter()
-    folder = tempfile.mkdtemp()  # a TemporaryDirectory would be removed by the first child that ends
+    folder = tempfile.mkdtemp()
     for run in range(runs):
         script = globals()[scripts[run % len(scripts)]]
         pids = [_fork(rank, f"{folder}/{run}", script, provocation, is_whole) for rank in range(2)]
@@ -48,6 +48,7 @@ def _fork(rank: int, rendezvous: str, script: Callable, provocation: str, is_who
     if pid := os.fork():
         return pid
     try:
+        shutil.rmtree = lambda *_, **__: None  # exit handlers of modules (wandb's) would remove the parent's folders
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
         layer = FMoE(d_model=8, num_experts=4, top_k=2, d_hidden=8, moe_group=dist.group.WORLD, seed=1)
