@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fmoe.dispatch import build_exchange
+from fmoe.exchange import build_exchange
+from fmoe.experts.call import ExpertCall
 from fmoe.routing import Routing
 
 Experts = Callable[[Tensor, list[int]], Tensor]  # rows by expert, and how many each has
@@ -56,15 +57,23 @@ def identity(rows: Tensor, counts) -> Tensor:
     return rows
 
 
+class _Module(nn.Module):
+    """A function as experts."""
+
+    def __init__(self, experts: Experts):
+        super().__init__()
+        self.forward = experts
+
+
 def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
-    """One of `fmoe.dispatch.EXCHANGES`."""
+    """One of `fmoe.exchange.EXCHANGES`."""
     travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
 
     def step(experts: Experts = identity) -> Result:
         x_TD, weight_TK = batch.x_TD.detach().requires_grad_(), batch.weight_TK.detach().requires_grad_()
-        travel.begin("bench")
-        transfer = travel.open(Routing(batch.expert_TK, weight_TK, most=batch.most))
-        (y_TD,) = transfer.run([x_TD], weight_TK, lambda rows, counts: [experts(rows[0], counts)])
+        module, routing = _Module(experts), Routing(batch.expert_TK, weight_TK, max_load=batch.most)
+        with travel.session("bench", lambda x: {"name": "bench", "d_model": x.shape[1]}, module, x_TD) as session:
+            (y_TD,) = session.run(routing, weight_TK, [x_TD], ExpertCall(module, "bench", x_TD, training=True))
         y_TD.backward(batch.grad_TD)
         return y_TD.detach(), x_TD.grad, weight_TK.grad
 

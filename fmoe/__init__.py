@@ -1,15 +1,15 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
 from fmoe.adapters import register_adapter
-from fmoe.auxiliary import collect_losses
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import FMoELinear, register_expert
+from fmoe.fastmoe.layers import FMoE
 from fmoe.gates import attach_end_step, end_step, register_gate
-from fmoe.layer import FMoE
-from fmoe.losses import set_loss_scale
+from fmoe.losses import collect_losses, set_loss_scale
 from fmoe.metrics import metrics
+from fmoe.moe import MoE
 from fmoe.patch import fmoefy
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.soft import MMoE, SoftMoE
@@ -25,6 +25,7 @@ __all__ = [
     "FMoETransformerMLP",
     "MMoE",
     "MissingPackageError",
+    "MoE",
     "Routing",
     "RoutingGroups",
     "RoutingStats",

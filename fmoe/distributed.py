@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe import collectives, ownership
-from fmoe.compat.fastmoe import tag_missing
 from fmoe.errors import UserError
-from fmoe.layer import FMoE
+from fmoe.fastmoe.layers import FMoE
+from fmoe.fastmoe.spelling import tag_missing
 from fmoe.parallel.buckets import copy_back
 from fmoe.utils import get_rank_0_in_comm, get_torch_default_comm
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe import collectives
-from fmoe.dispatch.all_to_all import route_of_counts
 from fmoe.dispatch.plan import DispatchPlan
-from fmoe.dispatch.routes import Route
-from fmoe.dispatch.watch import all_to_all
 from fmoe.errors import UserError
-from fmoe.parallel.slicing import gather_slices, slice_bounds, take_slice
+from fmoe.exchange.all_to_all import hop_counts
+from fmoe.exchange.collectives import all_to_all
+from fmoe.exchange.hops import Hop
+from fmoe.layout import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
 from fmoe.utils import get_torch_default_comm
 
@@ -98,7 +98,7 @@ class MOEScatter:
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
-        return _transfer(local_expert_count, global_expert_count, world_size, inp.device).dispatch(rows_MD)
+        return _transfer(local_expert_count, global_expert_count, world_size, inp.device).forward(rows_MD)
 
 
 class MOEGather:
@@ -117,7 +117,7 @@ class MOEGather:
         none."""
         rows = global_output_buf
         if world_size > 1:
-            rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).combine(rows)
+            rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).back(rows)
         return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
 
 
@@ -164,5 +164,7 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     return group
 
 
-def _transfer(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Route:
-    return route_of_counts(moe_group_of(world_size), sent.view(world_size, -1), received.view(world_size, -1), device)
+def _transfer(sent: Tensor, received: Tensor, world_size: int, device: torch.device) -> Hop:
+    sent_WL, received_WL = sent.view(world_size, -1), received.view(world_size, -1)
+    group = moe_group_of(world_size)
+    return hop_counts(group, sent_WL.tolist(), received_WL.tolist(), received_WL.to(device)).hop()

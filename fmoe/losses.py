@@ -1,16 +1,30 @@
-"""Auxiliary losses as plain functions, and the Function that adds them to the backward pass.
+"""Auxiliary losses: their formulas, and `AuxLosses`, which adds those of a layer to its backward pass.
 
-Each is counted within a routing group and averaged over groups by their number of tokens, so that it is the same
-however the batch is spread over micro batches and ranks. Shapes: G groups, S places of a group, E experts, K choices.
+Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it is the same
+however the batch is spread over micro batches and ranks.
+
+Shape letters: G groups, S tokens of a group, E experts, T tokens, K experts per token.
 """
 
-from collections.abc import Callable
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import List, Optional, Tuple  # noqa: UP035 - torch reads schemas of operations from these
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import checkpoint
 
-# Factors of the losses where a layer is told none: balance as in Switch (section 2.2), z as in ST-MoE, importance and
-# load as in arXiv 1701.06538, sequence balance as in DeepSeek-V3.
+from fmoe.errors import UserError
+from fmoe.metrics import LayerMetrics
+from fmoe.routing import Routing, RoutingStats
+
+logger = logging.getLogger(__name__)
+
+# Default weights: balance as in Switch (section 2.2), z as in ST-MoE, importance and load as in arXiv 1701.06538,
+# sequence balance as in DeepSeek-V3.
 DEFAULT_LOSS_WEIGHTS = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 1e-1, "sequence_balance": 1e-4}
 
 
@@ -108,37 +122,6 @@ def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
     return (square_T * mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
-class _AttachLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, loss, scale, on_backward):
-        ctx.scale, ctx.on_backward = scale, on_backward
-        ctx.like = None if loss is None else (loss.dtype, loss.device)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_x):
-        ctx.on_backward()
-        grad_loss = None
-        if ctx.like is not None:
-            dtype, device = ctx.like
-            grad_loss = torch.as_tensor(ctx.scale(), dtype=dtype, device=device).reshape(())
-        return grad_x, grad_loss, None, None
-
-
-def attach_loss(
-    x: Tensor, loss: Tensor | None, scale: Callable[[], float | Tensor], on_backward: Callable[[], None] = lambda: None
-) -> Tensor:
-    """``x`` unchanged; its backward pass also sends ``scale()`` into ``loss`` (None: there is none), as if the loss had
-    been added to the training loss with that factor, and calls ``on_backward()`` once.
-
-    The result is a view made by a Function, which must not be changed in place: attach to what users never see.
-
-    A forward pass may run twice (activation recomputation), a backward pass runs once: whatever is counted belongs
-    into ``on_backward``.
-    """
-    return _AttachLoss.apply(x, loss, scale, on_backward)
-
-
 _default_scale: float | Tensor = 1.0
 
 
@@ -155,3 +138,296 @@ def set_loss_scale(value: float | Tensor) -> None:
 def loss_scale() -> float | Tensor:
     """What `set_loss_scale` was told last."""
     return _default_scale
+
+
+class AuxLosses:
+    """Auxiliary losses and routing statistics of one layer.
+
+    Args:
+        num_experts: E.
+        weights: factor of each loss by name; a missing one keeps its default.
+        is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
+        scale: returns the factor between the losses and the backward pass; None for that of `set_loss_scale`.
+        name: the layer's name in errors and warnings.
+
+    Attributes:
+        metrics: statistics since they were last reset.
+        counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
+        observers: called with each routing that is counted.
+    """
+
+    counts_evaluation = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        weights: Mapping[str, float] | None = None,
+        *,
+        is_manual: bool = False,
+        scale: Callable[[], float | Tensor] | None = None,
+        name: str = "MoE",
+    ):
+        self.weights = {**DEFAULT_LOSS_WEIGHTS, **(weights or {})}
+        self.is_manual, self.loss_scale, self.name = is_manual, scale, name
+        self.metrics = LayerMetrics(num_experts, tuple(self.weights))
+        self.observers: list[Callable[[Routing], None]] = []
+        self.pending: list[Tensor] = []
+        self._warned = self._has_offered = False
+        self._number = _register(self)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "pending": []}  # pending losses belong to the graph of the original
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._number = _register(self)
+
+    def scale(self) -> float | Tensor:
+        """Factor between the losses and the backward pass, now."""
+        return (self.loss_scale or loss_scale)()
+
+    def total(self, routing: Routing) -> Tensor | None:
+        """Return the weighted sum of a routing's losses; None if there is none.
+
+        Raises:
+            UserError: the gate returned a loss that has no weight.
+        """
+        unknown = routing.losses.keys() - self.weights.keys()
+        if unknown:
+            raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
+        weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
+        return sum(weighted) if weighted else None
+
+    def attach(self, routing: Routing, share: float, training: bool) -> Tensor:
+        """Return the combine weights, whose backward pass adds the gradients of the losses.
+
+        Args:
+            share: this rank's share in these gradients (`fmoe.layout.LocalTokens`).
+        """
+        if not (training and torch.is_grad_enabled()):
+            return routing.weight_TK
+        total = self.total(routing)
+        total = total if total is None or share == 1 else total * share
+        if total is not None and self.is_manual:
+            self._offer(total)
+            total = None
+        if total is not None and not total.requires_grad:
+            total = None
+        if torch.compiler.is_compiling() and (total is not None or routing.weight_TK.requires_grad):
+            return _attach_opaque(routing.weight_TK, routing, total, self._number)
+        if total is None:
+            return routing.weight_TK
+        return attach_loss(routing.weight_TK, total, self.scale)
+
+    def count(self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool) -> list[Tensor]:
+        """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
+
+        An activation checkpoint runs a forward pass several times, so the backward pass counts. It reaches the outputs
+        whichever of router, experts and input are trained. If all three are frozen, the forward pass counts.
+
+        Args:
+            weight_TK: result of `attach`.
+        """
+        if not training:
+            if self.counts_evaluation:
+                self.metrics.add(routing.stats, {})
+            return outputs
+        if not torch.is_grad_enabled():
+            return outputs
+        trained = [index for index, out in enumerate(outputs) if out.requires_grad]
+        if not trained:
+            if not _is_recomputation():
+                self.record(routing)
+        elif not torch.compiler.is_compiling():
+            _call_on_backward([outputs[index] for index in trained], lambda: self.record(routing))
+        elif not weight_TK.requires_grad:  # otherwise `attach` has seen to it
+            index = trained[0]
+            outputs = [*outputs]
+            outputs[index] = _attach_opaque(outputs[index], routing, None, self._number)
+        return outputs
+
+    def record(self, routing: Routing) -> None:
+        """Count the statistics of one micro batch; called once, as a rule in its backward pass."""
+        if routing.stats is not None:
+            self.metrics.add(routing.stats, routing.losses)
+        for observer in self.observers:
+            observer(routing)
+        if self.pending and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the auxiliary losses of %s (aux_loss='manual') were not collected before the backward pass: add "
+                "fmoe.collect_losses(model) to the loss, or use aux_loss='auto'",
+                self.name,
+            )
+
+    def collect(self) -> Tensor | None:
+        """With ``is_manual``: return the losses of the forward passes since the last call, summed."""
+        pending, self.pending = self.pending, []
+        return sum(pending) if pending else None
+
+    def _offer(self, total: Tensor) -> None:
+        """To `collect`."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            self.pending.append(total)
+            self._has_offered = True
+        elif not self._has_offered and not self._warned:  # the first pass was without gradients
+            self._warned = True
+            logger.warning(
+                "the auxiliary losses of %s (aux_loss='manual') cannot be collected from within a reentrant "
+                "checkpoint: use_reentrant=False, or aux_loss='auto'",
+                self.name,
+            )
+
+
+def collect_losses(model: nn.Module) -> Tensor:
+    """Return the auxiliary losses of all layers with ``aux_loss="manual"``, to be added to the training loss.
+
+    Returns:
+        A scalar; zero if there is none.
+    """
+    found = [aux.collect() for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
+    found = [loss for loss in found if loss is not None]
+    if found:
+        return sum(found)
+    parameter = next(model.parameters(), None)
+    return torch.zeros((), device=None if parameter is None else parameter.device, dtype=torch.float32)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_x):
+        return grad_x, torch.as_tensor(ctx.scale(), dtype=ctx.dtype, device=ctx.device).reshape(()), None
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
+    """Return ``x``, whose backward pass also sends ``scale()`` into ``loss``, as if ``scale() * loss`` had been added
+    to the training loss.
+
+    The result is a view made by a Function, which must not be changed in place: attach to tensors that users never see.
+    """
+    return _AttachLoss.apply(x, loss, scale)
+
+
+def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> None:
+    """Call ``function`` once, at the first gradient of the outputs."""
+    waiting = [function]
+
+    def run(_grad: Tensor) -> None:
+        if waiting:
+            waiting.pop()()
+
+    for out in outputs:
+        # A view that is changed in place leaves the graph, its base does not.
+        (out._base if out._is_view() else out).register_hook(run)
+
+
+def _is_recomputation() -> bool:
+    """Return whether a checkpoint repeats a forward pass that ran with gradients enabled before.
+
+    Reentrant checkpoints run the first pass without gradients: there, the second is the first that counts. Torch does
+    not tell which of them is running, but the stack shows it.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "recompute_fn" and frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# torch.compile cannot trace into `AuxLosses.record` and `scale`: statistics are state, and the scale is a number that
+# changes. So compiled code refers to an `AuxLosses` by number and passes statistics as tensors, and both operations are
+# opaque. They return copies, because operations must not return their inputs.
+
+_registered: "weakref.WeakValueDictionary[int, AuxLosses]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_tickets = itertools.count()  # of forward passes
+_counted: dict[int, None] = {}  # the latest tickets whose statistics are counted
+_MAX_COUNTED = 4096
+
+
+def _register(aux: AuxLosses) -> Tensor:
+    """Return a number, on the CPU: a tensor, so that what is compiled for one layer serves all like it."""
+    number = next(_numbers)
+    _registered[number] = aux
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def _attach_opaque(x: Tensor, routing: Routing, total: Tensor | None, number: Tensor) -> Tensor:
+    """`attach_loss` with the layer's scale (if there is a ``total``), whose backward pass counts the statistics."""
+    stats = routing.stats
+    sums = [] if stats is None else [stats.load_E, stats.dropped, stats.entropy, stats.tokens]
+    values = [value.detach() for value in (*sums, *routing.losses.values())]
+    attached, _ticket = _attach(x, total, number, values, ",".join(routing.losses), stats is not None)
+    return attached
+
+
+@torch.library.custom_op("fmoe::attach", mutates_args=())
+def _attach(
+    weight: Tensor,
+    total: Optional[Tensor],  # noqa: UP045
+    number: Tensor,
+    values: List[Tensor],  # noqa: UP006
+    names: str,
+    has_stats: bool,
+) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+    """(the weights, the forward pass's ticket)."""
+    return weight.clone(), torch.tensor(next(_tickets), dtype=torch.int64, device="cpu")
+
+
+@_attach.register_fake
+def _(weight, total, number, values, names, has_stats):
+    return torch.empty_like(weight), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("fmoe::record", mutates_args=())
+def _record(
+    grad: Tensor,
+    number: Tensor,
+    ticket: Tensor,
+    values: List[Tensor],  # noqa: UP006
+    names: str,
+    has_stats: bool,
+) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+    """(the gradient, the scale of the losses); counts the statistics once per ticket. The backward pass uses the
+    result, so that no compiler leaves the operation out."""
+    layer = _registered.get(int(number))
+    scale = 1.0
+    if layer is not None:
+        if int(ticket) not in _counted:  # else the backward pass runs again: retain_graph
+            _counted[int(ticket)] = None
+            if len(_counted) > _MAX_COUNTED:
+                _counted.pop(next(iter(_counted)), None)
+            stats = RoutingStats(*values[:4]) if has_stats else None
+            losses = dict(zip(filter(None, names.split(",")), values[4 * has_stats :], strict=True))
+            layer.record(Routing(grad.new_empty(0, dtype=torch.int64), grad, losses, stats))
+        scale = layer.scale()
+    return grad.clone(), torch.as_tensor(scale, dtype=torch.float32, device=grad.device).reshape(()).clone()
+
+
+@_record.register_fake
+def _(grad, number, ticket, values, names, has_stats):
+    return torch.empty_like(grad), grad.new_empty((), dtype=torch.float32)
+
+
+def _keep(ctx, inputs, output):
+    _weight, total, number, values, ctx.names, ctx.has_stats = inputs
+    ctx.dtype = None if total is None else total.dtype
+    ctx.num_values = len(values)
+    ctx.save_for_backward(number, output[1], *values)
+
+
+def _backward(ctx, grad, _):
+    number, ticket, *values = ctx.saved_tensors
+    grad, scale = _record(grad, number, ticket, values, ctx.names, ctx.has_stats)
+    return grad, None if ctx.dtype is None else scale.to(ctx.dtype), None, [None] * ctx.num_values, None, None
+
+
+_attach.register_autograd(_backward, setup_context=_keep)

@@ -23,7 +23,7 @@ from torch import nn
 from fmoe.adapters import ADAPTERS, Block, Found, look_for_blocks
 from fmoe.adapters.block import known_activation
 from fmoe.errors import UserError
-from fmoe.layer import FMoE
+from fmoe.fastmoe.layers import FMoE
 from fmoe.random import key
 from fmoe.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 

@@ -6,7 +6,7 @@ rank, S tokens of a group (the last group may be padded).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,27 @@ from torch import Tensor
 from fmoe import random
 from fmoe.errors import UserError
 
-if TYPE_CHECKING:
-    from fmoe.parallel.slicing import Parts
+
+class Shards(Protocol):
+    """How tokens are spread over the ranks of a group (`fmoe.layout.TokenShards`)."""
+
+    @property
+    def length(self) -> int:
+        """Entries of all ranks."""
+        ...
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First entry of this rank, and the one after its last."""
+        ...
+
+    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
+        """All entries, from those of this rank."""
+        ...
+
+    def local(self, x: Tensor, rows: int = 1) -> Tensor:
+        """Those of this rank."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +71,15 @@ class Routing:
             used.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
         stats: see `RoutingStats`; None if the gate keeps none.
-        most: assignments that no expert gets more of, known without looking at values; None where nothing less than T
-            * K can be said.
+        max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
+            is T * K.
     """
 
     expert_TK: Tensor
     weight_TK: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     stats: RoutingStats | None = None
-    most: int | None = None
+    max_load: int | None = None
 
 
 class RoutingGroups:
@@ -79,7 +98,7 @@ class RoutingGroups:
         first_group: index of the first group within the global batch of the step; while torch.compile traces a scalar
             on the host.
         noise_key: makes the key of the noise, called only by gates that draw some.
-        parts: how the tokens are spread over ranks, where this one has a part alone; groups are of all of them.
+        shards: how the tokens are spread over ranks, if this one holds a part of them; groups consist of all of them.
 
     Raises:
         UserError: ``mask_T`` or ``token_ids_T`` is not one for each token.
@@ -96,7 +115,7 @@ class RoutingGroups:
         token_ids_T: Tensor | None = None,
         first_group: int | Tensor = 0,
         noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0),
-        parts: "Parts | None" = None,
+        shards: Shards | None = None,
     ):
         self.num_tokens = num_sequences * sequence_length
         self.size = max(sequence_length if size is None else size, 1)
@@ -109,7 +128,7 @@ class RoutingGroups:
         self._shape = (num_sequences, sequence_length)
         self._sequence_first = sequence_first and num_sequences > 1
         self._noise_key = noise_key
-        self._parts = parts
+        self._shards = shards
         self._key: int | Tensor | None = None
 
     @property
@@ -169,17 +188,17 @@ class RoutingGroups:
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
-    def own_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Noise in [0, 1) for the tokens of this rank, [own T, width], float32: what `random.uniform16` has for each
-        token wherever it lies."""
-        if self._parts is None:
+    def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        """Noise in [0, 1) for this rank's tokens, [T, width], float32: values of `random.uniform16` that a token has at
+        every split."""
+        if self._shards is None:
             return self._uniform16(width, purpose, device)
         num_sequences, length = self._shape
-        in_sequences = self._sequence_first or (num_sequences == 1 and self._parts.length == length)
+        in_sequences = self._sequence_first or (num_sequences == 1 and self._shards.length == length)
         if not in_sequences or self.size != length:
-            return self._parts.own(self._uniform16(width, purpose, device), self._rows)
+            return self._shards.local(self._uniform16(width, purpose, device), self._rows)
         # Every sequence is a group, of which this rank has the same part.
-        begin, end = self._parts.bounds
+        begin, end = self._shards.bounds
         keys_G = self._group_keys(purpose, device)
         noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
@@ -188,17 +207,19 @@ class RoutingGroups:
         noise_GN = random.uniform16(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
-    def whole(self, x_TX: Tensor) -> Tensor:
-        """From what this rank's tokens have, [own T, ...], to what all tokens have, [T, ...], for what all ranks then
-        compute alike and for this rank's tokens alone. Where this rank has all tokens, ``x_TX`` itself."""
-        if self._parts is None:
+    def gather(self, x_TX: Tensor) -> Tensor:
+        """Return the values of all tokens, from those of this rank's tokens; ``x_TX`` itself if this rank has all.
+
+        All ranks must compute the same from the result, and each token's result only from its own values.
+        """
+        if self._shards is None:
             return x_TX
-        return self._parts.whole(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
+        return self._shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
 
     @property
     def _rows(self) -> int:
         """Tokens for each place along which the tokens are cut."""
-        return self.num_tokens // self._parts.length if self._parts.length else 1
+        return self.num_tokens // self._shards.length if self._shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""
@@ -209,62 +230,3 @@ class RoutingGroups:
         """A key of noise for every token, int64 [T], that it has wherever its group lies."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
         return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))
-
-
-def tokens_of(
-    x: Tensor,
-    d_model: int,
-    *,
-    group_size: int | None = None,
-    sequence_first: bool = False,
-    mask: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    layer_seed: int = 0,
-    before: int = 0,
-    parts: "Parts | None" = None,
-) -> tuple[Tensor, RoutingGroups]:
-    """Input of any layout -> its tokens ``x_TD`` (a view where it can be) and their routing groups.
-
-    Args:
-        x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
-        mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
-        token_ids: int64, the shape of ``x`` without D.
-        before: tokens of the micro batch that lie before these, on other ranks.
-        parts: ``x`` is this rank's part, along the first dimension, of what the groups are made of; ``mask`` and
-            ``token_ids`` are of all.
-
-    Raises:
-        UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
-    """
-    if x.dim() < 2 or x.shape[-1] != d_model:
-        raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={d_model}]")
-    if not x.is_floating_point():
-        raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
-    leading = x.shape[:-1] if parts is None else torch.Size((parts.length, *x.shape[1:-1]))
-    if mask is not None and mask.shape != leading:
-        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
-    if mask is not None and mask.dtype != torch.bool:
-        raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
-    if token_ids is not None and token_ids.shape != leading:
-        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
-    x_TD = x.reshape(-1, d_model)
-    if sequence_first and x.dim() == 3:
-        sequence_length, num_sequences = leading
-    else:
-        sequence_first = False
-        sequence_length = leading[-1]
-        num_sequences = leading.numel() // sequence_length if sequence_length else 0
-    first_token = before + random.first_token()
-    size = sequence_length if group_size is None else group_size
-    groups = RoutingGroups(
-        num_sequences,
-        sequence_length,
-        size=size,
-        sequence_first=sequence_first,
-        mask_T=None if mask is None else mask.reshape(-1),
-        token_ids_T=None if token_ids is None else token_ids.reshape(-1),
-        first_group=first_token // max(size, 1),
-        noise_key=lambda: random.noise_key(layer_seed),
-        parts=parts,
-    )
-    return x_TD, groups

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmoe import collectives, parallel, random
 from fmoe.cli import Parser, run
-from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError
-from fmoe.layer import FMoE
+from fmoe.exchange import build_exchange
+from fmoe.experts.call import ExpertCall
+from fmoe.fastmoe.layers import FMoE
 from fmoe.routing import Routing
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
@@ -278,7 +279,7 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
         routing = Routing(
             (torch.arange(num_rows, device=device, dtype=torch.int64) % ep).unsqueeze(1),
             torch.ones(num_rows, 1, device=device, dtype=torch.float32),
-            most=num_rows // ep,
+            max_load=num_rows // ep,
         )
         seconds = [_seconds(travel, routing, rows, groups) for _ in range(2 + REPEATS)]
         median = statistics.median(seconds[2:])
@@ -304,6 +305,13 @@ def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
     return 1 - 1 / ep
 
 
+class _Unchanged(nn.Module):
+    """Experts that return their rows."""
+
+    def forward(self, rows: Tensor, counts_L: Tensor) -> Tensor:
+        return rows
+
+
 @torch.no_grad()
 def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
     """Of the slowest rank."""
@@ -311,8 +319,10 @@ def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGr
     dist.barrier(groups.data_group)
     wait()
     start = time.perf_counter()
-    travel.begin("selftest")
-    travel.open(routing).run([rows], routing.weight_TK, lambda arrived, counts: arrived)
+    facts = {"name": "selftest", "d_model": rows.shape[1]}
+    experts = _Unchanged()
+    with travel.session("selftest", lambda _: facts, experts, rows) as session:
+        session.run(routing, routing.weight_TK, [rows], ExpertCall(experts, "selftest", rows, training=False))
     wait()
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=rows.device)
     collectives.run(dist.all_reduce, seconds, dist.ReduceOp.MAX, group=groups.data_group)

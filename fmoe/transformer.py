@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fmoe.compat.transformer import _Expert
-from fmoe.layer import FMoE
+from fmoe.fastmoe.layers import FMoE
 
 
 class FMoETransformerMLP(FMoE):

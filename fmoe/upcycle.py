@@ -21,7 +21,7 @@ from fmoe import random
 from fmoe.adapters import Block, LinearMap
 from fmoe.adapters.block import is_elementwise
 from fmoe.errors import UserError
-from fmoe.layer import FMoE
+from fmoe.fastmoe.layers import FMoE
 
 # Router logits of this size make all probabilities 1 / E up to the tolerance of the comparison (1e-5 in float32), and
 # still tell experts apart.

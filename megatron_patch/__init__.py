@@ -8,8 +8,10 @@ import warnings
 # Said by four modules of megatron-core when they are loaded. Nothing here needs either; where they are, they are used.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 
-from megatron_patch.layer import MegatronFMoE  # noqa: E402
+from megatron_patch.layer import MegatronMoE  # noqa: E402
 from megatron_patch.patch import fmoe_layer_spec, fmoefy  # noqa: E402
 from megatron_patch.takeover import convert_moe_layers, fmoe_state_dict  # noqa: E402
 
-__all__ = ["MegatronFMoE", "convert_moe_layers", "fmoe_layer_spec", "fmoe_state_dict", "fmoefy"]
+MegatronFMoE = MegatronMoE  # the name until 0.1
+
+__all__ = ["MegatronFMoE", "MegatronMoE", "convert_moe_layers", "fmoe_layer_spec", "fmoe_state_dict", "fmoefy"]

@@ -1,5 +1,6 @@
-"""FMoE where a Megatron-core transformer layer has its MLP."""
+"""The MoE layer in the place of the MLP of a Megatron-core transformer layer."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from fmoe import FMoE, UserError
+from fmoe import MoE, UserError
+from fmoe.build import Spec
 from fmoe.gates import GATES, FixedRouter
+from fmoe.losses import AuxLosses
 from fmoe.random import key
 from fmoe.routing import Routing
 from megatron_patch import adapter
@@ -24,8 +27,8 @@ from megatron_patch.sharded import sharded_experts
 _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
 
 
-class MegatronFMoE(FMoE):
-    """`FMoE` with the constructor and the call of the module in the MLP's place (megatron-core 0.16).
+class MegatronMoE(MoE):
+    """`fmoe.MoE` with the constructor and the call of the module in the MLP's place (megatron-core 0.16).
 
     Width, activation, bias, initialisers and dtype come from ``config``; the tensor, expert and expert tensor parallel
     groups from ``pg_collection`` or parallel_state. It sets ``config.num_moe_experts``, because the schedule hands the
@@ -42,7 +45,7 @@ class MegatronFMoE(FMoE):
         seed: of the run; with the layer number, the key of the layer's weights and noise.
         layer_offset: added to the layer number: for the second stack of a model (a T5's decoder) the first's layers.
         model_layers: layers of all stacks; None for those of ``config``.
-        options: all other arguments of `fmoe.FMoE`.
+        options: all other options of `fmoe.build.Spec`.
 
     Raises:
         UserError: context parallelism, which cuts routing groups; a ready gate, which layers would share.
@@ -74,7 +77,7 @@ class MegatronFMoE(FMoE):
             )
         if isinstance(options.get("gate"), nn.Module):
             raise UserError("gate is one module for all layers: give its name or class, and gate_options")
-        self._run_seed, self._layer_offset, self._model_layers = seed, layer_offset, model_layers
+        self._run_seed, self._layer_offset = seed, layer_offset
         if layer_number is not None:
             layer_number += layer_offset
         groups = _Groups.of(pg_collection)
@@ -97,7 +100,7 @@ class MegatronFMoE(FMoE):
             }
         if d_hidden is None:
             d_hidden = config.moe_ffn_hidden_size or config.ffn_hidden_size
-        super().__init__(
+        spec = Spec(
             d_model=config.hidden_size,
             num_experts=num_experts,
             d_hidden=d_hidden,
@@ -113,8 +116,9 @@ class MegatronFMoE(FMoE):
             name=_name(layer_number),
             **options,
         )
-        self.config = config
-        self.layer_number = layer_number
+        self.config, self.spec, self.layer_number = config, spec, layer_number
+        num_layers = model_layers or config.num_layers + (config.mtp_num_layers or 0)
+        super().__init__(**spec.arguments(aux=functools.partial(MegatronAux, config, layer_number, num_layers)))
         modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
         # "mlp" is Megatron's own business, which recomputes whatever is in the MLP's place.
         self._recomputes = "moe" in (modules or ()) and "mlp" not in modules
@@ -131,9 +135,10 @@ class MegatronFMoE(FMoE):
         """Called by Megatron-core once the layer knows its place; gate and experts are made anew under it."""
         layer_number += self._layer_offset
         if layer_number != self.layer_number:
-            self.layer_number, self.name = layer_number, _name(layer_number)
+            self.layer_number = self.aux.layer_number = layer_number
+            self.name = self.aux.name = _name(layer_number)
             self.seed = key("layer", self._run_seed, layer_number)
-            self.build()
+            self.assemble(**self.spec.parts(self.exchange, self.seed))
             self._place()
 
     def forward(
@@ -148,39 +153,18 @@ class MegatronFMoE(FMoE):
     def _mark_experts(self) -> None:
         super()._mark_experts()
         experts = {id(parameter) for parameter in self.experts.parameters()}
-        in_slices = self.slice_group is not None or self.sequence_group is not None
+        slice_group, sequence_group = self.layout.slice_group, self.layout.sequence_group
         for parameter in self.parameters():
             if id(parameter) in experts:
                 # Ranks of a tensor parallel group hold other experts, or see other tokens: none is the duplicate that
                 # Megatron leaves out of the norm of the gradient.
                 parameter.tensor_model_parallel = True
-            elif in_slices:
-                parameter.sequence_parallel = self.sequence_group is not None
-                setattr(parameter, adapter.PARTIAL, self.sequence_group is None)
-        bias = getattr(self.experts, "bias_out", None)
-        if bias is not None and self.expert_tensor_group is not None:
-            bias.shared = (
-                self.expert_tensor_group.rank() > 0
-            )  # the same on all: Megatron's mark for "counted elsewhere"
-
-    def total_loss(self, routing: Routing) -> Tensor | None:
-        total = super().total_loss(routing)
-        if total is not None and self.config.calculate_per_token_loss and routing.stats is not None:
-            # The training loss is then a sum over tokens, which finalize_model_grads divides by their number.
-            total = total * routing.stats.tokens
-        return total
-
-    def record(self, routing: Routing) -> None:
-        super().record(routing)
-        num_layers = self._model_layers or self.config.num_layers + (self.config.mtp_num_layers or 0)
-        for name, loss in routing.losses.items():
-            save_to_aux_losses_tracker(
-                _TRACKED.get(name, name),
-                loss,
-                self.layer_number,
-                num_layers,
-                avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            )
+            elif slice_group is not None or sequence_group is not None:
+                parameter.sequence_parallel = sequence_group is not None
+                setattr(parameter, adapter.PARTIAL, sequence_group is None)
+        bias, group = getattr(self.experts, "bias_out", None), self.spec.expert_tensor_group
+        if bias is not None and group is not None:
+            bias.shared = group.rank() > 0  # equal on all ranks: Megatron's mark for "counted elsewhere"
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -201,7 +185,45 @@ class MegatronFMoE(FMoE):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return sharded | sharded_experts(self, f"{prefix}experts.", sharded_offsets)
+        return sharded | sharded_experts(
+            self.experts, self.exchange, self.spec.expert_tensor_group, f"{prefix}experts.", sharded_offsets
+        )
+
+    def _process_groups(self) -> list[dist.ProcessGroup | None]:
+        return [*super()._process_groups(), self.spec.moe_group, self.spec.expert_tensor_group]
+
+
+class MegatronAux(AuxLosses):
+    """`AuxLosses` that also enter Megatron's tracker, which its training loops log.
+
+    Args:
+        config: of the model.
+        layer_number: the layer's, from 1.
+        num_layers: layers of the model.
+        arguments: of `AuxLosses`.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int | None, num_layers: int, *args, **arguments):
+        super().__init__(*args, **arguments)
+        self.config, self.layer_number, self.num_layers = config, layer_number, num_layers
+
+    def total(self, routing: Routing) -> Tensor | None:
+        total = super().total(routing)
+        if total is not None and self.config.calculate_per_token_loss and routing.stats is not None:
+            # The training loss is then a sum over tokens, which finalize_model_grads divides by their number.
+            total = total * routing.stats.tokens
+        return total
+
+    def record(self, routing: Routing) -> None:
+        super().record(routing)
+        for name, loss in routing.losses.items():
+            save_to_aux_losses_tracker(
+                _TRACKED.get(name, name),
+                loss,
+                self.layer_number,
+                self.num_layers,
+                avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fmoe.adapters import Block
 from fmoe.patch import check_chosen, check_model, plan_blocks
 from fmoe.upcycle import Upcycling
 from megatron_patch.adapter import announce_experts
-from megatron_patch.layer import MegatronFMoE
+from megatron_patch.layer import MegatronMoE
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
 MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
@@ -53,16 +53,16 @@ def stacks(model: nn.Module) -> tuple[Stack, ...]:
 
 
 def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
-    """A copy of a transformer layer's spec with `MegatronFMoE` where the MLP was.
+    """A copy of a transformer layer's spec with `MegatronMoE` where the MLP was.
 
     Args:
         base_spec: e.g. ``get_gpt_layer_local_spec()``.
-        options: of `MegatronFMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 of N and M layers
+        options: of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 of N and M layers
             ``model_layers=N + M`` in both specs and ``layer_offset=N`` in the decoder's, so that no two layers have the
             same weights, noise and place in Megatron's aux-loss tracker.
     """
     spec = copy.deepcopy(base_spec)
-    spec.submodules.mlp = ModuleSpec(module=MegatronFMoE, params=options)
+    spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
     return spec
 
 
@@ -78,7 +78,7 @@ def fmoefy(
     seed: int = 0,
     **options,
 ) -> nn.Module:
-    """Puts `MegatronFMoE` in place of the MLPs of a Megatron-core model, one of `MODELS`; returns the model.
+    """Puts `MegatronMoE` in place of the MLPs of a Megatron-core model, one of `MODELS`; returns the model.
 
     Call it before Float16Module, DistributedDataParallel and the optimizer, which keep what they found. The model's
     layers are as they were if it raises.
@@ -93,7 +93,7 @@ def fmoefy(
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
         granularity: m makes experts of 1 / m of the hidden units, as in `fmoe.fmoefy`: ``num_experts`` counts these.
         seed: of the run; with the layer number, the key of routers, new experts and noise.
-        options: of `MegatronFMoE`.
+        options: of `MegatronMoE`.
 
     Raises:
         UserError: the model is wrapped already, is none of these, has FMoE layers already, or has no layer of
@@ -142,7 +142,7 @@ def fmoefy(
 
 def _make(
     layer: nn.Module, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
-) -> MegatronFMoE:
+) -> MegatronMoE:
     """For the place of the layer's MLP: experts made of it, which is ``block``, or new ones."""
     config = layer.config
     width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) if block is None else block.d_hidden
@@ -150,7 +150,7 @@ def _make(
     if block is not None:
         options["expert_options"] = expert_options(block, options.get("expert_options"))
     groups = getattr(layer, "pg_collection", None)
-    new = MegatronFMoE(config, layer_number=layer.layer_number, pg_collection=groups, **options)
+    new = MegatronMoE(config, layer_number=layer.layer_number, pg_collection=groups, **options)
     old = next(layer.mlp.parameters(), None)
     new = new if old is None else new.to(old.device)
     return new if block is None else fill(new, block, how)

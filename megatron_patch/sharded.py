@@ -1,52 +1,52 @@
 """Where a rank's experts lie in the tensors of all of them: for checkpoints."""
 
-from typing import TYPE_CHECKING
-
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from megatron_patch.layer import MegatronFMoE
+from fmoe.exchange import Exchange
 
 
 def sharded_experts(
-    layer: "MegatronFMoE", prefix: str, offsets: tuple
+    experts: nn.Module, exchange: Exchange, group: dist.ProcessGroup | None, prefix: str, offsets: tuple
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Each parameter of the experts under its global offset.
+    """Return each parameter of a layer's experts under its global offset.
 
     Args:
-        offsets: (axis, offset, size) of axes that are put before the parameter's own: the layer.
+        group: the expert tensor parallel group; None for one rank.
+        offsets: (axis, offset, size) of axes that precede the parameter's own: the layer.
     """
     axis = len(offsets)
-    experts = (axis, layer.first_expert // layer.num_local_experts, layer.world_size)
+    offset = (axis, exchange.ep_rank, exchange.ep_size)
     copy = parallel_state.get_expert_data_parallel_rank()
     sharded = {}
-    for name, value in layer.experts.state_dict(keep_vars=True).items():
+    for name, value in experts.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
         key = f"{prefix}{name}"
         hidden = {"weight_in": 1, "bias_in": 1, "weight_out": 2}.get(name)
-        group = layer.expert_tensor_group
         if group is None or hidden is None:
             part = 0 if group is None else group.rank()
             sharded[key] = ShardedTensor.from_rank_offsets(
-                key, value, *offsets, experts, replica_id=(0, part, copy), prepend_axis_num=axis
+                key, value, *offsets, offset, replica_id=(0, part, copy), prepend_axis_num=axis
             )
-        elif layer.experts.gated and name.endswith("_in"):
-            sharded[key] = _gated(key, value, offsets, layer, (0, 0, copy))
+        elif experts.gated and name.endswith("_in"):
+            sharded[key] = _gated(key, value, offsets, exchange, group, (0, 0, copy))
         else:
             cut = (axis + hidden, group.rank(), group.size())
             sharded[key] = ShardedTensor.from_rank_offsets(
-                key, value, *offsets, experts, cut, replica_id=(0, 0, copy), prepend_axis_num=axis
+                key, value, *offsets, offset, cut, replica_id=(0, 0, copy), prepend_axis_num=axis
             )
     return sharded
 
 
-def _gated(key: str, value: Tensor, offsets: tuple, layer: "MegatronFMoE", replica: tuple) -> ShardedTensorFactory:
+def _gated(
+    key: str, value: Tensor, offsets: tuple, exchange: Exchange, group: dist.ProcessGroup, replica: tuple
+) -> ShardedTensorFactory:
     """Gate and value of a gated linear map: two pieces of each expert, each contiguous here."""
-    axis, group = len(offsets), layer.expert_tensor_group
+    axis, first = len(offsets), exchange.ep_rank * exchange.num_local_experts
 
     def build(key, value, replica_id, flattened_range):
         return [
@@ -54,7 +54,7 @@ def _gated(key: str, value: Tensor, offsets: tuple, layer: "MegatronFMoE", repli
                 key,
                 part.unsqueeze(0),
                 *offsets,
-                (axis, layer.first_expert + local, layer.num_experts),
+                (axis, first + local, exchange.num_experts),
                 (axis + 1, half * group.size() + group.rank(), 2 * group.size()),
                 replica_id=replica_id,
                 prepend_axis_num=axis,

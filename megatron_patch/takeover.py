@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fmoe import UserError
 from fmoe.patch import NOT_DRAWN, check_model
-from megatron_patch.layer import MegatronFMoE
+from megatron_patch.layer import MegatronMoE
 from megatron_patch.patch import MODELS, stacks
 
 _ROUTER = "router.weight"
@@ -134,7 +134,7 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Module:
-    """Puts `MegatronFMoE` in place of the MoELayers of a Megatron-core model; returns the model, its output unchanged.
+    """Puts `MegatronMoE` in place of the MoELayers of a Megatron-core model; returns the model, its output unchanged.
 
     Gate, experts, shared experts and the factors of the auxiliary losses are the layers' own. Call it with the weights
     loaded, before Float16Module, DistributedDataParallel and the optimizer; with expert parallelism each rank converts
@@ -143,7 +143,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     Args:
         model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts stay unchanged.
         seed: of the run; key of the layers' noise.
-        options: of `MegatronFMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
+        options: of `MegatronMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
             ``group_size``, ``loss_weights``, ``check``.
 
     Raises:
@@ -170,7 +170,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     return model
 
 
-def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronFMoE:
+def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronMoE:
     old, config = layer.mlp, layer.config
     name = f"the MoELayer of layer {layer.layer_number + options['layer_offset']}"
     _check(old, config, name)
@@ -182,7 +182,7 @@ def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronFMoE:
     balance = config.moe_aux_loss_coeff if config.moe_router_load_balancing_type != "none" else 0.0
     weights = {"z": config.moe_z_loss_coeff or 0.0, "balance": balance, "sequence_balance": balance}
     like = old.router.weight
-    new = MegatronFMoE(
+    new = MegatronMoE(
         config,
         layer_number=layer.layer_number,
         pg_collection=getattr(layer, "pg_collection", None),
@@ -200,8 +200,7 @@ def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronFMoE:
     drawn = {"init_method": config.init_method, "output_init_method": config.output_layer_init_method}
     for experts in (new.experts, *((new.shared.expert,) if shared else ())):
         vars(experts).update(drawn)  # for reset_parameters
-    for arguments in (new._build_arguments, new._shared_arguments):
-        arguments[-1].update(drawn)  # for set_layer_number
+    new.spec.expert_options.update(drawn)  # for set_layer_number
     for part, was in ((new.gate, old.router), (new.experts, old.experts), (new.shared, old.shared_experts)):
         if part is not None:
             part.requires_grad_(any(parameter.requires_grad for parameter in was.parameters()))

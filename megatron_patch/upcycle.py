@@ -14,7 +14,7 @@ from fmoe.adapters.block import addition, known_activation
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.patch import NOT_DRAWN
 from fmoe.upcycle import Upcycling, upcycle_
-from megatron_patch.layer import MegatronFMoE
+from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
@@ -97,12 +97,12 @@ def expert_options(block: Block, options: dict | None) -> dict:
     return {**like, **NOT_DRAWN, **(options or {})}
 
 
-def fill(layer: MegatronFMoE, block: Block, how: Upcycling) -> MegatronFMoE:
+def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
     """Makes the experts of the block; frozen and of the dtype that it is."""
-    if layer.expert_tensor_group is not None:
+    if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
-            f"upcycle=True makes whole experts, which expert_tensor_parallel_size={layer.expert_tensor_group.size()} "
-            "cuts: use 1, or upcycle=False"
+            f"upcycle=True makes whole experts, which expert_tensor_parallel_size={group.size()} cuts: use 1, or "
+            "upcycle=False"
         )
     like = block.tensors[0]
     layer.to(like.device, like.dtype)
@@ -112,7 +112,7 @@ def fill(layer: MegatronFMoE, block: Block, how: Upcycling) -> MegatronFMoE:
         "output_init_method": layer.config.output_layer_init_method,
     }
     vars(layer.experts).update(drawn)  # for reset_parameters
-    layer._build_arguments[-1].update(drawn)  # for set_layer_number
+    layer.spec.expert_options.update(drawn)  # for set_layer_number
     for parameter in layer.experts.parameters():
         parameter.requires_grad_(any(t.requires_grad for t in block.tensors))
     return layer

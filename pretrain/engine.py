@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
-from megatron_patch import MegatronFMoE, wide
+from megatron_patch import MegatronMoE, wide
 from megatron_patch.adapter import announce_experts
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
@@ -100,7 +100,7 @@ class Engine:
                 wide.widen(chunk)
         self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.config = self.chunks[0].config
-        self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronFMoE)]
+        self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
         self.model = [self._wrap(index, chunk) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self._optimizer_config(),

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError, require
+from fmoe.exchange import build_exchange
 from fmoe.gates import build_gate
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe

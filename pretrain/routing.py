@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from fmoe.metrics import LayerMetrics, LayerReport
 from fmoe.routing import sum_dtype
-from megatron_patch import MegatronFMoE
+from megatron_patch import MegatronMoE
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RoutingReports:
     """
 
     def __init__(
-        self, layers: Sequence[MegatronFMoE], num_layers: int, data_group: dist.ProcessGroup, device: torch.device
+        self, layers: Sequence[MegatronMoE], num_layers: int, data_group: dist.ProcessGroup, device: torch.device
     ):
         self._layers, self._num_layers, self._data_group, self._device = layers, num_layers, data_group, device
         names = [layer.metrics.loss_names for layer in layers]

@@ -6,7 +6,7 @@ from torch import nn
 
 from bench.step.regions import LAYER, Mark
 from fmoe.dispatch.plan import DispatchPlan
-from megatron_patch import MegatronFMoE
+from megatron_patch import MegatronMoE
 from pretrain.engine import Engine
 
 
@@ -19,7 +19,7 @@ def marks_of(engine: Engine) -> Iterator[Mark]:
         yield layer.self_attention, "forward", "attention"
     for block in blocks(engine):
         yield block, "forward", LAYER
-        yield from _of_ours(block) if isinstance(block, MegatronFMoE) else _of_megatron(block)
+        yield from _of_ours(block) if isinstance(block, MegatronMoE) else _of_megatron(block)
     yield DispatchPlan, "permute", "dispatch"
     yield DispatchPlan, "combine", "combine"
     for chunk in engine.model:
@@ -34,7 +34,7 @@ def blocks(engine: Engine) -> list[nn.Module]:
     return [layer.mlp for layer in engine.gpt.decoder.layers if hasattr(layer.mlp, "experts")]
 
 
-def _of_ours(block: MegatronFMoE) -> Iterator[Mark]:
+def _of_ours(block: MegatronMoE) -> Iterator[Mark]:
     yield block.gate, "forward", "router"
     yield block.exchange, "open", "plan"
     # A changed `forward` of experts would keep the layer from the native operation (`fmoe.experts.Runner.mix`).

@@ -16,7 +16,6 @@ from fmoe.errors import UserError, known_names
 from fmoe.experts.ffn import BACKENDS, FFNExperts
 from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
-from fmoe.experts.runner import Runner
 from fmoe.experts.shared import SharedExpert
 from fmoe.experts.stacked import Stacked
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
@@ -98,7 +97,6 @@ __all__ = [
     "FFNExperts",
     "FMoELinear",
     "ModuleExperts",
-    "Runner",
     "ShardedFFNExperts",
     "SharedExpert",
     "Stacked",

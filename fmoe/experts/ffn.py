@@ -182,7 +182,7 @@ class FFNExperts(Stacked):
         activation = getattr(self.activation, "__name__", repr(self.activation))
         return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
 
-    def lend(self, local: int) -> list[Tensor]:
+    def shadow(self, local: int) -> list[Tensor]:
         """The parameters of one expert, for `run_with` on another worker; differentiable."""
         stacks = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return [stack[local] for stack in stacks if stack is not None]
@@ -190,7 +190,7 @@ class FFNExperts(Stacked):
     def run_with(
         self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Tensor:
-        """`forward` of experts of other workers, given what their `lend` returned."""
+        """`forward` of experts of other workers, given what their `shadow` returned."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
         own = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)

@@ -35,7 +35,7 @@ class ModuleExperts(nn.ModuleList):
         """What must be the same for experts on all workers: nothing, modules may differ."""
         return "modules"
 
-    def lend(self, local: int) -> list[Tensor]:
+    def shadow(self, local: int) -> list[Tensor]:
         """The parameters of one module, for `run_with` on another worker.
 
         Raises:
@@ -49,7 +49,7 @@ class ModuleExperts(nn.ModuleList):
     def run_with(
         self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Any:
-        """`forward` of experts of other workers, given what their `lend` returned."""
+        """`forward` of experts of other workers, given what their `shadow` returned."""
         names = [name for name, _ in self[0].named_parameters()]
         calls = [
             functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
-from fmoe.parallel.slicing import Parts
+from fmoe.layout import TokenShards
 
 
 class ShardedFFNExperts(FFNExperts):
@@ -65,19 +65,19 @@ class ShardedFFNExperts(FFNExperts):
         counts_WL = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
         collectives.run(dist.all_gather, counts_WL, counts_L, group=self.group)
         counts_WL = torch.stack(counts_WL)
-        parts = Parts(self.group, tuple(counts_WL.sum(1).tolist()))
+        shards = TokenShards(self.group, tuple(counts_WL.sum(1).tolist()))
         # Sorted by expert on each rank; by expert over all ranks is what the experts want.
         expert_R = torch.arange(self.num_experts, device=rows_RD.device, dtype=torch.int64).repeat(self.hidden_parts)
         order_R = expert_R.repeat_interleave(counts_WL.flatten()).argsort(stable=True)
-        rows_RD = parts.whole(rows_RD)[order_R]
+        rows_RD = shards.gather(rows_RD)[order_R]
         if keys_R is not None:
-            keys_R = parts.gather(keys_R)[order_R]
+            keys_R = shards.all_gather(keys_R)[order_R]
         bias_out = self.bias_out
         if bias_out is not None:  # the sum over ranks has it once; its gradient is whole on each
             bias_out = bias_out / self.hidden_parts + (bias_out - bias_out.detach()) * (1 - 1 / self.hidden_parts)
         parameters = (self.weight_in, self.bias_in, self.weight_out, bias_out)
         out_RD = self._run(parameters, rows_RD, counts_WL.sum(0).cpu(), keys_R)
-        return parts.sum_own(out_RD[order_R.argsort()])
+        return shards.reduce_scatter(out_RD[order_R.argsort()])
 
     @property
     def kind(self) -> str:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fmoe.dispatch.shadow import borrow
 from fmoe.errors import UserError
+from fmoe.exchange.shadow import broadcast_parameters
 from fmoe.fastermoe.shadow_policy import get_shadow_policy
 from fmoe.functions import MOEGather, MOEScatter, count_by_gate, moe_group_of, prepare_forward
 
@@ -60,10 +60,10 @@ def _fmoe_general_global_forward(
     for expert in stored:
         owner, index = divmod(expert, n_expert)
         names, own = zip(*experts[index].named_parameters(), strict=True)
-        lent = borrow(moe_group_of(world_size), owner, own)
+        parameters = broadcast_parameters(moe_group_of(world_size), owner, own)
         place = (gate.reshape(-1) == expert).nonzero().view(-1)
         rows = inp.index_select(0, torch.div(place, top_k, rounding_mode="floor"))
-        with _reparametrize_module(experts[index], dict(zip(names, lent, strict=True))):
+        with _reparametrize_module(experts[index], dict(zip(names, parameters, strict=True))):
             out = out.index_add(
                 0, place, expert_fn(rows, torch.tensor([len(rows)], dtype=torch.int64, device="cpu"), index)
             )

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fmoe.dispatch.shadow import Cost, choose
-from fmoe.dispatch.watch import all_gather
+from fmoe.exchange.collectives import all_gather
+from fmoe.exchange.shadow import Cost, choose
 from fmoe.fastermoe.config import float_from_env, switch_from_env
 from fmoe.functions import moe_group_of
 
@@ -22,7 +22,7 @@ def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: in
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """`no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON what `fmoe.dispatch.shadow.choose` finds for two-layer
+    """`no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON what `fmoe.exchange.shadow.choose` finds for two-layer
     experts: FMOE_FASTER_GLBPLC_NETBW bytes a second (6.25e9), _GPUTP FLOP/s (1.15e13), _ALPHA hidden / model width (2),
     _DMODEL the width (``d_model``, else 2048)."""
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):

@@ -29,7 +29,6 @@ from fmoe.compat.gates import (  # FastMoE's gates, and its modules of them
     zero_gate,
 )
 from fmoe.errors import UserError, known_names
-from fmoe.gates.base import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.base_layers import BaseRouter
 from fmoe.gates.expert_choice import ExpertChoiceRouter
 from fmoe.gates.gshard import GShardRouter
@@ -37,6 +36,7 @@ from fmoe.gates.hash import HashRouter
 from fmoe.gates.naive import NaiveRouter
 from fmoe.gates.noisy import NoisyRouter
 from fmoe.gates.random import RandomRouter
+from fmoe.gates.router import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.sigmoid import SigmoidRouter
 from fmoe.gates.sinkhorn import SinkhornRouter
 from fmoe.gates.steps import attach_end_step, end_step, skip_step

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fmoe.gates.assignment import balanced_assignment
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -18,7 +18,7 @@ class BaseRouter(TopKRouter):
     not got yet, and balancing the loads so far.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     default_top_k = 1
     common_losses = ()

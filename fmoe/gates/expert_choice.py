@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import Choice, Scores, TopKRouter
-from fmoe.gates.capacity import capacity, limits
+from fmoe.gates.router import Choice, Scores, TopKRouter, capacity, limits
 from fmoe.routing import RoutingGroups
 
 
@@ -25,7 +24,7 @@ class ExpertChoiceRouter(TopKRouter):
         eval_capacity_factor: the same in evaluation; None for that of training.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     common_losses = ("z",)
 
@@ -82,5 +81,5 @@ class ExpertChoiceRouter(TopKRouter):
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         return expert_TK
 
-    def most(self, groups: RoutingGroups) -> int | None:
+    def max_load(self, groups: RoutingGroups) -> int | None:
         return sum(capacity(self._factor(), size, self.num_experts) for size in groups.sizes())

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
@@ -20,7 +20,7 @@ class GShardRouter(TopKRouter):
         capacity_factor: the paper's ``C = 2 S / E`` for top-2, that is 1.0; 2.0 in evaluation; see `TopKRouter`.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fmoe import random
 from fmoe.errors import UserError
-from fmoe.gates.base import FixedRouter
 from fmoe.gates.random import best_by_hash
+from fmoe.gates.router import FixedRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -26,7 +26,7 @@ class HashRouter(FixedRouter):
             torch.compile traces, a negative id counts from the end of the table. Ids of padding may be anything.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     default_top_k = 1
 

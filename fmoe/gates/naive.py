@@ -1,10 +1,16 @@
-"""The plain top-k gate."""
+"""The plain top-k gate, and group-limited routing.
 
+Shape letters: T tokens, E experts, K experts per token, G groups of experts.
+"""
+
+import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, check_score, limit_to_groups, shares
+from fmoe.errors import UserError
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
@@ -21,7 +27,7 @@ class NaiveRouter(TopKRouter):
             (`limit_to_groups`); None for no such limit.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     def __init__(
         self,
@@ -57,7 +63,7 @@ class NaiveRouter(TopKRouter):
         return replace(scores, probs_TE=self.probs(scores.logits_TE.sigmoid()))
 
     def probs(self, score_TE: Tensor) -> Tensor:
-        return score_TE if self.score == "softmax" else shares(score_TE)
+        return score_TE if self.score == "softmax" else normalize_scores(score_TE)
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         ranked_TE: Tensor = scores.logits_TE
@@ -66,7 +72,42 @@ class NaiveRouter(TopKRouter):
         logit_TK, expert_TK = ranked_TE.topk(self.top_k, dim=-1)
         if self.score == "sigmoid":
             weight_TK = logit_TK.sigmoid()
-            weight_TK = shares(weight_TK) if self.normalize else weight_TK
+            weight_TK = normalize_scores(weight_TK) if self.normalize else weight_TK
         else:
             weight_TK = logit_TK.softmax(-1) if self.normalize else scores.probs_TE.gather(-1, expert_TK)
         return Choice(expert_TK, weight_TK * self.routed_scale)
+
+
+def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
+    """Group-limited routing: scores outside each token's best ``num_kept`` of ``num_groups`` groups of experts become
+    -inf. A group's score is the sum of its ``best_of`` best experts: 1 in DeepSeek-V2 (arXiv 2405.04434 section 2.2.2),
+    2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+    """
+    grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
+    group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    kept_TG = kept_TG.scatter(-1, group_TG.topk(num_kept, dim=-1).indices, True)
+    return grouped_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -> None:
+    """Raises UserError where group-limited routing cannot be."""
+    if num_groups < 1 or num_experts % num_groups:
+        raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
+    if not 1 <= num_kept <= num_groups:
+        raise UserError(f"kept_groups={num_kept} is not between 1 and expert_groups={num_groups}")
+    if num_kept * (num_experts // num_groups) < top_k:
+        raise UserError(f"kept_groups={num_kept} hold {num_kept * (num_experts // num_groups)} experts, top_k={top_k}")
+
+
+def normalize_scores(score_TX: Tensor) -> Tensor:
+    """Scores over the sum of a token's."""
+    return score_TX / score_TX.sum(-1, keepdim=True).clamp(min=1e-20)
+
+
+def check_score(score: str, routed_scale: float) -> None:
+    """Raises UserError where a router has no such scores, or no weights of such a scale."""
+    if score not in ("softmax", "sigmoid"):
+        raise UserError(f"score={score!r} is none of softmax, sigmoid")
+    if not (routed_scale > 0 and math.isfinite(routed_scale)):
+        raise UserError(f"routed_scale={routed_scale} is not positive and finite")

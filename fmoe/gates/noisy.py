@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.losses import importance_loss, load_loss
 from fmoe.routing import RoutingGroups
 

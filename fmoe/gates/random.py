@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fmoe.gates.base import FixedRouter
+from fmoe.gates.router import FixedRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -16,7 +16,7 @@ class RandomRouter(FixedRouter):
     The draw is noise like any other: keyed by (seed, layer, step, routing group), new at each step.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
         return best_by_hash(groups.uniform(self.num_experts, "random gate", device), self.top_k)

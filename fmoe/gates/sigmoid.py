@@ -8,17 +8,8 @@ from torch import Tensor
 
 from fmoe import collectives
 from fmoe.errors import UserError
-from fmoe.gates.base import (
-    Choice,
-    Scores,
-    TopKRouter,
-    check_groups,
-    check_score,
-    leave_out_padding,
-    limit_to_groups,
-    shares,
-)
-from fmoe.gates.capacity import count_by_group
+from fmoe.gates.naive import check_groups, check_score, limit_to_groups, normalize_scores
+from fmoe.gates.router import Choice, Scores, TopKRouter, count_by_group, leave_out_padding
 from fmoe.losses import sequence_balance_loss
 from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
@@ -52,7 +43,7 @@ class SigmoidRouter(TopKRouter):
         UserError: see `TopKRouter`; ``bias_step`` negative; groups that cannot be.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     common_losses = ()
     expert_bias_E: Tensor
@@ -107,7 +98,7 @@ class SigmoidRouter(TopKRouter):
         return replace(scores, probs_TE=self.probs(scores.logits_TE.sigmoid()))
 
     def probs(self, score_TE: Tensor) -> Tensor:
-        return score_TE if self.score == "softmax" else shares(score_TE)
+        return score_TE if self.score == "softmax" else normalize_scores(score_TE)
 
     def rule(self) -> tuple[Rule, Tensor] | None:
         if not self.decides_as(SigmoidRouter):
@@ -126,7 +117,7 @@ class SigmoidRouter(TopKRouter):
         expert_TK = ranked_TE.topk(self.top_k, dim=-1).indices
         weight_TK = score_TE.gather(-1, expert_TK)
         if self.normalize and self.top_k > 1:
-            weight_TK = shares(weight_TK)
+            weight_TK = normalize_scores(weight_TK)
         return self.finish_choice(expert_TK, weight_TK * self.routed_scale, score_TE, groups)
 
     def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:

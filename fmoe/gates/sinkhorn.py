@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -25,7 +25,7 @@ class SinkhornRouter(TopKRouter):
         tolerance: a group is left as it is once no column is further than this, relatively, from its sum.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     common_losses = ("z",)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fmoe.gates.assignment import balanced_assignment
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 
@@ -19,7 +19,7 @@ class SwipeRouter(TopKRouter):
     sum of their logits is largest, and a token's experts differ.
     """
 
-    decides_by_logits = True
+    routes_by_logits = True
 
     common_losses = ("z",)
 

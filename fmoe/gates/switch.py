@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
@@ -20,7 +20,7 @@ class SwitchRouter(TopKRouter):
     """
 
     default_top_k = 1
-    decides_by_logits = True
+    routes_by_logits = True
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SwitchRouter(TopKRouter):
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         if not self.training or not self.jitter:
             return x_TD
-        noise_TD = groups.own_uniform16(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
+        noise_TD = groups.local_uniform16(x_TD.shape[1], "switch jitter", x_TD.device).to(x_TD.dtype)
         return x_TD * noise_TD.mul_(2 * self.jitter).add_(1 - self.jitter)
 
     def rule(self) -> tuple[Rule, None] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.gates.base import Choice, Scores, TopKRouter
+from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
 _LADDER = (1.0, 0.5, 0.25, 0.125, 0.0)

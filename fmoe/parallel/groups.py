@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fmoe.errors import UserError
+from fmoe.moe import MoE
 
 logger = logging.getLogger(__name__)
 
@@ -146,17 +147,16 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
 
 
 def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]:
-    """The `FMoE` layers of a model by name, whose experts are spread as the groups say.
+    """The `MoE` layers of a model by name, whose experts are spread as the groups say.
 
     Raises:
         UserError: the experts of a layer are spread over other ranks than ``groups.moe_group``.
     """
-    from fmoe.layer import FMoE  # which imports this package
-
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, FMoE)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     expected = dist.get_process_group_ranks(groups.moe_group)
     for name, layer in layers.items():
-        ranks = [dist.get_rank()] if layer.world_size == 1 else dist.get_process_group_ranks(layer.moe_group)
+        group = layer.exchange.group
+        ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         if ranks != expected:
             raise UserError(
                 f"the experts of {name or layer.name} are spread over the ranks {ranks}, with ep={groups.ep} it is "

@@ -9,7 +9,7 @@ from torch import nn
 
 import fmoe
 from fmoe import parallel
-from fmoe.dispatch import Cost
+from fmoe.exchange import Cost
 
 BATCH, LENGTH, WIDTH, HIDDEN, OUT, EXPERTS, STEPS = 8, 6, 16, 12, 5, 8, 3
 SPLITS = {"ep1 x dp2": (1, 2), "ep2": (2, 1), "ep4": (4, 1), "ep2 x dp2": (2, 2)}

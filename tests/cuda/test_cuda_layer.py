@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe import cuda
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.ops.cuda import kernels as kernels_of_torch
 from fmoe.ops.cuda import trial

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fmoe import ops
 from fmoe.cuda import build
 from fmoe.cuda.kernels import DTYPES, KERNELS
-from fmoe.dispatch import DispatchPlan
-from fmoe.dispatch.routes import Stage
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
+from fmoe.exchange.hops import Stage
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference
 from fmoe.ops.cuda import ffn, gemm, routing, rows

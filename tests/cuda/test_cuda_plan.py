@@ -8,9 +8,9 @@ import torch
 from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
-from fmoe.dispatch.all_to_all import Leg
 from fmoe.dispatch.plan import DispatchPlan
-from fmoe.gates.capacity import count_by_group, drop_over_capacity
+from fmoe.exchange.hops import segment_order
+from fmoe.gates.router import count_by_group, drop_over_capacity
 from fmoe.routing import Routing, RoutingGroups
 
 INT64, INT32, BOOL = torch.int64, torch.int32, torch.bool
@@ -106,11 +106,8 @@ def test_segment_order(launch, kernels, seed):
     key_WL = torch.arange(local).expand(workers, -1)
     if seed % 2 and local > 1:  # any order
         key_WL = torch.randperm(workers * local, generator=g).view(workers, local)
-    leg = Leg(None, receive_WL.tolist(), receive_WL.tolist(), receive_WL, key_WL)
     num_rows = int(receive_WL.sum())
-    expected = leg._order(receive_WL.reshape(-1), num_rows)
-    if expected[0] is None:
-        expected = [torch.arange(num_rows)] * 2
+    expected = segment_order(receive_WL, key_WL, num_rows)
     segments = workers * local
     found = launch(
         "fmoe::segment_order", geometry.segment_order(segments, num_rows), receive_WL.reshape(-1),
@@ -118,7 +115,6 @@ def test_segment_order(launch, kernels, seed):
     )  # fmt: skip
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     with on_cpu(kernels, seed) as launcher:  # as exchanges take it
-        found = leg._order(receive_WL.reshape(-1), num_rows)
-    if local > 1:
-        assert launcher.names() == {"segment_order"}
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        found = segment_order(receive_WL, key_WL, num_rows)
+    assert launcher.names() == {"segment_order"}
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

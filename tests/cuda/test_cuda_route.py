@@ -12,7 +12,7 @@ from kernel_list import NAMES, ROUTE_ITEMS
 from torch import Tensor
 
 from fmoe.gates import GShardRouter, NaiveRouter, SigmoidRouter, SwitchRouter
-from fmoe.gates.base import Scores
+from fmoe.gates.router import Scores
 from fmoe.routing import RoutingGroups
 
 FLOAT, INT64 = torch.float32, torch.int64

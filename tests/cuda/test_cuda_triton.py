@@ -12,7 +12,7 @@ from compare import assert_close
 from cpu_launcher import on_cpu
 
 import fmoe
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference

@@ -16,7 +16,7 @@ from torch import nn
 
 import fmoe
 from fmoe.gates import GATES
-from fmoe.routing import tokens_of
+from fmoe.layout import tokens_of
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 2, 12, 16, 24, 4
 # Name -> dtype of the layer and its input, dtype of autocast or None, limit of the relative error.

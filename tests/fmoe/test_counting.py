@@ -127,7 +127,7 @@ def test_sums_grow_beyond_what_float32_counts():
     def add(load, tokens):
         one = torch.tensor(float(tokens))
         stats = RoutingStats(torch.tensor(load), one, one, one)
-        layer.record(Routing(torch.empty(0, 2).long(), torch.empty(0, 2), {"sequence_balance": one}, stats))
+        layer.aux.record(Routing(torch.empty(0, 2).long(), torch.empty(0, 2), {"sequence_balance": one}, stats))
 
     add([2.0**25, 2.0**25, 2.0**25, 2.0**25], 2**25)
     for _ in range(64):

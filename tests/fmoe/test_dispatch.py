@@ -10,10 +10,10 @@ from compare import relative_error
 from forks import values
 
 import fmoe
-from fmoe.dispatch import EXCHANGES, Cost, DispatchPlan, build_exchange
 from fmoe.dispatch.plan import chunk_counts
-from fmoe.dispatch.shadow import choose
-from fmoe.dispatch.watch import timeout_of
+from fmoe.exchange import EXCHANGES, Cost, DispatchPlan, build_exchange
+from fmoe.exchange.collectives import timeout_of
+from fmoe.exchange.shadow import choose
 from fmoe.routing import Routing
 
 WIDTH, EXPERTS = 16, 4

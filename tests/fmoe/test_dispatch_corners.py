@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe.dispatch import Cost, watch
+from fmoe.exchange import Cost, collectives
 from fmoe.ops import memory
 
 WIDTH, EXPERTS = 16, 4
@@ -83,7 +83,7 @@ def gradients_differ(spread, alone):
 
 def recomputed(way, use_reentrant):
     told = []
-    watch.Watch.fail = lambda self, error: told.append(repr(error))
+    collectives.GroupMonitor.post_failure = lambda self, error: told.append(repr(error))
     torch.manual_seed(dist.get_rank())
     spread, alone = pair(way)
     x = torch.randn(3, 7, WIDTH)
@@ -114,7 +114,7 @@ def labelled(use_checkpoint):
         loss = fmoe.collect_losses(layer)
         (y.sum() + loss).backward()
         found.append((loss.item(), layer.gate.weight.grad.clone()))
-    return found, layer._pending
+    return found, layer.aux.pending
 
 
 def test_recomputation_leaves_no_losses_behind():
@@ -128,7 +128,7 @@ def test_a_reentrant_checkpoint_hides_losses_and_says_so(caplog):
     layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, d_hidden=12, aux_loss="manual", seed=5)
     for _ in range(2):
         checkpoint(layer, torch.randn(6, WIDTH, requires_grad=True), use_reentrant=True).sum().backward()
-        assert layer._pending == []
+        assert layer.aux.pending == []
     assert [record.message.count("use_reentrant=False") for record in caplog.records] == [1]
 
 
@@ -344,7 +344,7 @@ def backward_fails():
         return ""
     try:
         z.sum().backward()
-    except fmoe.dispatch.PeerError as error:
+    except fmoe.exchange.PeerError as error:
         return str(error)
 
 

@@ -8,7 +8,7 @@ from forks import values
 from torch import nn
 
 import fmoe
-from fmoe.dispatch import watch
+from fmoe.exchange import collectives
 
 WIDTH, EXPERTS = 16, 4
 
@@ -20,7 +20,7 @@ def other_groups():
     messages = []
     for groups in ((near, far), (far, near)):
         try:
-            fmoe.dispatch.build_exchange(dist.group.WORLD, EXPERTS, "hierarchical", {"groups": groups})
+            fmoe.exchange.build_exchange(dist.group.WORLD, EXPERTS, "hierarchical", {"groups": groups})
         except fmoe.UserError as error:
             messages.append(str(error))
     return messages
@@ -63,7 +63,7 @@ def through_a_relay():
         seed=0,
     )
     sizes = []
-    start = watch.all_to_all
+    start = collectives.all_to_all
 
     def seen(*args, **kwargs):
         pending = start(*args, **kwargs)
@@ -71,13 +71,13 @@ def through_a_relay():
             sizes.append(len(pending._result))
         return pending
 
-    from fmoe.dispatch import routes
+    from fmoe.exchange import hops
 
-    routes.all_to_all = seen
+    hops.all_to_all = seen
     try:
         layer(torch.randn(400, 8))
     finally:
-        routes.all_to_all = start
+        hops.all_to_all = start
     return max(sizes)
 
 

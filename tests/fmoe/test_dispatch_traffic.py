@@ -7,7 +7,7 @@ from forks import values
 
 import fmoe
 from bench.traffic import Traffic
-from fmoe.dispatch import Cost
+from fmoe.exchange import Cost
 
 EXPERTS, WIDTH, TOKENS = 4, 8, 24
 # Of no cost that pays: all that may be shadowed is.

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from compare import assert_close
 from fastmoe_reference import SmallExpert, brute_force
+from fmoe.layers import _fmoe_general_global_forward, mark_module_parallel_comm
 from forks import values
 from rank_pool import Raised
 
 import fmoe
 from fmoe import DistributedGroupedDataParallel, FMoE, FMoETransformerMLP, functions
 from fmoe.gates import DCGate, NaiveGate, SwipeGate, SwitchGate, utils
-from fmoe.layers import _fmoe_general_global_forward, mark_module_parallel_comm
 
 D, L, W = 8, 3, 2  # width, experts of a worker, workers
 

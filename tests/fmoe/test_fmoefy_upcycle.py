@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fmoe
 from fmoe.gates import GATES
-from fmoe.gates.base import Choice
+from fmoe.gates.router import Choice
 
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
 

@@ -8,7 +8,7 @@ from compare import assert_close
 
 import fmoe
 from fmoe import losses, ops
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.gates import GATES, HashRouter, SigmoidRouter, TopKRouter, build_gate, register_gate
 from fmoe.ops import reference
 from fmoe.routing import Routing, RoutingGroups

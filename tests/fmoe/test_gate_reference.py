@@ -33,7 +33,7 @@ def noise_of(name, gate, groups):
     """What the gate draws in training, per token."""
     cpu = torch.device("cpu")
     kinds = {
-        "switch": lambda: groups.own_uniform16(WIDTH, "switch jitter", cpu),
+        "switch": lambda: groups.local_uniform16(WIDTH, "switch jitter", cpu),
         "gshard": lambda: groups.uniform(max(gate.top_k - 1, 1), "gshard second expert", cpu),
         "noisy": lambda: groups.normal(EXPERTS, "noisy top-k", cpu),
         "random": lambda: groups.uniform(EXPERTS, "random gate", cpu),

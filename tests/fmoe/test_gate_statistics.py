@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import fmoe
 from fmoe.gates import build_gate
 from fmoe.gates.noisy import chance_of_choice
-from fmoe.losses import attach_loss
+from fmoe.losses import AuxLosses
 from fmoe.routing import RoutingGroups
 
 WIDTH, EXPERTS = 16, 8
@@ -115,10 +115,14 @@ def test_bias_alone_balances_skewed_load(micro_batches):
 def test_bias_counts_a_step_once_under_accumulation_and_recomputation():
     gate = build("sigmoid", 2)
     x = skewed_tokens(64).requires_grad_()
+    aux = AuxLosses(EXPERTS)
+    aux.observers.append(gate.record)
 
     def forward(part):
         routing = gate(part, RoutingGroups(1, len(part)))
-        return attach_loss(routing.weight_TK, None, lambda: 1.0, lambda: gate.record(routing))
+        weight_TK = aux.attach(routing, 1.0, training=True)
+        (out_TK,) = aux.count(routing, weight_TK, [weight_TK * 2], training=True)
+        return out_TK
 
     for part in x.chunk(2):
         checkpoint(forward, part, use_reentrant=False).sum().backward()

@@ -155,7 +155,7 @@ def test_the_input_is_one_view(is_contiguous):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_entropy_of_a_router(dtype):
-    from fmoe.gates.base import _entropy
+    from fmoe.gates.router import _entropy
 
     logits_TE = torch.randn(64, 16, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 50  # some are zero
     probs_TE = torch.cat([logits_TE.softmax(-1), torch.eye(16, dtype=dtype), torch.full((1, 16), 1 / 16, dtype=dtype)])

@@ -6,7 +6,7 @@ from compare import assert_close
 from loop_reference import LoopMoE
 
 import fmoe
-from fmoe.routing import tokens_of
+from fmoe.layout import tokens_of
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 3, 10, 12, 20, 5
 
@@ -31,7 +31,7 @@ def build(gate, top_k, capacity_factor, *, dtype=torch.float32, training=True, *
 def noise_of(layer, x):
     """The noise that the layer will use, as inputs for the loop."""
     _, groups = tokens_of(x, WIDTH, layer_seed=layer.seed)
-    jitter = groups.own_uniform16(WIDTH, "switch jitter", x.device).view(BATCH, LENGTH, WIDTH)
+    jitter = groups.local_uniform16(WIDTH, "switch jitter", x.device).view(BATCH, LENGTH, WIDTH)
     second = groups.uniform(max(layer.gate.top_k - 1, 1), "gshard second expert", x.device)
     return jitter.double(), second.view(BATCH, LENGTH, -1).double()
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe import ops
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference
 from fmoe.ops.padded import PaddedPlan

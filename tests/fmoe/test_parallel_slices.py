@@ -120,10 +120,10 @@ def test_sequence_parallel_input_is_taken_as_it_comes(four_ranks):
 
 def second_derivatives_of_parts():
     """A penalty on gradients that crossed ranks: against all rows in one process."""
-    from fmoe.parallel.slicing import Parts
+    from fmoe.layout import TokenShards
 
     group, rank = dist.group.WORLD, dist.get_rank()
-    parts = Parts(group, (2, 3))
+    parts = TokenShards(group, (2, 3))
     g = torch.Generator().manual_seed(0)
     x, other = torch.randn(5, 4, dtype=torch.float64, generator=g), torch.randn(5, 4, dtype=torch.float64, generator=g)
     whole = x.clone().requires_grad_()
@@ -132,21 +132,21 @@ def second_derivatives_of_parts():
     (second,) = torch.autograd.grad(first.square().sum(), whole)
     found = []
     for alike in (True, False):
-        own = parts.own(x).clone().requires_grad_()
-        rows = parts.whole(own, alike=alike)
+        own = parts.local(x).clone().requires_grad_()
+        rows = parts.gather(own, alike=alike)
         # Alike: each rank computes all that is made of the rows. Else each computes some columns of it.
-        mine = other if alike else parts.own(other)
+        mine = other if alike else parts.local(other)
         mixed = (rows.tanh() @ mine.t()).square()
         (mine_first,) = torch.autograd.grad(mixed.sin().sum(), own, create_graph=True)
         (mine_second,) = torch.autograd.grad(mine_first.square().sum(), own)
-        found += [mine_first - parts.own(first), mine_second - parts.own(second)]
+        found += [mine_first - parts.local(first), mine_second - parts.local(second)]
     # Summed over ranks, then cut.
     terms = torch.randn(2, 5, 4, dtype=torch.float64, generator=g).requires_grad_()
     total = terms.sum(0).tanh().pow(3).sum()
     (first,) = torch.autograd.grad(total, terms, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), terms)
     own = terms.detach()[rank].clone().requires_grad_()
-    (mine_first,) = torch.autograd.grad(parts.sum_own(own).tanh().pow(3).sum(), own, create_graph=True)
+    (mine_first,) = torch.autograd.grad(parts.reduce_scatter(own).tanh().pow(3).sum(), own, create_graph=True)
     (mine_second,) = torch.autograd.grad(mine_first.square().sum(), own)
     found += [mine_first - first[rank], mine_second - second[rank]]
     return [difference.abs().max().item() for difference in found]

@@ -39,7 +39,7 @@ def mix_up_rows():
     """Rank 1 sends the experts' outputs back one place off."""
     import os
 
-    from fmoe.dispatch.routes import Stage
+    from fmoe.exchange.hops import Stage
 
     if os.environ["RANK"] == "1":
         arrived = Stage.arrived
@@ -60,13 +60,13 @@ def fail_late():
     """Rank 1 raises where experts compute, while rank 0 waits for its rows."""
     import os
 
-    import fmoe.experts.runner
+    import fmoe.experts.call
 
     def call(*args):
         raise ArithmeticError("one place short")
 
     if os.environ["RANK"] == "1":
-        fmoe.experts.runner.Runner.__call__ = call
+        fmoe.experts.call.ExpertCall.__call__ = call
 
 
 def test_a_rank_that_raises_is_named(forks):

@@ -20,7 +20,7 @@ def core_model():
 
 
 def test_the_readmes_line_on_a_megatron_core_model(forks):
-    assert only(forks.run(1, core_model)) == ("MegatronFMoE", "GShardRouter", 4, 12)
+    assert only(forks.run(1, core_model)) == ("MegatronMoE", "GShardRouter", 4, 12)
 
 
 def core_model_on_two():

@@ -10,7 +10,7 @@ def converted(options):
     from tiny_gpt import EXPERTS, start, tiny_gpt
 
     import fmoe
-    from megatron_patch import MegatronFMoE
+    from megatron_patch import MegatronMoE
 
     start()
     gpt = tiny_gpt()
@@ -18,7 +18,7 @@ def converted(options):
         fmoe.fmoefy(gpt, EXPERTS, **options)
     except fmoe.UserError as error:
         return str(error)
-    return [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronFMoE)]
+    return [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronMoE)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def both_ways(kind):
     from tiny_kinds import BUILD, run
 
     from fmoe import random
-    from megatron_patch import MegatronFMoE, fmoe_layer_spec, fmoefy
+    from megatron_patch import MegatronMoE, fmoe_layer_spec, fmoefy
 
     start()
     options = dict(MOE)
@@ -27,7 +27,7 @@ def both_ways(kind):
         BUILD[kind](lambda spec, **where: fmoe_layer_spec(spec, num_experts=count, **options, **where)),
         fmoefy(BUILD[kind](), count, **options),
     ):
-        layers = [module for module in model.modules() if isinstance(module, MegatronFMoE)]
+        layers = [module for module in model.modules() if isinstance(module, MegatronMoE)]
         clear_aux_losses_tracker()
         random.set_position(seed=1, step=0)
         run(model, labels=True).mean().backward()
@@ -73,7 +73,7 @@ def upcycled(kind, options):
 
     import fmoe
     from fmoe.parallel import is_expert
-    from megatron_patch import MegatronFMoE
+    from megatron_patch import MegatronMoE
 
     start(options.pop("expert_parallel", 1))
     model = BUILD[kind](add_bias_linear=True)
@@ -83,7 +83,7 @@ def upcycled(kind, options):
                 parameter.normal_(std=0.2)
     before = run(model.eval()).detach()
     fmoe.fmoefy(model.train(), EXPERTS, **options)
-    layers = [module.layer_number for module in model.modules() if isinstance(module, MegatronFMoE)]
+    layers = [module.layer_number for module in model.modules() if isinstance(module, MegatronMoE)]
     marked = [p.allreduce is False for p in model.parameters() if is_expert(p)]
     after = []
     for training in (True, False):

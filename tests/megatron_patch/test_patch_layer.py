@@ -47,7 +47,7 @@ def both_ways():
 def test_spec_in_place_and_entry_point_give_the_same_model_bit_for_bit(forks):
     seen = only(forks.run(1, both_ways))
     expected = seen.pop("in place")
-    assert expected["class"] == "MegatronFMoE"
+    assert expected["class"] == "MegatronMoE"
     assert any(".experts.weight_in" in name for name in expected)
     for way, found in seen.items():
         assert found.keys() == expected.keys(), way
@@ -59,15 +59,15 @@ def test_spec_in_place_and_entry_point_give_the_same_model_bit_for_bit(forks):
 def one_layer():
     from tiny_gpt import MOE, start, tiny_gpt
 
-    from megatron_patch import MegatronFMoE, fmoefy
+    from megatron_patch import MegatronMoE, fmoefy
 
     start()
     gpt = tiny_gpt()
     before = dict(gpt.named_parameters())
     assert fmoefy(gpt, layers=[2], **MOE) is gpt
     first, second = gpt.decoder.layers
-    assert not isinstance(first.mlp, MegatronFMoE)
-    assert isinstance(second.mlp, MegatronFMoE)
+    assert not isinstance(first.mlp, MegatronMoE)
+    assert isinstance(second.mlp, MegatronMoE)
     assert second.mlp.layer_number == 2
     for name, parameter in gpt.named_parameters():
         if not name.startswith("decoder.layers.1.mlp."):
@@ -96,7 +96,7 @@ def wrong(case):
     messages = []
     try:
         if case == "tensor parallel":
-            megatron_patch.MegatronFMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
+            megatron_patch.MegatronMoE(tiny_config(tensor_model_parallel_size=2), num_experts=4)
         model, options = gpt, {}
         if case == "linear":
             model = torch.nn.Linear(2, 2)
@@ -140,12 +140,12 @@ def test_wrong_models_are_refused(forks, case, parts):
 def numbered():
     from tiny_gpt import MOE, start, tiny_config
 
-    from megatron_patch import MegatronFMoE
+    from megatron_patch import MegatronMoE
 
     start()
 
     def layer(number, **options):
-        built = MegatronFMoE(tiny_config(), layer_number=number, **MOE | options)
+        built = MegatronMoE(tiny_config(), layer_number=number, **MOE | options)
         return built, [p.detach().clone() for p in built.parameters()]
 
     second, weights = layer(None)
@@ -226,10 +226,10 @@ def padded(shared):
     from tiny_gpt import LENGTH, MOE, WIDTH, start, tiny_config
 
     import fmoe
-    from megatron_patch import MegatronFMoE
+    from megatron_patch import MegatronMoE
 
     start()
-    layer = MegatronFMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}} | shared)
+    layer = MegatronMoE(tiny_config(), layer_number=1, **MOE | {"gate": "naive", "gate_options": {}} | shared)
     torch.manual_seed(0)
     x = torch.randn(LENGTH, 2, WIDTH)
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)

@@ -66,7 +66,7 @@ def converted(options, expert_parallel=1, **own):
     from tiny_gpt import batch, start
 
     import fmoe
-    from megatron_patch import MegatronFMoE, convert_moe_layers
+    from megatron_patch import MegatronMoE, convert_moe_layers
 
     torch.compiler.set_stance("force_eager")  # Megatron's router has a function that is compiled, for half a minute
     start(expert_parallel)
@@ -85,7 +85,7 @@ def converted(options, expert_parallel=1, **own):
             seen.append((gpt.eval()(tokens, positions, None), outside))
     experts = [p for n, p in gpt.named_parameters() if ".experts." in n]
     assert experts and all(p.allreduce is False and p.requires_grad for p in experts)
-    return seen, [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronFMoE)]
+    return seen, [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronMoE)]
 
 
 @pytest.mark.one_in(2)

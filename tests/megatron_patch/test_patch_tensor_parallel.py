@@ -69,7 +69,7 @@ def refused():
     from megatron.core import parallel_state
 
     from fmoe import UserError
-    from megatron_patch import MegatronFMoE, cpu, fmoefy
+    from megatron_patch import MegatronMoE, cpu, fmoefy
 
     cpu.install()
     parallel_state.initialize_model_parallel(2)  # expert tensor parallel size: Megatron's default, as tensor's
@@ -77,7 +77,7 @@ def refused():
     gpt = tiny_gpt(tensor_model_parallel_size=2)
     for attempt in (
         lambda: fmoefy(gpt, num_experts=4, upcycle=True),
-        lambda: MegatronFMoE(gpt.config, num_experts=4, expert=torch.nn.Linear),
+        lambda: MegatronMoE(gpt.config, num_experts=4, expert=torch.nn.Linear),
     ):
         try:
             attempt()

@@ -264,19 +264,19 @@ def drawn_again():
     from tiny_gpt import start
 
     import fmoe
-    from megatron_patch import MegatronFMoE
+    from megatron_patch import MegatronMoE
 
     start()
     gpt = fmoe.fmoefy(dense_gpt({}), 4, seed=3)
     layer = gpt.decoder.layers[0].mlp
     layer.set_layer_number(1)  # as it is: nothing is drawn
     kept = layer.experts.weight_in[0].clone()
-    new = MegatronFMoE(gpt.config, layer_number=1, num_experts=4, seed=3)
+    new = MegatronMoE(gpt.config, layer_number=1, num_experts=4, seed=3)
     layer.reset_parameters()
     assert torch.equal(layer.experts.weight_in, new.experts.weight_in)
     layer.set_layer_number(2)
     assert torch.equal(
-        layer.experts.weight_in, MegatronFMoE(gpt.config, layer_number=2, num_experts=4, seed=3).experts.weight_in
+        layer.experts.weight_in, MegatronMoE(gpt.config, layer_number=2, num_experts=4, seed=3).experts.weight_in
     )
     return bool((kept == gpt.decoder.layers[0].mlp.experts.weight_in[0]).all())
 

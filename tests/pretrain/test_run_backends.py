@@ -36,7 +36,7 @@ class Bytes:
 
 def follow(leader, follower):
     """The follower's gate chooses what the leader's has chosen; returns what counts its own other choices."""
-    from fmoe.gates.base import Choice
+    from fmoe.gates.router import Choice
 
     chosen, lead, own = [], leader.choose, follower.choose
     differing = []

@@ -13,11 +13,11 @@ class BaseGate(nn.Module):
     Attributes:
         tot_expert: E.
         default_top_k: K of layers that are given none.
-        exchanges: whether `forward` exchanges counts between workers.
+        runs_collectives: whether `forward` exchanges counts between workers.
     """
 
     default_top_k = 2
-    exchanges = False
+    runs_collectives = False
 
     def __init__(self, num_expert: int, world_size: int):
         super().__init__()

@@ -12,7 +12,7 @@ class DCGate(GShardGate):
     """`GShardGate` whose capacity is counted over all workers: an expert takes ``ceil(factor * T)`` choices, those of
     the first workers first, whatever worker they come from."""
 
-    exchanges = True
+    runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
         """Drops what is over capacity."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fmoe.compat.gates.naive_gate import NaiveGate
 from fmoe.compat.gates.utils import grant, keep_first, softmax
-from fmoe.dispatch.watch import all_gather
+from fmoe.exchange.collectives import all_gather
 from fmoe.functions import moe_group_of
 
 
@@ -13,7 +13,7 @@ class SwipeGate(NaiveGate):
     """Top-k whose load is the same on all workers: in training, choices that a worker has no room for move to workers
     that have, one round for the first choices, one for the second, and so on. Workers hold as many tokens each."""
 
-    exchanges = True
+    runs_collectives = True
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D] -> index [T, K], score [T, K]: softmax over the logits of the experts that were got."""

@@ -23,7 +23,7 @@ class SwitchGate(NaiveGate):
     """
 
     default_top_k = 1
-    exchanges = True
+    runs_collectives = True
 
     def __init__(
         self,

@@ -177,7 +177,7 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """``expert_TK`` with -1 where the expert is full (`fmoe.gates.capacity.drop_over_capacity`).
+    """``expert_TK`` with -1 where the expert is full (`fmoe.gates.router.drop_over_capacity`).
 
     Args:
         sequences, sequence_length: of tokens that lie [length, sequences]; else 1 and T.

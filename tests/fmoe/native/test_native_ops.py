@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fmoe
 from fmoe import native
-from fmoe.dispatch import DispatchPlan
+from fmoe.dispatch.plan import DispatchPlan
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import native as ops
 from fmoe.ops import reference

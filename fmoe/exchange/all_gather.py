@@ -4,17 +4,18 @@ For small groups and large K: a token travels once to each worker instead of onc
 worker sends each other one a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every worker holds
 the tokens of all.
 
-Shape letters: T tokens of this worker, T' of the worker with most, others as in `fmoe.dispatch.exchange`.
+Shape letters: T tokens of this worker, T' of the worker with most, others as in `fmoe.exchange.base`.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
 from fmoe.dispatch.plan import DispatchPlan
-from fmoe.dispatch.routes import in_step, reached
-from fmoe.dispatch.watch import all_gather, all_to_all
+from fmoe.exchange.base import GroupExchange
+from fmoe.exchange.collectives import all_gather, all_to_all
+from fmoe.exchange.hops import join_graph, tie
+from fmoe.experts.call import ExpertCall
 from fmoe.routing import Routing
 
 
@@ -25,14 +26,14 @@ class AllGatherExchange(GroupExchange):
         group, num_experts, wire_dtype: see `GroupExchange`. Sums are taken in float32 whatever they travel in.
     """
 
-    def open(self, routing: Routing, depth: int = 0) -> Transfer:
+    def open(self, routing: Routing, depth: int) -> "_Gathered":
         return self._agree(routing, routing.expert_TK.device, None, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         self._agree(None, device, error, 0)
 
     @torch.no_grad()
-    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None, depth: int) -> Transfer:
+    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None, depth: int) -> "_Gathered":
         head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
         head[0], head[3] = int(error is not None), depth
         if routing is not None:
@@ -41,16 +42,16 @@ class AllGatherExchange(GroupExchange):
             counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
             head[4:] = counts.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
         heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
-        heads = heads.view(self.num_workers, -1).tolist()  # the one look of the host
-        failed = [worker for worker, row in enumerate(heads) if row[0]]
+        heads = heads.view(self.ep_size, -1).tolist()  # the one look of the host
+        failed = [rank for rank, row in enumerate(heads) if row[0]]
         if failed:
-            self.raise_together(failed, error, device)
+            self.raise_on_all_ranks(failed, error, device)
         longest = max(row[1] for row in heads)
         top_k = max(row[2] for row in heads)
         padded = torch.full((longest, top_k), -1, dtype=torch.int64, device=device)
         padded[: routing.expert_TK.shape[0], : routing.expert_TK.shape[1]] = routing.expert_TK
         everyones = all_gather(self.group, padded, "gathering of choices").wait()
-        first = self.worker * self.num_local_experts
+        first = self.ep_rank * self.num_local_experts
         local = everyones - first
         local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
         plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
@@ -72,15 +73,15 @@ class _Gathered:
         self._group, self._wire_dtype = exchange.group, exchange.wire_dtype
         self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
 
-    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: Experts) -> list[Tensor]:
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         num_rows = sum(self._counts)
         num_tokens = weight_TK.shape[0]
-        rows = [self._plan.permute(self._gather(reached(x, self._depth == 2)), num_rows) for x in inputs]
-        weight_TK = reached(weight_TK, self._depth == 2)
+        rows = [self._plan.permute(self._gather(join_graph(x, self._depth == 2)), num_rows) for x in inputs]
+        weight_TK = join_graph(weight_TK, self._depth == 2)
         lacking = self._top_k - weight_TK.shape[1]
         weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
         weights = _Gather.apply(weights, self._longest, self._group, None)
-        outputs = [in_step(reached(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
+        outputs = [tie(join_graph(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
         return [
             _SumScatter.apply(self._plan.combine(out, weights), num_tokens, self._group, self._wire_dtype)
             for out in outputs

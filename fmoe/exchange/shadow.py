@@ -10,17 +10,14 @@ Shape letters: W workers, E experts in all, L experts of a worker.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.watch import all_reduce, all_to_all, broadcast, reduce
 from fmoe.errors import UserError
-
-if TYPE_CHECKING:
-    from fmoe.dispatch.exchange import Experts
+from fmoe.exchange.collectives import all_reduce, all_to_all, broadcast, reduce
+from fmoe.experts.call import ExpertCall
 
 
 @dataclass(frozen=True)
@@ -103,41 +100,42 @@ class Shadowed:
     Args:
         group: the expert parallel group.
         num_local: L.
-        ids: global ids.
-        counts: this worker's rows of each.
-        is_trained: whether some worker's backward pass comes by.
+        rows: global id of each shadowed expert, and this rank's rows of it.
+        is_trained: some rank's backward pass reaches the experts.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local: int, ids: list[int], counts: list[int], is_trained: bool):
+    def __init__(self, group: dist.ProcessGroup, num_local: int, rows: Sequence[tuple[int, int]], is_trained: bool):
         self._group, self._num_local, self._is_trained = group, num_local, is_trained
-        self.ids, self._counts = ids, counts
-        self.num_rows = sum(counts)
+        self._ids, self._counts = [expert for expert, _ in rows], [count for _, count in rows]
+        self.num_rows = sum(self._counts)
 
-    def run(self, rows: list[Tensor], experts: "Experts") -> list[Tensor]:
-        """The outputs of this worker's rows, computed here."""
-        parameters = [self._borrow(expert, experts) for expert in self.ids]
+    def run(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
+        """Return the outputs of this rank's rows, computed here."""
+        parameters = [self._parameters(expert, experts) for expert in self._ids]
         return experts.run_with(parameters, rows, self._counts)
 
-    def _borrow(self, expert: int, experts: "Experts") -> list[Tensor]:
+    def _parameters(self, expert: int, experts: ExpertCall) -> list[Tensor]:
         owner, local = divmod(expert, self._num_local)
-        # Others take their first expert for the shapes.
-        own = experts.lend(local if owner == self._group.rank() else 0)
-        return borrow(self._group, owner, own, self._is_trained)
+        # Other ranks take the shapes from their first expert.
+        own = experts.shadow(local if owner == self._group.rank() else 0)
+        return broadcast_parameters(self._group, owner, own, self._is_trained)
 
 
-def borrow(group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor], is_trained: bool = True) -> list[Tensor]:
-    """The tensors of worker ``owner`` on every worker, differentiable: their gradients are summed on the owner.
+def broadcast_parameters(
+    group: dist.ProcessGroup, owner: int, tensors: Sequence[Tensor], is_trained: bool = True
+) -> list[Tensor]:
+    """Return the tensors of rank ``owner`` on every rank; differentiable, with gradients summed on the owner.
 
-    Called by every worker of the group. Of the others' tensors only shapes and dtypes matter.
+    Called by every rank of the group. Only shapes and dtypes of the others' tensors matter.
     """
     own = tensors if owner == group.rank() else [t.detach() for t in tensors]
-    # All join in the backward pass, whoever trains which experts.
+    # All ranks join the backward pass, whoever trains which experts.
     joins = torch.empty(0, requires_grad=is_trained, dtype=torch.float32, device="cpu")
-    return list(_Borrow.apply(group, owner, joins, *own))
+    return list(_Broadcast.apply(group, owner, joins, *own))
 
 
-class _Borrow(torch.autograd.Function):
-    """The owner's tensors on every worker; their gradients are summed on the owner."""
+class _Broadcast(torch.autograd.Function):
+    """See `broadcast_parameters`."""
 
     @staticmethod
     def forward(ctx, group, owner, joins, *tensors):

@@ -1,4 +1,4 @@
-"""From a routing to rows grouped by expert and back: plan (integers), exchange (between workers), watch (no hang)."""
+"""Exchanges: how rows travel to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fmoe.dispatch.all_to_all import AllToAllExchange
-from fmoe.dispatch.exchange import Exchange, GroupExchange, LocalExchange
-from fmoe.dispatch.gathered import AllGatherExchange
-from fmoe.dispatch.hierarchical import HierarchicalExchange
-from fmoe.dispatch.padded import PaddedExchange
-from fmoe.dispatch.plan import DispatchPlan
-from fmoe.dispatch.shadow import Cost
-from fmoe.dispatch.watch import PeerError
 from fmoe.errors import UserError, known_names
+from fmoe.exchange.all_gather import AllGatherExchange
+from fmoe.exchange.all_to_all import AllToAllExchange
+from fmoe.exchange.base import Exchange, GroupExchange
+from fmoe.exchange.collectives import PeerError
+from fmoe.exchange.hierarchical import HierarchicalExchange
+from fmoe.exchange.local import LocalExchange
+from fmoe.exchange.padded import PaddedExchange
+from fmoe.exchange.shadow import Cost
 
 # Called as (group, num_experts, **exchange_options).
 EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
@@ -65,8 +65,8 @@ __all__ = [
     "AllGatherExchange",
     "AllToAllExchange",
     "Cost",
-    "DispatchPlan",
     "Exchange",
+    "GroupExchange",
     "HierarchicalExchange",
     "LocalExchange",
     "PaddedExchange",

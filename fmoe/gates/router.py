@@ -1,4 +1,4 @@
-"""What gates have in common.
+"""Base classes of gates, and capacity.
 
 Shape letters: T tokens, D width, E experts, K choices, G routing groups, S places of a group.
 """
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from fmoe import collectives
 from fmoe.errors import UserError
-from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
 from fmoe.losses import load_balancing_loss, router_z_loss
-from fmoe.ops.cuda import routing
+from fmoe.ops.cuda import kernels, routing
+from fmoe.ops.cuda import rows as cuda_rows
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
@@ -25,7 +25,7 @@ class Scores:
     """What a router thinks of its tokens, at least float32.
 
     Attributes:
-        x_TD: the router's input; this rank's part of it alone where the gate `decides_by_logits`.
+        x_TD: the router's input; this rank's part of it alone where the gate `routes_by_logits`.
         logits_TE: its output.
         probs_TE: softmax of the logits, or what else sums to one.
         logsumexp_T: of the logits.
@@ -73,7 +73,7 @@ class Router(nn.Module):
     # rank's logits get the gradients of its own tokens' weights and of the losses: a token's weights may not have
     # gradients of other tokens' logits, nor `choose` parameters of its own. A class says so for itself, not for those
     # derived from it.
-    decides_by_logits = False
+    routes_by_logits = False
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Router(nn.Module):
         """The Routing of choices that padding is left out of already: capacity and statistics."""
         kept_TK = self.drop(expert_TK, groups)
         stats = routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
-        return Routing(kept_TK, weight_TK, losses, stats, self.most(groups))
+        return Routing(kept_TK, weight_TK, losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         """The choices with -1 where the expert is over its capacity."""
         factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
-    def most(self, groups: RoutingGroups) -> int | None:
+    def max_load(self, groups: RoutingGroups) -> int | None:
         """Assignments that no expert gets more of, as far as the gate's capacity tells; None without one."""
         factor = self._factor()
         if factor is None:
@@ -239,7 +239,7 @@ class TopKRouter(Router):
         """The router's input and its output."""
         x_TD = self.router_input(x_TD, groups)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        return x_TD, groups.whole(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
+        return x_TD, groups.gather(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         """The router's view of the tokens."""
@@ -270,9 +270,9 @@ class TopKRouter(Router):
         choice = self.finish_choice(routed.expert_TK, routed.weight_TK, routed.score_TE, groups)
         return scores, choice, routed.entropy_T
 
-    def most(self, groups: RoutingGroups) -> int | None:
-        most = super().most(groups)
-        return groups.num_tokens if most is None else most  # a token chooses an expert once
+    def max_load(self, groups: RoutingGroups) -> int | None:
+        max_load = super().max_load(groups)
+        return groups.num_tokens if max_load is None else max_load  # a token chooses an expert once
 
     def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
         losses = {}
@@ -318,36 +318,56 @@ def routing_stats(
     return RoutingStats(load_E[1:], dropped, entropy_T.sum().float(), tokens)
 
 
-def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
-    """Group-limited routing: scores outside each token's best ``num_kept`` of ``num_groups`` groups of experts become
-    -inf. A group's score is the sum of its ``best_of`` best experts: 1 in DeepSeek-V2 (arXiv 2405.04434 section 2.2.2),
-    2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+# Counting and dropping are ordered by (group, expert, token), so that every run drops the same assignments: a counter
+# advanced by atomics would drop others each time.
+
+
+def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
+    """How many assignments of each group go to each expert: int64 [G, E]. Entries of -1 are not counted."""
+    expert_GN = groups.split(expert_TK, pad=-1).flatten(1) + 1
+    counts = expert_GN.new_zeros(expert_GN.shape[0], num_experts + 1)
+    return counts.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))[:, 1:]
+
+
+def capacity(factor: float, assignments: int, num_experts: int) -> int:
+    """Assignments that an expert takes of a group with so many in all: ``ceil(factor * assignments / E)``, at least 1
+    (GShard section 2.2, Switch equation 3)."""
+    # The product in decimal notation may lie a rounding error above an integer: 1.1 * 10 / 1 is 11.000000000000002.
+    return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
+
+
+def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: int, factor: float) -> Tensor:
+    """``expert_TK`` with -1 where the expert is full.
+
+    An expert serves the first choices of all tokens of the group in token order, then the second choices, and so on
+    (GShard, algorithm 1).
     """
-    grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
-    group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
-    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-    kept_TG = kept_TG.scatter(-1, group_TG.topk(num_kept, dim=-1).indices, True)
-    return grouped_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+    if not expert_TK.numel():
+        return expert_TK
+    if kernels.takes(expert_TK) and num_experts <= kernels.MOST_EXPERTS:
+        shape = groups.layout
+        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *shape, factor)
+    expert_GSK = groups.split(expert_TK, pad=-1)
+    num_groups, size, top_k = expert_GSK.shape
+    # A queue for every (group, expert); what was never assigned waits in a queue of its own, past the last expert.
+    queue_GKS = torch.where(expert_GSK < 0, num_experts, expert_GSK).transpose(1, 2)
+    offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
+    queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
+    sorted_N, order_N = queue_N.sort(stable=True)
+    place_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64) - torch.searchsorted(
+        sorted_N, sorted_N
+    )
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
+    limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
+    fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
+    return groups.join(torch.where(fits_GKS.transpose(1, 2), expert_GSK, -1))
 
 
-def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -> None:
-    """Raises UserError where group-limited routing cannot be."""
-    if num_groups < 1 or num_experts % num_groups:
-        raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
-    if not 1 <= num_kept <= num_groups:
-        raise UserError(f"kept_groups={num_kept} is not between 1 and expert_groups={num_groups}")
-    if num_kept * (num_experts // num_groups) < top_k:
-        raise UserError(f"kept_groups={num_kept} hold {num_kept * (num_experts // num_groups)} experts, top_k={top_k}")
-
-
-def shares(score_TX: Tensor) -> Tensor:
-    """Scores over the sum of a token's."""
-    return score_TX / score_TX.sum(-1, keepdim=True).clamp(min=1e-20)
-
-
-def check_score(score: str, routed_scale: float) -> None:
-    """Raises UserError where a router has no such scores, or no weights of such a scale."""
-    if score not in ("softmax", "sigmoid"):
-        raise UserError(f"score={score!r} is none of softmax, sigmoid")
-    if not (routed_scale > 0 and math.isfinite(routed_scale)):
-        raise UserError(f"routed_scale={routed_scale} is not positive and finite")
+def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
+    """`capacity` of each group, int64 [G]; on the device where a mask says how many tokens a group has."""
+    if groups.mask_T is None:
+        return torch.tensor(
+            [capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device, dtype=torch.int64
+        )
+    assignments_G = groups.valid(device).sum(1) * top_k
+    return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

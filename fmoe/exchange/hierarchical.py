@@ -4,7 +4,7 @@ A message then goes to each node instead of to each worker of it, larger ones ov
 (the hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows
 move twice, the first time over the fast links of the node.
 
-Shape letters: N nodes of I workers each; worker w is on node w // I, in place w % I. Others: `fmoe.dispatch.exchange`.
+Shape letters: N nodes of I workers each; worker w is on node w // I, in place w % I. Others: `fmoe.exchange.base`.
 """
 
 import os
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.all_to_all import AllToAllExchange, Leg, _rows
-from fmoe.dispatch.watch import PeerError, all_to_all, timeout_of
 from fmoe.errors import UserError
+from fmoe.exchange.all_to_all import AllToAllExchange
+from fmoe.exchange.collectives import PeerError, all_to_all, timeout_of
+from fmoe.exchange.hops import Counts, HopCounts
 
 _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = weakref.WeakKeyDictionary()
 
@@ -62,18 +63,18 @@ class HierarchicalExchange(AllToAllExchange):
         if groups is not None:
             node_size = groups[0].size()
         elif node_size is None:
-            node_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_workers))
-            node_size = min(node_size, self.num_workers)
-        if not isinstance(node_size, int) or node_size < 1 or self.num_workers % node_size:
+            node_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.ep_size))
+            node_size = min(node_size, self.ep_size)
+        if not isinstance(node_size, int) or node_size < 1 or self.ep_size % node_size:
             raise UserError(
-                f"exchange_options: node_size={node_size!r} does not divide the {self.num_workers} workers of moe_group"
+                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} workers of moe_group"
             )
-        self.node_size, self.num_nodes = node_size, self.num_workers // node_size
+        self.node_size, self.num_nodes = node_size, self.ep_size // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
-        ranks, first = dist.get_process_group_ranks(group), self.worker // node_size * node_size
+        ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
         for key, part, expected in (
             ("this node", self.node, ranks[first : first + node_size]),
-            ("the workers of this place", self.peers, ranks[self.worker % node_size :: node_size]),
+            ("the workers of this place", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
                 raise UserError(f"exchange_options: groups have the ranks {found} for {key}, not {expected}")
@@ -82,35 +83,29 @@ class HierarchicalExchange(AllToAllExchange):
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.group, self.node, self.peers)
 
-    def _exchange_counts(self, count_E: Tensor, note: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
-            return self._exchange_in_stages(count_E, note)
+            return self._exchange_in_stages(count_E, flag)
         except PeerError as error:  # one stage's workers know, the other's wait for this one
-            self.fail(error)
+            self.post_failure(error)
             raise
 
-    def _exchange_in_stages(self, count_E: Tensor, note: int) -> tuple[list[Tensor], list[Tensor]]:
-        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and the note. Both stages
-        # hand on the largest note, and so every worker gets it.
+    def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and the flag. Both stages
+        # pass on the largest flag, and so every worker gets it.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
-        note_I1 = torch.full_like(count_E[:1], note).expand(self.node_size, 1)
-        send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), note_I1], 1)
+        flag_I1 = torch.full_like(count_E[:1], flag).expand(self.node_size, 1)
+        send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag_I1], 1)
         near = all_to_all(self.node, send, what="exchange of counts in the node").wait()
         count_INL = near[:, :-1].view(self.node_size, self.num_nodes, self.num_local_experts)
-        note_N1 = near[:, -1].max().expand(self.num_nodes, 1)
-        pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), note_N1], 1)
+        flag_N1 = near[:, -1].max().expand(self.num_nodes, 1)
+        pass_on = torch.cat([count_INL.transpose(0, 1).flatten(1), flag_N1], 1)
         far = all_to_all(self.peers, pass_on, what="exchange of counts between nodes").wait(for_host=True)
         return [send, near, far], [near[:, :-1], far[:, :-1]]
 
-    def _notes(self, on_host: list[list[int]]) -> list[int]:
-        return [row[-1] for row in _rows(on_host[-1], self.num_nodes)]
-
-    def _legs(
-        self, tensors: list[Tensor], on_host: list[list[int]]
-    ) -> tuple[list[Leg], list[list[int]], Iterable[int]]:
+    def _hops(self, tensors: list[Tensor], on_host: list[Counts]) -> tuple[list[HopCounts], Counts, Iterable[int]]:
         node_size, num_nodes, num_local = self.node_size, self.num_nodes, self.num_local_experts
-        send, near = ([row[:-1] for row in _rows(values, node_size)] for values in on_host[:2])
-        far = [row[:-1] for row in _rows(on_host[2], num_nodes)]
+        send, near, far = ([row[:-1] for row in rows] for rows in on_host)
         pass_on = [[n for row in near for n in row[m * num_local : (m + 1) * num_local]] for m in range(num_nodes)]
         device = tensors[0].device
         # Rows come from worker i of the node by (node m, expert l) and are to leave by (m, i, l).
@@ -121,9 +116,9 @@ class HierarchicalExchange(AllToAllExchange):
         near_key = ((m * node_size + i) * num_local + local).flatten(1)
         # Then they come from node n by (i, l) and are wanted by l.
         far_key = torch.arange(num_local, device=device, dtype=torch.int64).repeat(num_nodes, node_size)
-        legs = [
-            Leg(self.node, send, near, tensors[1][:, :-1], near_key),
-            Leg(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
+        hops = [
+            HopCounts(self.node, send, near, tensors[1][:, :-1], near_key),
+            HopCounts(self.peers, pass_on, far, tensors[2][:, :-1], far_key),
         ]
         order_E = [
             (m * node_size + i) * num_local + local
@@ -131,7 +126,7 @@ class HierarchicalExchange(AllToAllExchange):
             for m in range(num_nodes)
             for local in range(num_local)
         ]
-        return legs, far, order_E
+        return hops, far, order_E
 
     def describe(self) -> str:
         return f"{super().describe()}(node_size={self.node_size})"

@@ -67,11 +67,11 @@ class Traffic:
         self.sent = sent
 
 
-class Watch:
-    """Waits for the collectives of one process group, which are numbered as they start; `watch_of` makes it.
+class GroupMonitor:
+    """Waits for the collectives of one process group, which are numbered as they start; `monitor_of` makes it.
 
     Attributes:
-        place: what is being done, for messages: the layer and which of its forward passes.
+        context: the layer and its forward pass, for messages.
         started: collectives so far.
         traffic: where what they send is added; None for nowhere.
     """
@@ -80,22 +80,22 @@ class Watch:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
-        self.place, self.started = "a layer", 0
+        self.context, self.started = "a layer", 0
         self.traffic: Traffic | None = None
         self._passes: collections.Counter[str] = collections.Counter()
-        self._told_failure = False
+        self._has_posted = False
         try:
             self._store = dist.distributed_c10d._get_process_group_store(group)
         except (AttributeError, KeyError, ValueError):
             self._store = None
 
-    def begin(self, label: str, traffic: Traffic | None = None) -> None:
+    def start_pass(self, label: str, traffic: Traffic | None = None) -> None:
         """A layer's forward pass over this group begins; what is sent from here on is added to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
-        self.place = f"{label or 'a layer'}, forward pass {self._passes[label]}"
-        if self._told_failure:  # a failure that everyone has got over
-            self._told_failure = False
+        self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
+        if self._has_posted:  # a failure that everyone has got over
+            self._has_posted = False
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
@@ -128,24 +128,24 @@ class Watch:
             time.sleep(nap)
             nap = min(1.2 * nap, 1e-3)
 
-    def fail(self, error: Exception) -> None:
+    def post_failure(self, error: Exception) -> None:
         """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
-        reason = f"rank {self.rank} failed in {self.place}: {type(error).__name__}: {error}"
+        reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
-        self._told_failure = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
+        self._has_posted = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
 
     def _look(self, what: str, number: int, is_late: bool) -> None:
-        self._tell(what, number)
+        self._post(what, number)
         self._raise_if_failed(number)
         if is_late:
             seconds = timeout_of(self._group())
-            raise PeerError(f"{self.place}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
+            raise PeerError(f"{self.context}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant. Those who
         have waited since ``begin`` have said so after `PATIENCE`."""
-        self._tell(what, number)
+        self._post(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
         last, absent = end + _GRACE, None
         while time.monotonic() < end:
@@ -157,9 +157,9 @@ class Watch:
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         reason = str(error).splitlines()[0][:200]
-        return PeerError(f"{self.place}, {what}: {self._missing(number)} ({reason})")
+        return PeerError(f"{self.context}, {what}: {self._missing(number)} ({reason})")
 
-    def _tell(self, what: str, number: int) -> None:
+    def _post(self, what: str, number: int) -> None:
         text = json.dumps([number, what])
         self._ask(lambda store: store.set(f"fmoe/at/{self.rank}", text))
 
@@ -207,36 +207,42 @@ class Watch:
         return answers[0]
 
 
-_watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
+_monitors: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMonitor]" = weakref.WeakKeyDictionary()
 
 
-def watch_of(group: dist.ProcessGroup) -> Watch:
-    """The one watch of a group, whoever exchanges over it."""
-    if group not in _watches:
-        _watches[group] = Watch(group)
-    return _watches[group]
+def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
+    """The one monitor of a group, whoever exchanges over it."""
+    if group not in _monitors:
+        _monitors[group] = GroupMonitor(group)
+    return _monitors[group]
 
 
 class Pending:
     """A collective under way; keeps alive what it reads and writes."""
 
     def __init__(
-        self, watch: Watch, work: collectives.Started, what: str, sent: int, result: torch.Tensor, *read: torch.Tensor
+        self,
+        monitor: GroupMonitor,
+        work: collectives.Started,
+        what: str,
+        sent: int,
+        result: torch.Tensor,
+        *read: torch.Tensor,
     ):
-        watch.started += 1
-        if watch.traffic is not None:
-            watch.traffic.sent += sent
-        self._watch, self._work, self._what, self._number = watch, work, what, watch.started
+        monitor.started += 1
+        if monitor.traffic is not None:
+            monitor.traffic.sent += sent
+        self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
         self._result, self._read = result, read
 
     def wait(self, for_host: bool = False) -> torch.Tensor:
         """What it brings; ``for_host`` before the host is to read it."""
         if self._result.device.type == "cpu":
-            self._watch.wait(self._work, self._what, self._number)
+            self._monitor.wait(self._work, self._what, self._number)
         else:
             self._work.wait()
             if for_host:
-                self._watch.wait_on_device(self._work, self._what, self._number)
+                self._monitor.wait_on_device(self._work, self._what, self._number)
         self._work, self._read = None, ()
         return self._result
 
@@ -251,58 +257,58 @@ def all_to_all(
     """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
     rows = rows.contiguous()
     out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
-    watch = watch_of(group)
-    with _start_errors(watch, what):
+    monitor = monitor_of(group)
+    with _start_errors(monitor, what):
         work = collectives.start(dist.all_to_all_single, out, rows, receive, send, group=group)
     num_rows = rows.shape[0]
     kept = num_rows // group.size() if send is None else send[group.rank()]
     sent = rows.nbytes // num_rows * (num_rows - kept) if num_rows else 0
-    return Pending(watch, work, what, sent, out, rows)
+    return Pending(monitor, work, what, sent, out, rows)
 
 
 def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
     """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
-    watch = watch_of(group)
-    with _start_errors(watch, what):
+    monitor = monitor_of(group)
+    with _start_errors(monitor, what):
         work = collectives.start(_gather_into, out, part, group=group)
-    return Pending(watch, work, what, part.nbytes * (group.size() - 1), out, part)
+    return Pending(monitor, work, what, part.nbytes * (group.size() - 1), out, part)
 
 
 def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
-    """``all_reduce`` in place, under watch."""
-    watch = watch_of(group)
-    with _start_errors(watch, what):
+    """``all_reduce`` in place, under a monitor."""
+    monitor = monitor_of(group)
+    with _start_errors(monitor, what):
         work = collectives.start(dist.all_reduce, value, op=op, group=group)
-    return Pending(watch, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
+    return Pending(monitor, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
 
 
 def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "broadcast") -> Pending:
-    """``broadcast`` in place from the group's ``worker``, under watch."""
-    watch = watch_of(group)
-    with _start_errors(watch, what):
+    """``broadcast`` in place from the group's ``worker``, under a monitor."""
+    monitor = monitor_of(group)
+    with _start_errors(monitor, what):
         work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, worker), group=group)
     others = group.size() - 1 if group.rank() == worker else 0
-    return Pending(watch, work, what, value.nbytes * others, value)
+    return Pending(monitor, work, what, value.nbytes * others, value)
 
 
 def reduce(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "reduction") -> Pending:
     """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
-    watch = watch_of(group)
-    with _start_errors(watch, what):
+    monitor = monitor_of(group)
+    with _start_errors(monitor, what):
         work = collectives.start(dist.reduce, value, dist.get_global_rank(group, worker), group=group)
-    return Pending(watch, work, what, 0 if group.rank() == worker else value.nbytes, value)
+    return Pending(monitor, work, what, 0 if group.rank() == worker else value.nbytes, value)
 
 
 @contextlib.contextmanager
-def _start_errors(watch: Watch, what: str):
+def _start_errors(monitor: GroupMonitor, what: str):
     """A connection that is known to be broken is told when the next collective starts."""
     try:
         yield
     except dist.DistBackendError as error:
-        raise watch._broken(error, what, watch.started + 1, time.monotonic()) from error
+        raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error
     except RuntimeError as error:
         if "onnection" not in str(error) and "imed out" not in str(error):
             raise
-        raise watch._broken(error, what, watch.started + 1, time.monotonic()) from error
+        raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error

@@ -1,0 +1,176 @@
+"""From names and options to the parts of a layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe import collectives, random
+from fmoe.errors import UserError
+from fmoe.exchange import Exchange, build_exchange
+from fmoe.experts import SharedExpert, build_experts
+from fmoe.gates import Gate, build_gate
+from fmoe.layout import Layout
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
+
+
+@dataclass(kw_only=True)
+class Spec:
+    """The options of a layer, checked.
+
+    Attributes:
+        d_model: D, the width of tokens.
+        num_experts: E, on all ranks together; every rank holds ``E / ep_size`` of them.
+        d_hidden: hidden width of an expert; None for ``4 * d_model``.
+        top_k: K, experts per token; None for the gate's own default.
+        gate: a name of `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
+        gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
+        expert: a name of `fmoe.experts.EXPERTS`, a module class or factory (called with ``d_model`` for each expert),
+            or a sequence of those or of modules, one for each of the E; None if a subclass assigns the experts.
+        expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
+        shared_expert: a module, or the hidden width of one, for every token, beside the routed experts.
+        shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
+        granularity: m splits every expert into m of ``d_hidden / m`` and chooses ``m * K`` of them (DeepSeekMoE, arXiv
+            2401.06066).
+        moe_group: expert parallel group, over which the experts are spread; None for one rank.
+        exchange: how rows travel between the ranks of ``moe_group``, a name of `fmoe.exchange.EXCHANGES`
+            (docs/parallelism.md says which pays when); changes nothing in the result.
+        exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
+        slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
+        sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
+            dimension of the input. With either, the gate decides about the tokens of the whole group, so that routing
+            groups are not cut; gradients of gate and shared expert are parts, to be summed over the group.
+        expert_tensor_group: ranks over which the hidden units of every expert are spread; for ffn, swiglu and geglu.
+        aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `fmoe.collect_losses`.
+        loss_weights: factor of each auxiliary loss by name; a missing one keeps its default
+            (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
+        loss_scale: returns the factor between auxiliary losses and the backward pass; None for that of
+            `fmoe.set_loss_scale`.
+        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
+        sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
+        backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the
+            kernels of GPUs (docs/cuda.md), "torch", or "auto": native or cuda where available.
+        check: raise if a combine weight is not finite; synchronizes with a GPU.
+        name: the layer's name in errors and warnings.
+        seed: key of the layer's weights and noise; None draws one from torch's default generator, on the first rank of
+            ``moe_group`` for all of them.
+
+    Raises:
+        UserError: an invalid option; names it, its value and its limit.
+    """
+
+    d_model: int | None = None
+    num_experts: int | None = None
+    d_hidden: int | None = None
+    top_k: int | None = None
+    gate: str | type[nn.Module] | Gate | None = None
+    gate_options: Mapping[str, Any] | None = None
+    expert: str | Callable[..., nn.Module] | Sequence[Any] | None = "ffn"
+    expert_options: Mapping[str, Any] | None = None
+    shared_expert: nn.Module | int | None = None
+    shared_gate: bool = False
+    granularity: int = 1
+    moe_group: dist.ProcessGroup | None = None
+    exchange: str = "all_to_all"
+    exchange_options: Mapping[str, Any] | None = None
+    slice_group: dist.ProcessGroup | None = None
+    sequence_group: dist.ProcessGroup | None = None
+    expert_tensor_group: dist.ProcessGroup | None = None
+    aux_loss: str = "auto"
+    loss_weights: Mapping[str, float] | None = None
+    loss_scale: Callable[[], float | Tensor] | None = None
+    group_size: int | None = None
+    sequence_first: bool = False
+    backend: str = "auto"
+    check: bool = False
+    name: str = "MoE"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("d_model", "num_experts"):
+            if getattr(self, key) is None:
+                raise UserError(f"{key} is missing")
+        for key in ("d_model", "num_experts", "group_size", "granularity", "d_hidden"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UserError(f"{key}={value} is not a positive whole number")
+        if self.aux_loss not in ("auto", "manual"):
+            raise UserError(f"aux_loss={self.aux_loss!r} is neither 'auto' nor 'manual'")
+        self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
+        if self.d_hidden % self.granularity:
+            raise UserError(f"granularity={self.granularity} does not divide d_hidden={self.d_hidden}")
+        if self.slice_group is not None and self.sequence_group is not None:
+            raise UserError(
+                "slice_group is for ranks with the same tokens, sequence_group for those with parts: not both"
+            )
+        if self.expert_tensor_group is not None and {"max_rows", "shadow"} & (self.exchange_options or {}).keys():
+            raise UserError("exchange_options: max_rows and shadow are not for experts over an expert_tensor_group")
+        unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
+        if unknown and isinstance(self.gate, str | None):
+            raise UserError(f"loss_weights has {sorted(unknown)[0]!r}; known are {', '.join(DEFAULT_LOSS_WEIGHTS)}")
+        self.num_experts, self.d_hidden = self.num_experts * self.granularity, self.d_hidden // self.granularity
+        self.top_k = self.top_k and self.top_k * self.granularity
+        self.expert_options = dict(self.expert_options or {})
+
+    def arguments(
+        self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses
+    ) -> dict[str, Any]:
+        """Return the arguments of `fmoe.MoE`; draws `seed` if it is None.
+
+        Args:
+            layout, aux: make these parts.
+        """
+        exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
+        if self.seed is None:
+            self.seed = _draw_seed(exchange)
+        is_manual = self.aux_loss == "manual"
+        return {
+            **self.parts(exchange, self.seed),
+            "exchange": exchange,
+            "layout": layout(self.d_model, self.group_size, self.sequence_first, self.slice_group, self.sequence_group),
+            "aux": aux(self.num_experts, self.loss_weights, is_manual=is_manual, scale=self.loss_scale, name=self.name),
+            "name": self.name,
+            "seed": self.seed,
+            "check": self.check,
+        }
+
+    def parts(self, exchange: Exchange, seed: int) -> dict[str, Any]:
+        """Return gate, experts and shared expert, drawn under the seed: the same weights at every split."""
+        first, count = exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
+        with random.keyed("gate", seed):
+            gate = build_gate(
+                self.gate or "naive", self.d_model, self.num_experts, self.top_k, **dict(self.gate_options or {})
+            )
+        if hasattr(gate, "set_worker"):
+            gate.set_worker(exchange.ep_rank, exchange.ep_size)
+        experts = shared = None
+        if self.expert is not None:
+            experts = build_experts(
+                self.expert,
+                self.num_experts,
+                slice(first, first + count),
+                self.d_model,
+                self.d_hidden,
+                seed,
+                self.expert_options,
+                self.expert_tensor_group,
+                self.backend,
+            )
+        if self.shared_expert is not None:
+            options = {**self.expert_options, "backend": self.backend}
+            with random.keyed("shared expert", seed):
+                shared = SharedExpert(self.d_model, self.shared_expert, gated_output=self.shared_gate, options=options)
+        return {"gate": gate, "experts": experts, "shared": shared}
+
+
+def _draw_seed(exchange: Exchange) -> int:
+    seed = torch.randint(1 << 62, (1,), device="cpu", dtype=torch.int64)
+    group = exchange.group
+    if group is not None:
+        on_host = any(device.type == "cpu" for device in group._device_types)
+        seed = seed if on_host else seed.cuda()
+        collectives.run(dist.broadcast, seed, src=dist.get_global_rank(group, 0), group=group)
+    return int(seed)

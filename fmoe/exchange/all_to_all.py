@@ -1,0 +1,261 @@
+"""Expert parallelism by all-to-all with uneven splits (FastMoE section 3.2, GShard section 3.2).
+
+Rows can be exchanged in chunks, to overlap communication with computation (FasterMoE's smart schedule, PPoPP'22 section
+4.2) or to bound the rows that a rank holds (``max_rows``).
+
+Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows that one of them sends.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fmoe.dispatch.plan import DispatchPlan
+from fmoe.errors import UserError
+from fmoe.exchange import base
+from fmoe.exchange.collectives import all_gather, all_reduce, all_to_all
+from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
+from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
+from fmoe.experts.call import ExpertCall
+from fmoe.routing import Routing
+
+_DEPTHS = 3  # number of depths of `base.GroupExchange.open`
+
+
+class AllToAllExchange(base.GroupExchange):
+    """See the module.
+
+    Args:
+        group, num_experts, wire_dtype: see `base.GroupExchange`.
+        chunks: parts in which rows travel; 1 sends all rows, computes, returns all rows.
+        max_rows: upper bound on R. If the gate sends more to any rank, more chunks are used, and the experts'
+            activations are recomputed in the backward pass: a hot expert costs time, not memory. At least 2 * E; None
+            for no bound.
+        shadow: upper bound on the experts per forward pass that are sent to all ranks instead of rows to them, if that
+            is faster (`fmoe.exchange.shadow`); 0 for none.
+        cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        chunks: int = 1,
+        max_rows: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+        shadow: int = 0,
+        cost: Cost | None = None,
+    ):
+        super().__init__(group, num_experts, wire_dtype=wire_dtype)
+        if not isinstance(shadow, int) or not 0 <= shadow <= num_experts:
+            raise UserError(f"exchange_options: shadow={shadow!r} is not between 0 and num_experts={num_experts}")
+        if not isinstance(chunks, int) or chunks < 1:
+            raise UserError(f"exchange_options: chunks={chunks!r} is not a positive whole number")
+        if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 2 * num_experts):
+            raise UserError(f"exchange_options: max_rows={max_rows!r} is below 2 * num_experts={2 * num_experts}")
+        self.chunks, self.max_rows, self.shadow, self.cost = chunks, max_rows, shadow, cost
+
+    def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
+        if not self.shadow:
+            return super().prepare(facts, experts, device)
+        if not hasattr(experts, "shadow"):
+            raise UserError(
+                f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
+                f"kind without buffers), not {type(experts).__name__}"
+            )
+        if getattr(experts, "_is_fsdp_managed_module", False):
+            raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
+        try:
+            parameters = experts.shadow(0)
+        except UserError as error:
+            self.post_failure(error)  # others may have experts that can be shadowed, and wait
+            raise
+        shapes = ", ".join(f"{list(p.shape)} {p.dtype}" for p in parameters)
+        super().prepare({**facts, "experts to lend": shapes}, experts, device)
+        if self.cost is None:
+            self.cost = measure(self.group, parameters, facts["d_model"], device)
+        return None
+
+    def describe(self) -> str:
+        return (
+            f"{type(self).__name__}(chunks={self.chunks}, max_rows={self.max_rows}, wire_dtype={self.wire_dtype}, "
+            f"shadow={self.shadow}, cost={self.cost})"
+        )
+
+    def open(self, routing: Routing, depth: int) -> "Dispatch | ChunkedDispatch":
+        plan = DispatchPlan.from_routing(routing, self.num_experts)
+        return self._agree(plan, plan.count_E, None, depth)
+
+    def abort(self, error: Exception, device: torch.device) -> None:
+        """Join the exchange of counts with a flag instead of rows: all ranks raise."""
+        self._agree(None, torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
+
+    def _agree(
+        self, plan: DispatchPlan | None, count_E: Tensor, error: Exception | None, depth: int
+    ) -> "Dispatch | ChunkedDispatch":
+        """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed."""
+        shadowed = self._choose_shadows(count_E) if self.shadow else []
+        if shadowed:
+            ids = torch.tensor([expert for expert, _ in shadowed], device=count_E.device, dtype=torch.int64)
+            count_E = count_E.index_fill(0, ids, 0)
+        flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
+        tensors, received = self._exchange_counts(count_E, flag)
+        needed = [] if self.max_rows is None else [self._chunks_needed(received)]
+        on_host = _to_host([*tensors, *needed])  # the only synchronization with the device
+        needed = on_host.pop()[0][0] if needed else 1
+        flags = [row[-1] for row in on_host[-1]]
+        if max(flags) >= _DEPTHS:
+            self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
+        hops, counts_PX, order_E = self._hops(tensors, on_host)
+        depth, num_chunks = max(flags), max(self.chunks, needed)
+        if num_chunks == 1 and not shadowed:
+            plan = plan if order_E is None else plan.arranged(1, order_E)
+            return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
+        chunks = [
+            Dispatch(
+                None,
+                [hop.hop(self.wire_dtype, chunk, num_chunks) for hop in hops],
+                self._per_expert(chunk_of(counts_PX, chunk, num_chunks)),
+                depth,
+            )
+            for chunk in range(num_chunks)
+        ]
+        plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
+        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
+        return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
+
+    def _per_expert(self, counts_PX: Counts) -> list[int]:
+        """Rows of each local expert: kind x is of expert ``x % L``."""
+        num_local = self.num_local_experts
+        return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
+
+    def _choose_shadows(self, count_E: Tensor) -> list[tuple[int, int]]:
+        """Experts to send to all ranks, with this rank's rows of each."""
+        loads_WE = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
+        loads_WE = loads_WE.view(self.ep_size, -1).tolist()
+        chosen = choose(loads_WE, self.num_local_experts, self.shadow, self.cost)
+        return [(expert, loads_WE[self.ep_rank][expert]) for expert in chosen]
+
+    def _chunks_needed(self, received: list[Tensor]) -> Tensor:
+        num_rows = torch.stack([counts.sum() for counts in received]).max()
+        # An expert's rows of one sender are split as evenly as possible: at most one per chunk more than R / chunks.
+        needed = -(-num_rows // (self.max_rows - self.num_experts))
+        needed = torch.where(num_rows <= self.max_rows, 1, needed).view(1, 1)
+        return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
+
+    def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors [P, X + 1] that the host is to read, and the counts of rows received in each hop. The last column of
+        the last tensor has flags, among them the largest of all ranks."""
+        send = count_E.view(self.ep_size, self.num_local_experts)
+        send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
+        receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
+        return [send, receive], [receive[:, :-1]]
+
+    def _hops(
+        self, tensors: list[Tensor], on_host: list[Counts]
+    ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
+        """The hops, the counts [P][X] of the last one, and the order of experts in which rows leave (None: by id)."""
+        send, receive = ([row[:-1] for row in rows] for rows in on_host)
+        return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
+
+
+def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
+    """Return the hop of rows that are sorted by expert on their way out and needed by local expert.
+
+    Args:
+        received: ``receive_WL`` on the device.
+    """
+    key_WL = torch.arange(received.shape[1], device=received.device, dtype=torch.int64).expand_as(received)
+    return HopCounts(group, send_WL, receive_WL, received, key_WL)
+
+
+def _to_host(tensors: list[Tensor]) -> list[Counts]:
+    """Matrices on the host, in one copy."""
+    values = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
+    return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
+
+
+class Dispatch:
+    """Rows to the ranks of their experts, through the experts, and back.
+
+    Args:
+        plan: None for a part of a `ChunkedDispatch`.
+        hops: one; two for the hierarchical exchange.
+        counts: rows of each local expert.
+        depth: how far the backward pass goes on some rank (`base.GroupExchange.open`).
+    """
+
+    def __init__(self, plan: DispatchPlan | None, hops: list[Hop], counts: list[int], depth: int):
+        self.plan, self.hops, self.counts, self.depth = plan, hops, counts, depth
+        self.num_rows = sum(hops[0].send)
+
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
+        """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
+        rows = [self.plan.permute(join_graph(x, self.depth == 2), self.num_rows) for x in inputs]
+        return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
+
+    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
+        """Rows in the order of the plan -> the outputs of their experts."""
+        for hop in self.hops:
+            rows = [hop.forward(r) for r in rows]
+        outputs = self.compute(list(rows), experts)
+        for hop in reversed(self.hops):
+            outputs = [hop.back(y) for y in outputs]
+        return outputs
+
+    def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
+        """Rows of this rank's experts -> their outputs."""
+        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(rows, self.counts)]
+
+
+class ChunkedDispatch:
+    """Rows in chunks: while the experts compute one, the next one is sent and the previous one is returned.
+
+    Args:
+        plan: orders rows by chunk; those of shadowed experts come last.
+        shadowed: experts whose rows stay on this rank; None for none.
+        is_bounded: one chunk after the other, recomputed in the backward pass.
+    """
+
+    def __init__(self, plan: DispatchPlan, chunks: list[Dispatch], shadowed: Shadowed | None, is_bounded: bool = False):
+        self.plan, self.chunks, self.shadowed, self.is_bounded = plan, chunks, shadowed, is_bounded
+
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
+        """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
+        sizes = [chunk.num_rows for chunk in self.chunks] + ([self.shadowed.num_rows] if self.shadowed else [])
+        rows = [self.plan.permute(join_graph(x, self.chunks[0].depth == 2), sum(sizes)) for x in inputs]
+        parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
+        at_home = parts.pop() if self.shadowed else None
+        if len(parts) == 1:
+            outputs = [self.chunks[0].through(*parts[0], experts=experts)]
+        elif self.is_bounded:
+            outputs = [
+                checkpoint(chunk.through, *part, experts=experts, use_reentrant=False)
+                for chunk, part in zip(self.chunks, parts, strict=True)
+            ]
+        else:
+            outputs = self._overlapped(parts, experts)
+        if self.shadowed:
+            outputs.append(self.shadowed.run(list(at_home), experts))
+        joined = [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
+        return [self.plan.combine(y, weight_TK) for y in joined]
+
+    def _overlapped(self, parts: list[tuple[Tensor, ...]], experts: ExpertCall) -> list[list[Tensor]]:
+        chunks, returning = self.chunks, []
+        sending = [chunks[0].hops[0].start(r) for r in parts[0]]
+        for index, chunk in enumerate(chunks):
+            first, *rest = chunk.hops
+            rows = [handle.wait() for handle in sending]
+            for hop in rest:
+                rows = [hop.forward(r) for r in rows]
+            if index + 1 < len(chunks):
+                sending = [chunks[index + 1].hops[0].start(r) for r in parts[index + 1]]
+            outputs = chunk.compute(rows, experts)
+            for hop in reversed(rest):
+                outputs = [hop.back(y) for y in outputs]
+            returning.append([first.start(y, back=True) for y in outputs])
+        return [[handle.wait() for handle in handles] for handles in returning]

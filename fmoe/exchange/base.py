@@ -1,0 +1,326 @@
+"""Contracts of exchanges, which move rows to the ranks that own their experts, and back.
+
+A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. It agrees on what
+    goes
+where, permutes, sends, calls the experts, returns their outputs and combines them. An error on one rank inside the
+session raises on every rank.
+
+Shape letters: T tokens, K experts per token, D width, E experts of all ranks, L experts of a rank, W ranks, M rows that
+this rank sends, R rows that it receives. Rank w of the group owns the experts w * L ... (w + 1) * L - 1.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
+
+from fmoe.errors import UserError
+from fmoe.exchange.collectives import PeerError, Traffic, all_gather, broadcast, monitor_of
+from fmoe.experts.call import ExpertCall
+from fmoe.routing import Routing
+
+
+class Dispatch(Protocol):
+    """One forward pass after the ranks have agreed on the counts of rows; differentiable."""
+
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
+        """Tensors [T, ...] of which each expert gets its tokens' rows -> ``sum_k weight_tk * output of expert (t, k)``,
+        [T, ...] for each tensor that the experts return."""
+        ...
+
+
+class Session(Protocol):
+    """A forward pass of a layer."""
+
+    def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
+        """As `Dispatch.run`.
+
+        Raises:
+            PeerError: another rank failed, is gone or does not respond.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """Moves rows between the ranks of an expert parallel group.
+
+    Attributes:
+        ep_rank, ep_size: this rank's place in the group, and the group's size.
+        group: None for a single rank.
+        num_experts, num_local_experts: E and L.
+        traffic: bytes that this rank has sent to others, in forward and backward passes.
+    """
+
+    ep_rank: int
+    ep_size: int
+    group: dist.ProcessGroup | None
+    num_experts: int
+    num_local_experts: int
+    traffic: Traffic
+
+    def session(
+        self,
+        name: str,
+        facts: Callable[[Any], dict[str, object]],
+        experts: nn.Module,
+        x: Any,
+        gate_runs_collectives: bool = False,
+    ) -> AbstractContextManager[Session]:
+        """Open a forward pass.
+
+        Args:
+            name: the layer's, for errors.
+            facts: called with ``x`` in the first session; returns what must be the same on all ranks.
+            experts: the experts of this rank.
+            x: the layer's input.
+            gate_runs_collectives: the gate communicates over the group, so that other ranks wait for this one in it.
+
+        Raises:
+            UserError: the facts differ; on all ranks, with the fact, the ranks and the values.
+        """
+        ...
+
+
+class GroupExchange:
+    """Base class of the exchanges over a process group; a subclass has `open`.
+
+    Args:
+        group: the expert parallel group, gloo or nccl.
+        num_experts: E.
+        wire_dtype: dtype of rows on the wire, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for their
+            own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
+        self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
+        self.ep_rank, self.ep_size = group.rank(), group.size()
+        self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
+        self._is_prepared = False
+
+    def __deepcopy__(self, memo) -> "GroupExchange":
+        return self  # process groups cannot be copied, and the rest belongs to the group
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups that rows travel over."""
+        return (self.group,)
+
+    @contextmanager
+    def session(
+        self,
+        name: str,
+        facts: Callable[[Any], dict[str, object]],
+        experts: nn.Module,
+        x: Any,
+        gate_runs_collectives: bool = False,
+    ) -> Iterator["GroupSession"]:
+        """Open a forward pass (`Exchange.session`)."""
+        for group in self.groups:
+            monitor_of(group).start_pass(name, self.traffic)
+        device = _device_of(experts, x)
+        if not self._is_prepared:
+            with self.traffic.paused():
+                self.prepare(facts(x), experts, device)
+            self._is_prepared = True
+        session = GroupSession(self, device, gate_runs_collectives)
+        try:
+            refuse_replicating_wrapper(experts, self.group, name)
+            yield session
+        except _StopRecomputationError:  # no failure: a checkpoint has all that it needs of this pass
+            raise
+        except Exception as error:
+            session.report(error)
+            raise
+
+    def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
+        """Run before the first session.
+
+        Raises:
+            UserError: the facts differ between ranks.
+        """
+        check_consistency(self.group, {**facts, "exchange": self.describe()}, device)
+
+    def describe(self) -> str:
+        """Return the exchange and its options, for `prepare`."""
+        return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
+
+    def open(self, routing: Routing, depth: int) -> Dispatch:
+        """Agree with the other ranks on the counts of rows. The host waits for the device here, at most once.
+
+        Args:
+            depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither. All ranks go
+                as far as one of them has to (except `PaddedExchange`, which exchanges nothing beforehand).
+
+        Raises:
+            PeerError: another rank failed before it got here.
+        """
+        raise NotImplementedError
+
+    def abort(self, error: Exception, device: torch.device) -> None:
+        """Called instead of `open` by a rank that failed before it: every rank raises.
+
+        Args:
+            device: of the layer, on which the others exchange their counts.
+        """
+        self.post_failure(error)
+
+    def restore_context(self, outputs: list[Tensor]) -> None:
+        """Have errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
+        contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
+
+        def restore(_grad: Tensor) -> None:
+            for monitor, context in contexts:
+                monitor.context, monitor.traffic = context, self.traffic
+
+        for out in outputs:
+            if out.requires_grad:
+                out.register_hook(restore)
+
+    def post_failure(self, error: Exception) -> None:
+        """Tell the ranks that wait for this one that it failed and will not join them."""
+        # A failure of another rank is known to the whole group, but not to other groups.
+        if not isinstance(error, PeerError) or len(self.groups) > 1:
+            for group in self.groups:
+                monitor_of(group).post_failure(error)
+
+    def raise_on_all_ranks(self, failed: list[int], error: Exception | None, device: torch.device) -> NoReturn:
+        """Called by every rank: share the message of the first failed one and raise. It keeps its own exception."""
+        raise_on_all_ranks(self.group, failed, error, device)
+
+
+class GroupSession:
+    """A forward pass over a group.
+
+    How the other ranks learn of an error on this one depends on where they wait for it: until `run` they exchange the
+    counts of rows, or are in the gate's collectives; afterwards they are in an exchange of rows.
+
+    Attributes:
+        report: tells the other ranks of an error.
+    """
+
+    def __init__(self, exchange: GroupExchange, device: torch.device, gate_runs_collectives: bool):
+        self._exchange = exchange
+        self.report: Callable[[Exception], None] = lambda error: exchange.abort(error, device)
+        if gate_runs_collectives:
+            self.report = exchange.post_failure
+
+    def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
+        """Exchange counts, send rows, compute, return rows, combine."""
+        exchange = self._exchange
+        self.report = _nobody  # an error in `open` is reported there
+        dispatch = exchange.open(routing, _backward_depth(inputs, experts.module))
+        self.report = exchange.post_failure
+        outputs = dispatch.run(inputs, weight_TK, experts)
+        exchange.restore_context(outputs)
+        return outputs
+
+
+def _nobody(_error: Exception) -> None:
+    pass
+
+
+def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
+    """How far the backward pass goes: 2 to the tokens, 1 to the experts, 0 to neither."""
+    if not torch.is_grad_enabled():
+        return 0
+    if any(x.requires_grad for x in inputs):
+        return 2
+    return int(any(p.requires_grad for p in experts.parameters()))
+
+
+def _device_of(experts: nn.Module, x: Any) -> torch.device:
+    parameter = next(experts.parameters(), None)
+    tensors = [parameter] if parameter is not None else [t for t in pytree.tree_leaves(x) if isinstance(t, Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+_MESSAGE_BYTES = 2048
+
+
+def raise_on_all_ranks(
+    group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
+) -> NoReturn:
+    """Called by every rank of the group, with the same ``failed`` ranks and, on those, their error."""
+    text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error is not None else b""
+    message = _as_bytes(text, device)
+    broadcast(group, message, failed[0], "sharing of an error").wait(for_host=True)
+    if error is not None:
+        raise error
+    ranks = ", ".join(str(dist.get_global_rank(group, rank)) for rank in failed)
+    raise PeerError(f"rank {ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
+
+
+def _as_bytes(text: bytes, device: torch.device) -> Tensor:
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+    if text:
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return message.to(device)
+
+
+def _as_text(message: Tensor) -> str:
+    return bytes(message.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], device: torch.device) -> None:
+    """Called by every rank of the group: raise the same error on all of them if their facts differ.
+
+    Args:
+        facts: values that are compared and shown as text.
+
+    Raises:
+        UserError: names the fact, the ranks that differ from most, and the values.
+    """
+    lines = [f"{name}={value}".replace("\n", " ")[:120] for name, value in facts.items()]
+    message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
+    messages = all_gather(group, message, "introduction of a layer").wait(for_host=True).view(group.size(), -1)
+    rows = [_as_text(message).split("\n") for message in messages]
+    for column in zip(*rows, strict=False):
+        values = sorted(set(column), key=lambda value: (-column.count(value), column.index(value)))
+        if len(values) > 1:
+            ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
+            others = ", ".join(value.partition("=")[2] for value in values[1:])
+            name, _, usual = values[0].partition("=")
+            raise UserError(
+                f"{rows[0][0].partition('=')[2]}: rank {', '.join(map(str, ranks))} has {name}={others}, "
+                f"the others of moe_group have {usual}"
+            )
+
+
+def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
+    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: they take
+    the experts of several ranks for replicas.
+
+    Called in the forward pass, because torch reads which parameters to ignore from the outermost module, which a layer
+    cannot reach, and tells no module that it was wrapped: only the wrapper that runs is visible from within.
+
+    Raises:
+        UserError: a wrapper replicates or shards the experts of several ranks.
+    """
+    if torch.compiler.is_compiling():
+        return
+    expert = next(experts.parameters(), None)
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and any(expert is p for p in wrapper._module_parameters):
+        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+        if others & set(dist.get_process_group_ranks(wrapper.process_group)):
+            raise UserError(
+                f"torch's DistributedDataParallel made the experts of {name} on all ranks those of its first "
+                "rank: build the model anew and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
+            )
+    # FSDP puts its own tensors in the place of parameters, which lose the mark of experts.
+    if getattr(experts, "_is_fsdp_managed_module", False) and getattr(expert, "allreduce", True):
+        from torch.distributed.fsdp import FSDPModule
+
+        if not any(isinstance(module, FSDPModule) for module in experts.modules()):
+            raise UserError(
+                f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: build "
+                "the model anew and shard it with fmoe.parallel.fully_shard(model, groups)"
+            )

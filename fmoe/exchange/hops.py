@@ -1,0 +1,215 @@
+"""One all-to-all of rows with uneven splits, differentiable, and the order in which its rows are needed.
+
+Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends, S = P * X
+segments.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe.dispatch.plan import chunk_counts
+from fmoe.exchange.collectives import Pending, all_to_all
+from fmoe.ops import reorder
+from fmoe.ops.cuda import kernels
+
+Counts = list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """Rows to the peers of ``group`` (`forward`) and back (`back`).
+
+    `start` begins either, so that experts compute meanwhile. The backward pass does the same: the gradient of a row
+    leaves when the backward pass reaches the point where the row arrived, and is awaited where the row left.
+
+    Attributes:
+        send, receive: rows to and from each peer.
+        order_R: index, among the rows as they arrive, of each row in the order needed; None if the two orders are
+            equal.
+        inverse_R: the inverse of ``order_R``.
+        wire_dtype: dtype of rows on the wire; None for their own.
+    """
+
+    group: dist.ProcessGroup
+    send: list[int]
+    receive: list[int]
+    order_R: Tensor | None = None
+    inverse_R: Tensor | None = None
+    wire_dtype: torch.dtype | None = None
+
+    def forward(self, rows_MD: Tensor) -> Tensor:
+        """Return the rows that the peers sent, in the order needed: [R, D]."""
+        return self.unpack(_AllToAll.apply(rows_MD.to(self._wire(rows_MD)), self, False), rows_MD.dtype)
+
+    def back(self, rows_RD: Tensor) -> Tensor:
+        """Return one row for each row sent by `forward`, in that order: [M, D]."""
+        return _AllToAll.apply(self._pack(rows_RD), self, True).to(rows_RD.dtype)
+
+    def start(self, rows: Tensor, back: bool = False) -> "Handle":
+        """Begin `forward` or `back`; `Handle.wait` ends it."""
+        handle = Handle(self, back, rows.dtype)
+        handle.rows = _Start.apply(self._pack(rows) if back else rows.to(self._wire(rows)), handle)
+        return handle
+
+    def launch(self, rows: Tensor, back: bool) -> Pending:
+        """Start the collective."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        return all_to_all(self.group, rows, receive, send)
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """From the wire to the order needed, in one pass."""
+        return rows.to(dtype) if self.order_R is None else reorder(rows, self.order_R, self.inverse_R, dtype)
+
+    def _pack(self, rows: Tensor) -> Tensor:
+        dtype = self._wire(rows)
+        return rows.to(dtype) if self.order_R is None else reorder(rows, self.inverse_R, self.order_R, dtype)
+
+    def _wire(self, rows: Tensor) -> torch.dtype:
+        return rows.dtype if self.wire_dtype is None or not rows.is_floating_point() else self.wire_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class HopCounts:
+    """How many rows of each kind a hop moves.
+
+    Attributes:
+        send_PX, receive_PX: on the host.
+        receive: ``receive_PX`` on the device.
+        key_PX: rows are needed in the order of these numbers, and otherwise as they arrive.
+    """
+
+    group: dist.ProcessGroup
+    send_PX: Counts
+    receive_PX: Counts
+    receive: Tensor
+    key_PX: Tensor
+
+    def hop(self, wire_dtype: torch.dtype | None = None, chunk: int = 0, num_chunks: int = 1) -> Hop:
+        """Return the hop of one chunk."""
+        send, received, receive = self.send_PX, self.receive_PX, self.receive
+        if num_chunks > 1:
+            send, received = (chunk_of(counts, chunk, num_chunks) for counts in (send, received))
+            begin, end = (-(-receive * c // num_chunks) for c in (chunk, chunk + 1))
+            receive = end - begin
+        sizes = [sum(row) for row in received]
+        # One segment per peer is in order already, because keys rise with peers.
+        order = (None, None) if self.key_PX.shape[1] == 1 else segment_order(receive, self.key_PX, sum(sizes))
+        return Hop(self.group, [sum(row) for row in send], sizes, *order, wire_dtype)
+
+
+def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
+    """Return the part of each count that is in one chunk (`chunk_counts`)."""
+    return [[chunk_counts(n, num_chunks)[chunk] for n in row] for row in counts]
+
+
+def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the permutation of rows that sorts their segments by key, and its inverse."""
+    receive_S, order_S = receive_PX.reshape(-1), key_PX.reshape(-1).argsort(stable=True)
+    if kernels.takes(receive_S) and len(receive_S) <= kernels.MOST_SEGMENTS:
+        return kernels.segment_order(receive_S.contiguous(), order_S, num_rows)
+    sorted_S = receive_S[order_S]
+    shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (sorted_S.cumsum(0) - sorted_S)
+    row_R = torch.arange(num_rows, device=receive_S.device, dtype=torch.int64)
+    order_R = row_R + shift_S.repeat_interleave(sorted_S, output_size=num_rows)
+    return order_R, row_R - shift_S[order_S.argsort()].repeat_interleave(receive_S, output_size=num_rows)
+
+
+def join_graph(x: Tensor, is_needed: bool) -> Tensor:
+    """Return ``x`` as part of the graph if another rank's backward pass needs this rank's collectives."""
+    if is_needed and not x.requires_grad and x.is_floating_point():
+        return x.detach().requires_grad_()
+    return x
+
+
+def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """Tie an output of experts to their rows, so that all ranks run the same collectives in the backward pass and in a
+    recomputation, even if no expert of this rank uses its rows or saves anything."""
+    return _Tie.apply(out, *rows)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, *rows):
+        ctx.save_for_backward(out.new_empty(0))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors  # here a checkpoint begins to recompute
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, hop: Hop, back: bool):
+        ctx.hop, ctx.back = hop, back
+        return hop.launch(rows, back).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllToAll.apply(grad, ctx.hop, not ctx.back), None, None
+
+
+@dataclass(eq=False)
+class Handle:
+    """Rows under way.
+
+    Attributes:
+        back: on the way of `Hop.back`.
+        dtype: of the rows before and after.
+        rows: stands for the rows in the graph until `wait`.
+        pending, grads: collectives under way, of rows and of their gradients.
+    """
+
+    hop: Hop
+    back: bool
+    dtype: torch.dtype
+    rows: Tensor | None = None
+    pending: Pending | None = None
+    grads: list[Pending] | None = None
+
+    def wait(self) -> Tensor:
+        """Return the rows."""
+        rows = _Wait.apply(self.rows, self)
+        return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
+
+
+class _Start(torch.autograd.Function):
+    """Start the collective. The result must not be read: `_Wait` returns the rows."""
+
+    @staticmethod
+    def forward(ctx, rows, handle: Handle):
+        ctx.handle, handle.grads = handle, []
+        handle.pending = handle.hop.launch(rows, handle.back)
+        # In the dtype of the rows, so that autograd passes their gradient as it is.
+        size = sum(handle.hop.send if handle.back else handle.hop.receive)
+        return rows.new_empty(()).expand(size, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad):
+        handle = ctx.handle
+        if torch.is_grad_enabled():  # for second derivatives (create_graph) `_Wait` left the exchange to this
+            return _AllToAll.apply(grad, handle.hop, not handle.back), None
+        return handle.grads.pop().wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Wait for rows; in the backward pass start the collective of their gradients."""
+
+    @staticmethod
+    def forward(ctx, rows, handle: Handle):
+        ctx.handle = handle
+        pending, handle.pending = handle.pending, None
+        return pending.wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        handle = ctx.handle
+        if torch.is_grad_enabled():
+            return grad, None
+        handle.grads.append(handle.hop.launch(grad, not handle.back))
+        return grad.new_zeros(()).expand(grad.shape), None

@@ -1,0 +1,329 @@
+"""FastMoE's layer, `FMoE`, as a porch on `fmoe.MoE`; ``fmoe.layers`` is this module.
+
+Shape letters: T tokens of this rank, D model width, E experts, K experts per token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fmoe.build import Spec
+from fmoe.errors import UserError
+from fmoe.experts.call import ExpertCall, is_unchanged
+from fmoe.experts.modules import ModuleExperts
+from fmoe.fastmoe import spelling
+from fmoe.fastmoe.spelling import mark_module_parallel_comm
+from fmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward
+from fmoe.gates import Gate
+from fmoe.gates.external import checked, takes_groups
+from fmoe.gates.router import Router
+from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice
+from fmoe.moe import MoE
+from fmoe.routing import Routing
+
+
+@dataclass(eq=False)
+class NestedTokens(LocalTokens):
+    """Tokens of a nest of tensors.
+
+    Attributes:
+        nest: structure of the input.
+        filled: FastMoE's ``mask`` of these tokens.
+    """
+
+    nest: pytree.TreeSpec | None = None
+    filled: Tensor | None = None
+
+
+class NestedLayout(Layout):
+    """Inputs may be nests of tensors that agree in all but their last dimension: the gate sees the first one, experts get
+    rows of all."""
+
+    def split(
+        self,
+        x: Any,
+        mask: Tensor | None,
+        token_ids: Tensor | None,
+        seed: int,
+        by_logits: bool = False,
+        *,
+        filled: Tensor | None = None,
+        is_fastmoe: bool = False,
+    ) -> NestedTokens:
+        """As `Layout.split`.
+
+        Args:
+            filled: FastMoE's ``mask``, of the tokens; 0 for those to route.
+            is_fastmoe: the gate sees only this rank's slice, as in FastMoE.
+        """
+        leaves, nest = pytree.tree_flatten(x)
+        leading = leaves[0].shape[:-1]
+        if filled is not None:
+            filled = filled.to(leaves[0].device).view(leading)
+            mask = filled == 0 if mask is None else mask
+        if is_fastmoe and self.slice_group is not None:
+            tokens = self._own_slice(leaves[0], mask, token_ids, seed)
+        else:
+            tokens = super().split(leaves[0], mask, token_ids, seed, by_logits)
+        rest = leaves[1:]
+        for leaf in rest:
+            if leaf.shape[: len(leading)] != leading:
+                raise UserError(
+                    f"a tensor of the input has shape {tuple(leaf.shape)}; it must begin with {tuple(leading)}"
+                )
+        if self.slice_group is not None:
+            rest, filled = take_slice((rest, filled), self.slice_group)
+        num_tokens = tokens.x_TD.shape[0]
+        inputs = [tokens.x_TD, *(leaf.reshape(num_tokens, *leaf.shape[len(leading) :]) for leaf in rest)]
+        return NestedTokens(**vars(tokens) | {"inputs": inputs}, nest=nest, filled=filled)
+
+    def _own_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int) -> LocalTokens:
+        begin, end = slice_bounds(x.shape[0], self.slice_group.rank(), self.slice_group.size())
+        own, mask, token_ids = take_slice((x, mask, token_ids), self.slice_group)
+        before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()
+        x_TD, groups = self.tokens(own, mask, token_ids, seed, before=before)
+        share = (end - begin) / x.shape[0] if x.shape[0] else 1.0
+        return LocalTokens([x_TD], x_TD, groups, x.shape[:-1], share, slice_group=self.slice_group)
+
+
+class NestedCall(ExpertCall):
+    """Experts of nests, called by a layer's ``expert_fn``.
+
+    Args:
+        layer: its ``expert_fn`` and experts are called.
+        tokens: of this forward pass.
+
+    Attributes:
+        nest: structure of the outputs, once there are some.
+    """
+
+    def __init__(self, layer: "FMoE", tokens: NestedTokens):
+        super().__init__(layer.experts, layer.name, tokens.x_TD, layer.training)
+        self._expert_fn, self._inputs, self.nest = layer.expert_fn, tokens.nest, tokens.nest
+        self._has_own_expert_fn = not is_unchanged(layer, "expert_fn", FMoE.expert_fn)
+
+    def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
+        rows = pytree.tree_unflatten(rows, self._inputs)
+        return self._flat(self.module(rows, counts_L, *keys_R) if keys_R else self._expert_fn(rows, counts_L))
+
+    def compute_with(
+        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
+    ) -> list[Tensor]:
+        return self._flat(self.module.run_with(parameters, pytree.tree_unflatten(rows, self._inputs), counts, keys_R))
+
+    def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan) -> list[Tensor] | None:
+        if self._has_own_expert_fn or not self._inputs.is_leaf():
+            return None
+        return super().fused(inputs, weight_TK, plan)
+
+    def _flat(self, out: Any) -> list[Tensor]:
+        leaves, self.nest = pytree.tree_flatten(out)
+        return leaves
+
+
+def _of(part: str, name: str) -> property:
+    """An attribute of one of the layer's parts."""
+
+    def get(layer):
+        return getattr(getattr(layer, part), name)
+
+    def set_(layer, value):
+        setattr(getattr(layer, part), name, value)
+
+    return property(get, set_)
+
+
+class FMoE(MoE):
+    """A Mixture-of-Experts layer in the place of a feed-forward block (FastMoE, arXiv 2103.13262).
+
+    ``y = sum over the K experts that the gate chooses of weight * expert(x)``. With ``moe_group`` the experts are
+    spread over its ranks; the result is that of one rank holding all of them. There are two spellings:
+
+    ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
+        `fmoe.MoE` by its options (`fmoe.build.Spec`): experts of all ranks; auxiliary losses are applied by default.
+    ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
+        FastMoE's, with its meaning (`fmoe.fastmoe.spelling`): experts per rank; its users add ``gate.get_loss()``
+        themselves.
+
+    Args:
+        num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's spelling only.
+        d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
+            also be nests of tensors that agree in all but their last dimension.
+
+    Raises:
+        UserError: an invalid argument; names it, its value and its limit.
+    """
+
+    _expert_dp_comm: str | None = None
+
+    def __init__(
+        self,
+        num_expert: int | None = None,
+        d_model: int | None = None,
+        world_size: int | None = None,
+        mp_group: dist.ProcessGroup | None = None,
+        slice_group: dist.ProcessGroup | None = None,
+        moe_group: dist.ProcessGroup | None = None,
+        top_k: int | None = None,
+        gate: str | type[nn.Module] | Gate | None = None,
+        expert: str | Callable[..., nn.Module] | Sequence[Any] | None = None,
+        gate_hook: Callable | None = None,
+        mask: Tensor | None = None,
+        mask_dict: Mapping[int, Tensor] | None = None,
+        gate_bias: bool = True,
+        *,
+        num_experts: int | None = None,
+        **options: Any,
+    ):
+        is_fastmoe = num_experts is None
+        if is_fastmoe:
+            options |= spelling.translate(
+                num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k, gate, expert, gate_bias
+            )
+        else:
+            foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
+            for key, value in {**foreign, "mask_dict": mask_dict, "world_size": world_size}.items():
+                if value is not None:
+                    raise UserError(f"{key} belongs to FastMoE's spelling (num_expert=), not beside num_experts=")
+            options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
+            options |= {
+                "slice_group": slice_group,
+                "moe_group": moe_group,
+                "expert": "ffn" if expert is None else expert,
+            }
+        spec = Spec(**{"name": "FMoE"} | options)
+        super().__init__(**spec.arguments(layout=NestedLayout))
+        self.spec, self.is_fastmoe = spec, is_fastmoe
+        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
+        self.d_model, self.d_hidden = spec.d_model, spec.d_hidden
+        self.top_k = getattr(self.gate, "top_k", top_k)
+        self.world_size, self.num_expert = self.exchange.ep_size, self.num_local_experts
+        self.moe_group, self.expert_tensor_group = spec.moe_group, spec.expert_tensor_group
+
+    slice_group, sequence_group = _of("layout", "slice_group"), _of("layout", "sequence_group")
+    group_size, sequence_first = _of("layout", "group_size"), _of("layout", "sequence_first")
+    loss_weights, loss_scale = _of("aux", "weights"), _of("aux", "loss_scale")
+
+    @property
+    def aux_loss(self) -> str:
+        """ "auto" or "manual"."""
+        return "manual" if self.aux.is_manual else "auto"
+
+    @property
+    def slice_size(self) -> int:
+        """Ranks that hold the same tokens."""
+        return 1 if self.slice_group is None else self.slice_group.size()
+
+    @property
+    def slice_rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.slice_group is None else self.slice_group.rank()
+
+    def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
+        """Return the experts' outputs for their rows; a subclass may override it."""
+        if type(self.experts) is nn.ModuleList:  # set by a subclass, which FastMoE left uncalled
+            return ModuleExperts.forward(self.experts, inp, fwd_expert_count)
+        return self.experts(inp, fwd_expert_count)
+
+    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
+        """Tag parameters for `DistributedGroupedDataParallel`: experts by the name given, the gate as "gate"."""
+        mark_module_parallel_comm(self.experts, expert_dp_comm)
+        mark_module_parallel_comm(self.gate, "gate")
+        self._expert_dp_comm = expert_dp_comm
+
+    def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
+        """As `MoE.forward`.
+
+        Args:
+            x: as there, or a nest of tensors that agree in all but their last dimension: the gate sees the first, the
+                experts get all.
+
+        Returns:
+            The shape of ``x``; of each tensor that the experts return, for nests.
+        """
+        return super().forward(x, mask, token_ids=token_ids)
+
+    def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> NestedTokens:
+        by_logits = vars(type(self.gate)).get("routes_by_logits", False)
+        filled = None if self.mask_dict is None else self.mask
+        tokens = self.layout.split(x, mask, token_ids, self.seed, by_logits, filled=filled, is_fastmoe=self.is_fastmoe)
+        if self.world_size > 1:  # for functions of FastMoE's that the gate may call
+            ensure_comm(tokens.x_TD, self.moe_group)
+        return tokens
+
+    def route(self, tokens: NestedTokens) -> Routing:
+        if isinstance(self.gate, Router) or not self.is_fastmoe or takes_groups(self.gate):
+            routing = super().route(tokens)
+        else:  # FastMoE's gates get the whole input
+            result = self.gate(pytree.tree_unflatten(tokens.inputs, tokens.nest))
+            routing = checked(self.gate, result, tokens.groups, self.num_experts, name=self.name, check=self.check)
+        if self.gate_hook is not None:
+            self.gate_hook(routing.expert_TK, routing.weight_TK, None)
+        return routing
+
+    def call(self, tokens: NestedTokens) -> NestedCall:
+        return NestedCall(self, tokens)
+
+    def finish(self, outputs: list[Tensor], tokens: NestedTokens, weight_TK: Tensor) -> list[Tensor]:
+        outputs = super().finish(outputs, tokens, weight_TK)
+        if tokens.filled is None:
+            return outputs
+        return [_fill_masked(y_TD, tokens.filled, self.mask_dict, weight_TK) for y_TD in outputs]
+
+    def result(self, outputs: list[Tensor], experts: NestedCall) -> Any:
+        return pytree.tree_unflatten(outputs, experts.nest)
+
+    def facts(self, x: Any) -> dict[str, object]:
+        first = next((leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)), None)
+        return {**super().facts(first), "d_hidden": self.d_hidden, "top_k": self.top_k}
+
+    def _mark_experts(self) -> None:
+        super()._mark_experts()
+        if self._expert_dp_comm is not None:  # parameters that are copies, or new, have lost their tags
+            spelling.tag_missing(self.experts.parameters(), self._expert_dp_comm)
+            spelling.tag_missing(self.gate.parameters(), "gate")
+
+    def _process_groups(self) -> list[dist.ProcessGroup | None]:
+        return [*super()._process_groups(), self.moe_group, self.expert_tensor_group]
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, workers={self.world_size}, first_expert={self.first_expert}"
+
+
+def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:
+    """Tokens whose mask is k != 0 are not routed; their output is ``mask_dict[k]``, weighted like an expert's."""
+    mask_T = mask.reshape(-1).to(y_TD.device)
+    for key, value in mask_dict.items():
+        value = torch.as_tensor(value, dtype=torch.promote_types(y_TD.dtype, torch.float32), device=y_TD.device)
+        filled_TD = weight_TK.sum(-1, keepdim=True).to(y_TD.dtype) * value
+        y_TD = torch.where((mask_T == key).unsqueeze(-1), filled_TD.to(y_TD.dtype), y_TD)
+    return y_TD
+
+
+def _fmoe_general_global_forward(
+    inp: Any, gate: Tensor, expert_fn: Callable[[Any, Tensor], Any], num_expert: int, world_size: int, **kwargs
+) -> Any:
+    """Tokens to their experts, through ``expert_fn(rows, counts)``, and back, without weights.
+
+    Args:
+        inp: [T, D], or a nest of such tensors.
+        gate: int64 [T] or [T, K], experts of each token; -1 is none.
+        kwargs: not used.
+
+    Returns:
+        [T * K, D] for each tensor that ``expert_fn`` returns; zero where the choice is -1.
+    """
+    pos, sent, received, counts_L, num_rows = prepare_forward(gate, num_expert, world_size)
+    top_k = gate.shape[1] if gate.dim() == 2 else 1
+    token = torch.div(pos, top_k, rounding_mode="floor")
+    rows = pytree.tree_map(lambda x: MOEScatter.apply(x, token, sent, received, num_rows, world_size), inp)
+    outputs = expert_fn(rows, counts_L)
+    return pytree.tree_map(lambda y: MOEGather.apply(y, pos, sent, received, gate.numel(), world_size), outputs)
+
+
+__all__ = ["FMoE", "_fmoe_general_global_forward", "mark_module_parallel_comm"]

@@ -1,0 +1,90 @@
+"""Calls of gates that are not `Router`s: a user's module or function, or one of FastMoE's kind.
+
+Shape letters: T tokens, K experts per token.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.gates.router import Router
+from fmoe.routing import Routing, RoutingGroups
+
+
+def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
+    """Return the gate's decision, checked.
+
+    A gate takes ``(x_TD, groups)`` or ``x_TD`` alone, and returns a `Routing` or FastMoE's ``(index, score)``.
+
+    Args:
+        name: the layer's name in errors.
+        check: also look for combine weights that are not finite; synchronizes with a GPU.
+
+    Raises:
+        UserError: the gate returned an invalid routing.
+    """
+    if isinstance(gate, Router):
+        routing = gate(x_TD, groups)
+    else:
+        result = gate(x_TD, groups) if takes_groups(gate) else gate(x_TD)
+        routing = checked(gate, result, groups, num_experts, name=name, check=check)
+    if check and not bool(routing.weight_TK.isfinite().all()):
+        raise UserError(f"the router of {name} gave weights that are not finite: its input or weights are not")
+    return routing
+
+
+def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
+    """Return the result of a gate as a `Routing`.
+
+    Raises:
+        UserError: it is neither a `Routing` nor (index, score), has another shape, or names an expert that is not
+            there.
+    """
+    num_tokens = groups.num_tokens
+    routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)
+    if groups.mask_T is not None and not isinstance(result, Routing):
+        routing = Routing(torch.where(groups.mask_T.unsqueeze(-1), routing.expert_TK, -1), routing.weight_TK)
+    expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+    if expert_TK.shape != weight_TK.shape or expert_TK.dim() != 2 or expert_TK.shape[0] != num_tokens:
+        raise UserError(
+            f"the gate of {name} returned experts of shape {tuple(expert_TK.shape)} and weights of "
+            f"{tuple(weight_TK.shape)} for {num_tokens} tokens; both must be [tokens, choices]"
+        )
+    # Reading values stalls a GPU; there, only with `check`.
+    if expert_TK.numel() and (check or expert_TK.device.type == "cpu"):
+        low, high = int(expert_TK.min()), int(expert_TK.max())
+        if low < -1 or high >= num_experts:
+            raise UserError(
+                f"the gate of {name} returned expert {high if high >= num_experts else low}, "
+                f"which is not in -1..{num_experts - 1} (num_experts={num_experts})"
+            )
+    return routing
+
+
+def takes_groups(gate: Any) -> bool:
+    """Return whether the gate takes routing groups as its second argument."""
+    call = gate.forward if isinstance(gate, torch.nn.Module) else gate
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in inspect.signature(call).parameters.values() if p.kind in kinds and p.default is p.empty]
+    return len(required) >= 2
+
+
+def routes_by_logits(gate: Any) -> bool:
+    """Return whether a gate's class, not one that it derives from, says so (`Router.routes_by_logits`)."""
+    return vars(type(gate)).get("routes_by_logits", False)
+
+
+def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
+    if not (isinstance(result, tuple | list) and len(result) >= 2 and all(isinstance(r, Tensor) for r in result[:2])):
+        raise UserError(f"the gate of {name} returned {type(result).__name__}, neither a Routing nor (index, score)")
+    index, score = result[:2]
+    top_k = index.numel() // num_tokens if num_tokens else max(getattr(gate, "top_k", 1) or 1, 1)
+    if index.numel() != num_tokens * top_k or score.numel() != index.numel():
+        raise UserError(
+            f"the gate of {name} returned indices of shape {tuple(index.shape)} and scores of "
+            f"{tuple(score.shape)} for {num_tokens} tokens"
+        )
+    return Routing(index.reshape(num_tokens, top_k).long(), score.reshape(num_tokens, top_k))

@@ -1,0 +1,373 @@
+"""The tokens that a rank routes: from a layer's input to this rank's rows, and from their outputs to that of the layer.
+
+Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate has to see whole routing
+groups, so its input, or its logits if it uses nothing else, are gathered. All ranks of the group then make the same
+decisions, and each goes on with those about its own tokens.
+
+Shape letters: T tokens of this rank, G tokens that the gate decides about, D model width, K experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fmoe import collectives, random
+from fmoe.errors import UserError
+from fmoe.routing import Routing, RoutingGroups
+
+
+@dataclass(eq=False)
+class Layout:
+    """How inputs lie in memory and over ranks.
+
+    Args:
+        d_model: D.
+        group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
+        sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
+        slice_group: ranks that hold the same tokens, of which each routes a slice; None for none.
+        sequence_group: ranks that hold equal parts of the same sequences, along the first dimension; None for none.
+    """
+
+    d_model: int
+    group_size: int | None = None
+    sequence_first: bool = False
+    slice_group: dist.ProcessGroup | None = None
+    sequence_group: dist.ProcessGroup | None = None
+
+    def split(
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, by_logits: bool = False
+    ) -> "LocalTokens":
+        """Return this rank's part of ``x``.
+
+        Args:
+            x, mask, token_ids: input of the layer (`fmoe.MoE.forward`).
+            seed: the layer's, key of noise.
+            by_logits: gather the gate's logits over ranks instead of its input.
+
+        Raises:
+            UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
+        """
+        local, seen, shards, loss_share = x, x, None, 1.0
+        if self.slice_group is not None:
+            local = take_slice(x, self.slice_group)
+            shards = TokenShards.of_slices(x.shape[0], self.slice_group)
+            seen = local if by_logits else shards.gather(local, full=x)
+        elif self.sequence_group is not None:
+            shards = TokenShards.of_equal_parts(x.shape[0], self.sequence_group)
+            seen = x if by_logits else shards.gather(x)
+            mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
+        if shards is not None and not by_logits:
+            loss_share = 1 / shards.size
+        seen_GD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
+        # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
+        x_TD = seen_GD if local is seen else local.reshape(-1, self.d_model)
+        rows = local.shape[1:-1].numel()
+        return LocalTokens([x_TD], seen_GD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
+
+    def tokens(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        token_ids: Tensor | None,
+        seed: int,
+        *,
+        before: int = 0,
+        shards: "TokenShards | None" = None,
+    ) -> tuple[Tensor, RoutingGroups]:
+        """Return the tokens of ``x`` and their routing groups (`tokens_of`)."""
+        return tokens_of(
+            x,
+            self.d_model,
+            group_size=self.group_size,
+            sequence_first=self.sequence_first,
+            mask=mask,
+            token_ids=token_ids,
+            layer_seed=seed,
+            before=before,
+            shards=shards,
+        )
+
+
+@dataclass(eq=False)
+class LocalTokens:
+    """This rank's tokens of one input, and what its gate sees.
+
+    Attributes:
+        inputs: tensors [T, ...] of which the experts get rows; the first one is `x_TD`.
+        gate_input_TD: input of the gate, [G, D], or [T, D] if its logits are gathered.
+        groups: the routing groups of the G tokens.
+        leading: the input's shape without D.
+        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those of several ranks are
+            summed.
+        shards: how the G tokens are spread over ranks; None if they are this rank's own.
+        rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
+        slice_group: its outputs are gathered in `join`.
+    """
+
+    inputs: list[Tensor]
+    gate_input_TD: Tensor
+    groups: RoutingGroups
+    leading: torch.Size
+    loss_share: float = 1.0
+    shards: "TokenShards | None" = None
+    rows_per_entry: int = 1
+    slice_group: dist.ProcessGroup | None = None
+
+    @property
+    def x_TD(self) -> Tensor:
+        """This rank's tokens."""
+        return self.inputs[0]
+
+    def local(self, x_GX: Tensor) -> Tensor:
+        """Return the values of this rank's tokens, [T, ...]."""
+        return x_GX if self.shards is None else self.shards.local(x_GX, self.rows_per_entry)
+
+    def local_routing(self, routing: Routing) -> Routing:
+        """Return the decisions about this rank's tokens. Losses and statistics stay those of all G tokens."""
+        if self.shards is None:
+            return routing
+        expert_TK = self.local(routing.expert_TK)
+        max_load = None if routing.max_load is None else min(routing.max_load, expert_TK.numel())
+        return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
+
+    def rows(self, with_keys: bool) -> list[Tensor]:
+        """Return the tensors of which experts get rows.
+
+        Args:
+            with_keys: append the keys of expert dropout, int64 [T, 1], which a token has at every split.
+        """
+        if not with_keys:
+            return self.inputs
+        keys_T = self.local(self.groups.token_keys("expert dropout", self.x_TD.device))
+        return [*self.inputs, keys_T.unsqueeze(1)]
+
+    def without_padding(self, y_TD: Tensor) -> Tensor:
+        """Return ``y_TD`` with zeros for the tokens that the mask leaves out."""
+        if self.groups.mask_T is None:
+            return y_TD
+        return y_TD.masked_fill(~self.local(self.groups.mask_T).unsqueeze(1), 0)
+
+    def join(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """[T, ...] of this rank -> the shape of the input."""
+        if self.slice_group is not None:
+            length, rest = self.leading[0], self.leading[1:]
+            outputs = [gather_slices(y.view(-1, *rest, *y.shape[1:]), length, self.slice_group) for y in outputs]
+        return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
+
+
+def tokens_of(
+    x: Tensor,
+    d_model: int,
+    *,
+    group_size: int | None = None,
+    sequence_first: bool = False,
+    mask: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    layer_seed: int = 0,
+    before: int = 0,
+    shards: "TokenShards | None" = None,
+) -> tuple[Tensor, RoutingGroups]:
+    """Return the tokens ``x_TD`` of an input of any layout (a view if possible) and their routing groups.
+
+    Args:
+        x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
+        mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
+        token_ids: int64, the shape of ``x`` without D.
+        before: tokens of the micro batch that precede these, on other ranks.
+        shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
+            ``mask`` and ``token_ids`` are of all of them.
+
+    Raises:
+        UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
+    """
+    if x.dim() < 2 or x.shape[-1] != d_model:
+        raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={d_model}]")
+    if not x.is_floating_point():
+        raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
+    leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
+    if mask is not None and mask.shape != leading:
+        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
+    if mask is not None and mask.dtype != torch.bool:
+        raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
+    if token_ids is not None and token_ids.shape != leading:
+        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
+    x_TD = x.reshape(-1, d_model)
+    if sequence_first and x.dim() == 3:
+        sequence_length, num_sequences = leading
+    else:
+        sequence_first = False
+        sequence_length = leading[-1]
+        num_sequences = leading.numel() // sequence_length if sequence_length else 0
+    first_token = before + random.first_token()
+    size = sequence_length if group_size is None else group_size
+    groups = RoutingGroups(
+        num_sequences,
+        sequence_length,
+        size=size,
+        sequence_first=sequence_first,
+        mask_T=None if mask is None else mask.reshape(-1),
+        token_ids_T=None if token_ids is None else token_ids.reshape(-1),
+        first_group=first_token // max(size, 1),
+        noise_key=lambda: random.noise_key(layer_seed),
+        shards=shards,
+    )
+    return x_TD, groups
+
+
+@dataclass(frozen=True, eq=False)
+class TokenShards:
+    """Tokens along the first dimension, spread over the ranks of ``group`` in order.
+
+    Attributes:
+        lengths: entries of each rank.
+    """
+
+    group: dist.ProcessGroup
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of_slices(cls, length: int, group: dist.ProcessGroup) -> "TokenShards":
+        """Return the shards of `take_slice`."""
+        bounds = [slice_bounds(length, rank, group.size()) for rank in range(group.size())]
+        return cls(group, tuple(end - begin for begin, end in bounds))
+
+    @classmethod
+    def of_equal_parts(cls, length: int, group: dist.ProcessGroup) -> "TokenShards":
+        """Return shards of ``length`` entries per rank, as in sequence parallelism."""
+        return cls(group, (length,) * group.size())
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        """Entries of all ranks."""
+        return sum(self.lengths)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First entry of this rank, and the one after its last."""
+        begin = sum(self.lengths[: self.group.rank()])
+        return begin, begin + self.lengths[self.group.rank()]
+
+    def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
+        """All entries, from this rank's ``x``; differentiable.
+
+        Args:
+            full: the result, if this rank has it anyway: nothing is communicated in the forward pass.
+            alike: all ranks compute the same from the result, and only ``x`` from this rank's part of it: ``x`` then
+                has its whole gradient here, and nothing is communicated in the backward pass. Otherwise the gradients
+                of all ranks are summed.
+        """
+        return _Gather.apply(x, full, self, alike)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks; differentiable."""
+        return _ReduceScatter.apply(x, self)
+
+    def local(self, x: Tensor, rows: int = 1) -> Tensor:
+        """This rank's part of ``x``, of which each entry has ``rows`` rows."""
+        begin, end = self.bounds
+        return x.narrow(0, begin * rows, (end - begin) * rows)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`gather` without gradients."""
+        longest = max(self.lengths)
+        if x.shape[0] < longest:
+            x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        collectives.run(dist.all_gather, parts, x.contiguous(), group=self.group)
+        return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
+
+    def sum_scatter(self, x: Tensor) -> Tensor:
+        """`reduce_scatter` without gradients."""
+        longest = max(self.lengths)
+        if min(self.lengths) < longest:
+            parts = x.split(self.lengths)
+            x = x.new_zeros(self.size, longest, *x.shape[1:])
+            for target, part in zip(x, parts, strict=True):
+                target[: part.shape[0]] = part
+            x = x.flatten(0, 1)
+        out = x.new_empty(longest, *x.shape[1:])
+        collectives.run(dist.reduce_scatter_tensor, out, x.contiguous(), group=self.group)
+        return out[: self.lengths[self.group.rank()]]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, full, shards, alike):
+        ctx.shards, ctx.alike = shards, alike
+        return shards.all_gather(x) if full is None else full.detach().view_as(full)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (_Local if ctx.alike else _ReduceScatter).apply(grad, ctx.shards), None, None, None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shards):
+        ctx.shards = shards
+        return shards.local(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, None, ctx.shards, True), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shards):
+        ctx.shards = shards
+        return shards.sum_scatter(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Gather.apply(grad, None, ctx.shards, False), None
+
+
+def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the bounds of a rank's slice of ``length`` rows; the first slices are one longer if it does not divide."""
+    part, rest = divmod(length, size)
+    begin = rank * part + min(rank, rest)
+    return begin, begin + part + (rank < rest)
+
+
+class _TakeSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.length = group, x.shape[0]
+        begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
+        return x[begin:end].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _GatherSlices.apply(grad, ctx.length, ctx.group), None
+
+
+class _GatherSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, length, group):
+        ctx.group = group
+        return TokenShards.of_slices(length, group).all_gather(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _TakeSlice.apply(grad, ctx.group), None, None
+
+
+def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
+    """Return this rank's slice, along the first dimension, of every tensor of a nest that all ranks hold."""
+    return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
+
+
+def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the slices of all ranks, ``length`` rows: the inverse of `take_slice`."""
+    return _GatherSlices.apply(x, length, group)

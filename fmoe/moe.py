@@ -1,0 +1,225 @@
+"""The Mixture-of-Experts layer: layout -> gate -> losses -> exchange (dispatch, experts, combine) -> shared expert.
+
+Shape letters: T tokens of this rank, D model width, E experts, K experts per token.
+"""
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe import ownership, random
+from fmoe.build import Spec
+from fmoe.exchange import Exchange
+from fmoe.experts.call import ExpertCall
+from fmoe.gates import external
+from fmoe.gates.router import Router
+from fmoe.layout import Layout, LocalTokens
+from fmoe.losses import AuxLosses
+from fmoe.metrics import LayerMetrics
+from fmoe.routing import Routing
+
+
+class MoE(nn.Module):
+    """``y = sum over the K chosen experts of weight * expert(x)``, plus ``shared(x)``.
+
+    `MoE.build` makes a layer from names and options.
+
+    Args:
+        gate: ``gate(x_TD, groups) -> Routing`` (`fmoe.gates`).
+        experts: the experts of this rank, ``experts(rows_RD, counts_L) -> [R, D]`` (`fmoe.experts`); None if a subclass
+            assigns ``self.experts`` after the constructor.
+        exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
+        layout: input -> the tokens of this rank, and back (`fmoe.layout`).
+        aux: weighs, attaches and counts auxiliary losses and statistics (`fmoe.losses`).
+        shared: an expert for every token; None for none.
+        name: the layer's name in errors and warnings.
+        seed: key of the layer's weights and noise.
+        check: raise if a combine weight is not finite; synchronizes with a GPU.
+    """
+
+    def __init__(
+        self,
+        gate: Any,
+        experts: nn.Module | None,
+        exchange: Exchange,
+        layout: Layout,
+        aux: AuxLosses,
+        *,
+        shared: nn.Module | None = None,
+        name: str = "MoE",
+        seed: int = 0,
+        check: bool = False,
+    ):
+        super().__init__()
+        self.exchange, self.layout, self.aux = exchange, layout, aux
+        self.name, self.seed, self.check = name, seed, check
+        self.assemble(gate, experts, shared)
+        ownership.enrol(self)
+
+    @classmethod
+    def build(cls, **options: Any) -> "MoE":
+        """Return the layer of these options (`fmoe.build.Spec`)."""
+        return cls(**Spec(**options).arguments())
+
+    def assemble(self, gate: Any, experts: nn.Module | None, shared: nn.Module | None) -> None:
+        """Install the parts that have parameters; called again when a layer is rebuilt under another seed."""
+        self.gate, self.shared = gate, shared
+        if experts is not None:
+            self.experts = experts
+
+    def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
+        """Route every token and combine the outputs of its experts.
+
+        Args:
+            x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``.
+            mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and comes out as zero.
+            token_ids: int64, the shape of ``mask``, for gates that route by them.
+
+        Returns:
+            The shape of ``x``.
+
+        Raises:
+            UserError: shape or dtype of ``x`` or ``mask`` is invalid, or the gate returned an invalid routing.
+            PeerError: another rank failed, is gone or does not respond; names it, and its message.
+        """
+        runs_collectives = getattr(self.gate, "runs_collectives", False)
+        with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
+            tokens = self.split(x, mask, token_ids)
+            routing = tokens.local_routing(self.route(tokens))
+            weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
+            experts = self.call(tokens)
+            outputs = session.run(routing, weight_TK, tokens.rows(experts.needs_keys), experts)
+            outputs = self.finish(outputs, tokens, weight_TK)
+            outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training)
+        return self.result(outputs, experts)
+
+    def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
+        """Return the tokens of this rank."""
+        return self.layout.split(x, mask, token_ids, self.seed, external.routes_by_logits(self.gate))
+
+    def route(self, tokens: LocalTokens) -> Routing:
+        """Return the gate's decision about the tokens that it sees."""
+        if isinstance(self.gate, Router) and not self.check:
+            return self.gate(tokens.gate_input_TD, tokens.groups)
+        return external.route(
+            self.gate, tokens.gate_input_TD, tokens.groups, self.num_experts, name=self.name, check=self.check
+        )
+
+    def call(self, tokens: LocalTokens) -> ExpertCall:
+        """Return this forward pass's call of the experts."""
+        return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
+
+    def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
+        """Add what does not go through the exchange."""
+        if self.shared is None:
+            return outputs
+        return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
+
+    def result(self, outputs: list[Tensor], experts: ExpertCall) -> Any:
+        """Return the layer's output from its tensors."""
+        return outputs[0]
+
+    def facts(self, x: Any) -> dict[str, object]:
+        """Return what must be the same on every rank of the exchange, for the check in the first forward pass."""
+        return {
+            "name": self.name,
+            "d_model": self.layout.d_model,
+            "d_hidden": getattr(self.experts, "d_hidden", None),
+            "num_experts": self.num_experts,
+            "top_k": getattr(self.gate, "top_k", None),
+            "gate": type(self.gate).__name__,
+            "experts": getattr(self.experts, "kind", type(self.experts).__name__),
+            "dtype of parameters": getattr(next(self.parameters(), None), "dtype", None),
+            "dtype of the input": getattr(x, "dtype", None),
+            "width of the input": x.shape[-1] if isinstance(x, Tensor) and x.dim() else None,
+            "granularity of routing groups": self.layout.group_size,
+            "aux_loss": "manual" if self.aux.is_manual else "auto",
+            "loss_weights": sorted(self.aux.weights.items()),
+            "seed": self.seed,
+        }
+
+    @property
+    def num_experts(self) -> int:
+        """E, on all ranks together."""
+        return self.exchange.num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of this rank."""
+        return self.exchange.num_local_experts
+
+    @property
+    def first_expert(self) -> int:
+        """Global id of this rank's first expert."""
+        return self.exchange.ep_rank * self.exchange.num_local_experts
+
+    @property
+    def metrics(self) -> LayerMetrics:
+        """Routing statistics since they were last reset (`fmoe.metrics`)."""
+        return self.aux.metrics
+
+    def collect_losses(self) -> Tensor | None:
+        """With ``aux_loss="manual"``: return the weighted losses of the forward passes since the last call, summed."""
+        return self.aux.collect()
+
+    def reset_parameters(self) -> None:
+        """Draw every weight again, with the same values (they are keyed): for models built on the meta device."""
+        with random.keyed("gate", self.seed):
+            for part in (self.gate, self.experts):
+                if hasattr(part, "reset_parameters"):
+                    part.reset_parameters()
+        if self.shared is not None:
+            with random.keyed("shared expert", self.seed):
+                self.shared.reset_parameters()
+        self._mark_experts()
+
+    def _mark_experts(self) -> None:
+        # Megatron's mark for parameters that are not replicated: gradients are averaged only over the ranks that hold
+        # the same experts. It is set on a single rank too, so that the same code runs at every split.
+        for parameter in self.experts.parameters() if "experts" in self._modules else ():
+            parameter.allreduce = False
+
+    def _mark_parameters(self) -> None:
+        """Mark the parameters again, because other tensors may have replaced them (`fmoe.ownership`)."""
+        experts = self._modules.get("experts")
+        if experts is None:
+            return
+        if getattr(experts, "_is_fsdp_managed_module", False):
+            from torch.distributed.fsdp import FSDPModule
+
+            if not any(isinstance(module, FSDPModule) for module in experts.modules()):
+                return  # torch's fully_shard took them for replicas: `refuse_replicating_wrapper` looks for the mark
+        self._mark_experts()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "experts":
+            self._mark_experts()
+        elif name == "gate":
+            self.aux.observers = [value.record] if hasattr(value, "record") else []
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
+        self._mark_experts()
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        ownership.enrol(self)
+        self._mark_experts()
+
+    def __deepcopy__(self, memo):
+        # Process groups cannot be copied, and copies of parameters have lost their mark.
+        memo |= {id(group): group for group in self._process_groups() if group is not None}
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def _process_groups(self) -> list[dist.ProcessGroup | None]:
+        groups = [self.layout.slice_group, self.layout.sequence_group, self.exchange.group]
+        return [*groups, getattr(self._modules.get("experts"), "group", None)]
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, ep_size={self.exchange.ep_size}, first_expert={self.first_expert}"
