@@ -2,10 +2,8 @@
 
 from fmoe.adapters import register_adapter
 from fmoe.dispatch.plan import DispatchPlan
-from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
-from fmoe.experts import FMoELinear, register_expert
-from fmoe.fastmoe.layers import FMoE
+from fmoe.experts import register_expert
 from fmoe.gates import attach_end_step, end_step, register_gate
 from fmoe.losses import collect_losses, set_loss_scale
 from fmoe.metrics import metrics
@@ -13,7 +11,10 @@ from fmoe.moe import MoE
 from fmoe.patch import fmoefy
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.soft import MMoE, SoftMoE
-from fmoe.transformer import FMoETransformerMLP
+
+# isort: split
+# Last, because it adds FastMoE's import paths to the modules above.
+from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoETransformerMLP
 
 __version__ = "0.1.0"
 

@@ -47,12 +47,12 @@ class Hop:
 
     def back(self, rows_RD: Tensor) -> Tensor:
         """Return one row for each row sent by `forward`, in that order: [M, D]."""
-        return _AllToAll.apply(self._pack(rows_RD), self, True).to(rows_RD.dtype)
+        return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
 
     def start(self, rows: Tensor, back: bool = False) -> "Handle":
         """Begin `forward` or `back`; `Handle.wait` ends it."""
         handle = Handle(self, back, rows.dtype)
-        handle.rows = _Start.apply(self._pack(rows) if back else rows.to(self._wire(rows)), handle)
+        handle.rows = _Start.apply(self.pack(rows) if back else rows.to(self._wire(rows)), handle)
         return handle
 
     def launch(self, rows: Tensor, back: bool) -> Pending:
@@ -64,7 +64,8 @@ class Hop:
         """From the wire to the order needed, in one pass."""
         return rows.to(dtype) if self.order_R is None else reorder(rows, self.order_R, self.inverse_R, dtype)
 
-    def _pack(self, rows: Tensor) -> Tensor:
+    def pack(self, rows: Tensor) -> Tensor:
+        """The inverse of `unpack`: as rows travel back."""
         dtype = self._wire(rows)
         return rows.to(dtype) if self.order_R is None else reorder(rows, self.inverse_R, self.order_R, dtype)
 

@@ -14,7 +14,6 @@ from torch import nn
 from fmoe import random
 from fmoe.errors import UserError, known_names
 from fmoe.experts.ffn import BACKENDS, FFNExperts
-from fmoe.experts.linear import FMoELinear
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
 from fmoe.experts.stacked import Stacked
@@ -95,7 +94,6 @@ def build_experts(
 __all__ = [
     "EXPERTS",
     "FFNExperts",
-    "FMoELinear",
     "ModuleExperts",
     "ShardedFFNExperts",
     "SharedExpert",

@@ -17,8 +17,8 @@ from fmoe.errors import UserError
 from fmoe.experts.call import ExpertCall, is_unchanged
 from fmoe.experts.modules import ModuleExperts
 from fmoe.fastmoe import spelling
+from fmoe.fastmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward
 from fmoe.fastmoe.spelling import mark_module_parallel_comm
-from fmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward
 from fmoe.gates import Gate
 from fmoe.gates.external import checked, takes_groups
 from fmoe.gates.router import Router
@@ -41,8 +41,8 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Inputs may be nests of tensors that agree in all but their last dimension: the gate sees the first one, experts get
-    rows of all."""
+    """Inputs may be nests of tensors that agree in all but their last dimension: the gate sees the first one, the
+    experts get rows of all."""
 
     def split(
         self,

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe.errors import UserError
+from fmoe.fastmoe.gates import NaiveGate
 
 
 def translate(
@@ -34,8 +35,6 @@ def translate(
     Raises:
         UserError: the group has not ``world_size`` workers, ``gate`` is a name.
     """
-    from fmoe.compat.gates import NaiveGate
-
     d_model = 1024 if d_model is None else d_model
     world_size = 1 if world_size is None else world_size
     if isinstance(expert, list):

@@ -15,7 +15,7 @@ from fmoe.cuda import build
 from fmoe.cuda.kernels import DTYPES, KERNELS
 from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
-from fmoe.exchange.hops import Stage
+from fmoe.exchange.hops import Hop
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.ops import reference
 from fmoe.ops.cuda import ffn, gemm, routing, rows
@@ -79,12 +79,12 @@ def test_rows(dropped, chunks, on):
 def test_rows_are_packed_for_a_wire_in_one_pass(dtype, wire, on):
     """Converted as they are brought into order, there and back, gradients too: the bits of torch in two passes."""
     order = torch.randperm(11, generator=torch.Generator().manual_seed(3))
-    stage = Stage(None, [], [], order, order.argsort(), wire)
-    plain = Stage(None, [], [], None, None, wire)
+    hop = Hop(None, [], [], order, order.argsort(), wire)
+    plain = Hop(None, [], [], None, None, wire)
     rows = draw(11, D, seed=2).detach().to(dtype).requires_grad_()
-    sent = stage.arrived(rows)
-    assert sent.dtype == wire and torch.equal(sent, plain.packed(rows)[order.argsort()])
-    got = stage.wanted(sent, dtype)
+    sent = hop.pack(rows)
+    assert sent.dtype == wire and torch.equal(sent, plain.pack(rows)[order.argsort()])
+    got = hop.unpack(sent, dtype)
     assert got.dtype == dtype and torch.equal(got, sent.to(dtype)[order])
     assert on.launched == [f"fmoe::gather<{DTYPES[a]}, {DTYPES[b]}>" for a, b in ((dtype, wire), (wire, dtype))]
     grad = draw(11, D, seed=4, requires_grad=False).to(dtype)

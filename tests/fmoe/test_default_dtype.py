@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fmoe
-from fmoe.compat.gates import GShardGate, NaiveGate, NoisyGate, SwipeGate, SwitchGate, ZeroGate
-from fmoe.compat.gates.faster_gate import gen_faster_gate
+from fmoe.fastmoe.faster_gate import gen_faster_gate
+from fmoe.fastmoe.gates import GShardGate, NaiveGate, NoisyGate, SwipeGate, SwitchGate, ZeroGate
 from fmoe.gates import GATES
 from fmoe.optim import Adafactor, AdamW8bit, Lamb, Lars
 

@@ -10,8 +10,8 @@ from compare import relative_error
 from forks import values
 
 import fmoe
-from fmoe.dispatch.plan import chunk_counts
-from fmoe.exchange import EXCHANGES, Cost, DispatchPlan, build_exchange
+from fmoe.dispatch.plan import DispatchPlan, chunk_counts
+from fmoe.exchange import EXCHANGES, Cost, build_exchange
 from fmoe.exchange.collectives import timeout_of
 from fmoe.exchange.shadow import choose
 from fmoe.routing import Routing

@@ -81,8 +81,7 @@ def test_a_naive_gate_is_a_softmax_over_the_best():
 @pytest.mark.parametrize("kind", [GShardGate, DCGate, SwitchGate, FasterGate])
 def test_the_balance_loss_counts_the_experts_of_all_workers(kind, monkeypatch):
     """FastMoE scaled GShard's by the experts of one worker: balanced, it was 1 / workers^2 and not 1."""
-    monkeypatch.setattr("fmoe.compat.gates.switch_gate.limit_by_capacity", lambda index, *_: (None, None, index))
-    monkeypatch.setattr("fmoe.compat.gates.dc_gate.limit_by_capacity", lambda index, *_: (None, None, index))
+    monkeypatch.setattr("fmoe.fastmoe.gates.limit_by_capacity", lambda index, *_: (None, None, index))
     torch.manual_seed(0)
     gate = kind(D, L, 3, 0) if kind is FasterGate else kind(D, L, 3)
     x = tokens(3000)

@@ -10,8 +10,8 @@ from compare import assert_close
 from forks import values
 from torch import nn
 
-from fmoe import FMoE, UserError
-from fmoe.experts import FFNExperts, FMoELinear
+from fmoe import FMoE, FMoELinear, UserError
+from fmoe.experts import FFNExperts
 from fmoe.optim import Blocks, Lamb, Lars, Layout, is_matrix, is_stacked, param_groups
 from fmoe.optim import trust as trust_module
 

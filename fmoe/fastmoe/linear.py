@@ -1,4 +1,4 @@
-"""One linear map an expert, FastMoE's building block for experts of one's own.
+"""FastMoE's linear maps of several experts, as a module and as a function.
 
 Shape letters: R rows, L experts, I input width, O output width.
 """
@@ -53,3 +53,18 @@ class FMoELinear(Stacked):
             f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
             f"bias={self.bias is not None}"
         )
+
+
+class MOELinear:
+    """``MOELinear.apply(...)``: what `FMoELinear` computes, as a function."""
+
+    @staticmethod
+    def apply(
+        global_input_buf: Tensor,
+        fwd_expert_count: Tensor | Sequence[int],
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [R, I] with weight [L, O, I] -> [R, O]."""
+        counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
+        return grouped_linear(global_input_buf, weight, bias, counts)

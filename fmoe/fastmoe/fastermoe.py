@@ -1,8 +1,10 @@
-"""FasterMoE's way through the experts: one call of ``expert_fn`` an expert, hot experts come to the tokens.
+"""FasterMoE's functions, as FastMoE 1.1 has them (PPoPP'22). For new work: ``FMoE(exchange_options={"chunks": ...,
+"shadow": ...})``, docs/parallelism.md.
 
-Shape letters: T tokens, K choices, D width, W workers, L experts of one, R rows of an expert.
+Shape letters: W ranks, L experts of one, E = W * L, T tokens, K choices, D width, R rows.
 """
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,9 +12,61 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fmoe.errors import UserError
-from fmoe.exchange.shadow import broadcast_parameters
-from fmoe.fastermoe.shadow_policy import get_shadow_policy
-from fmoe.functions import MOEGather, MOEScatter, count_by_gate, moe_group_of, prepare_forward
+from fmoe.exchange.collectives import all_gather
+from fmoe.exchange.shadow import Cost, broadcast_parameters, choose
+from fmoe.fastmoe.functions import MOEGather, MOEScatter, count_by_gate, moe_group_of, prepare_forward
+
+
+def float_from_env(key: str, default: float = -1) -> float:
+    """A number.
+
+    Raises:
+        UserError: it is none.
+    """
+    text = os.environ.get(key)
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise UserError(f"{key}={text!r} is not a number") from None
+
+
+def switch_from_env(key: str, default: bool = False) -> bool:
+    """On where it is "1" or "ON"."""
+    return os.environ[key] in ("1", "ON") if key in os.environ else default
+
+
+Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
+
+
+def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
+    """bool [E], none."""
+    return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
+
+
+def get_shadow_policy(d_model: int | None = None) -> Policy:
+    """`no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON what `fmoe.exchange.shadow.choose` finds for two-layer
+    experts: FMOE_FASTER_GLBPLC_NETBW bytes a second (6.25e9), _GPUTP FLOP/s (1.15e13), _ALPHA hidden / model width (2),
+    _DMODEL the width (``d_model``, else 2048)."""
+    if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
+        return no_shadow_policy
+    width = float_from_env("FMOE_FASTER_GLBPLC_DMODEL", 2048 if d_model is None else d_model)
+    size = 2 * float_from_env("FMOE_FASTER_GLBPLC_ALPHA", 2) * width**2
+    cost = Cost(
+        row_seconds=3 * 2 * size / float_from_env("FMOE_FASTER_GLBPLC_GPUTP", 11.5e12),
+        row_bytes=4 * width,
+        expert_bytes=4 * size,
+        bandwidth=float_from_env("FMOE_FASTER_GLBPLC_NETBW", 50e9 / 8),
+    )
+
+    def policy(lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
+        chosen = no_shadow_policy(lec, _gec, num_expert, world_size, device)
+        loads = lec
+        if world_size > 1:
+            loads = all_gather(moe_group_of(world_size), lec.to(device), "exchange of loads").wait(for_host=True)
+        chosen[choose(loads.view(world_size, -1).tolist(), num_expert, len(chosen), cost)] = True
+        return chosen
+
+    return policy
 
 
 def _fmoe_general_global_forward(

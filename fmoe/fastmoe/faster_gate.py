@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fmoe.compat.gates.naive_gate import NaiveGate
-from fmoe.compat.gates.utils import balance_loss, softmax
 from fmoe.errors import UserError
+from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):

@@ -1,20 +1,103 @@
-"""FastMoE's MLP for Megatron models, and `fmoefy`, which puts it in."""
+"""FastMoE's Megatron-LM plugin, importable without Megatron.
 
+`fmoefy` changes megatron-core models and those of Megatron-LM 2.2 to 3.0's layout. FastMoE also replaced parts of
+Megatron-LM's training loop; those names are here to say what does their work now.
+"""
+
+import argparse
+import contextlib
 import math
-from types import SimpleNamespace
-from typing import Any
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fmoe
-from fmoe import random
-from fmoe.compat import gates
+from fmoe import patch, random
 from fmoe.errors import UserError
-from fmoe.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
-from fmoe.megatron.utils import megatron_args, megatron_groups
-from fmoe.transformer import FMoETransformerMLP
+from fmoe.fastmoe import gates
+from fmoe.fastmoe.balance import reset_balance_profile, update_balance_profile
+from fmoe.fastmoe.transformer import FMoETransformerMLP
+
+
+def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """FastMoE's arguments; ``--num-experts`` is left to a parser that has one already."""
+    group = parser.add_argument_group("fastmoe")
+    taken = "--num-experts" in parser._option_string_actions
+    group.add_argument("--fmoefy", action="store_true")
+    group.add_argument("--fmoe-num-experts" if taken else "--num-experts", type=int, default=None)
+    group.add_argument("--top-k", type=int, default=2)
+    group.add_argument("--balance-loss-weight", type=float, default=1)
+    group.add_argument("--balance-strategy", type=str, default=None)
+    group.add_argument("--hidden-hidden-size", type=int, default=None)
+    return parser
+
+
+def megatron_args() -> Any:
+    """What Megatron-LM was started with; None where there is none, or it has not started."""
+    for name in ("megatron", "megatron.training"):
+        get_args = getattr(sys.modules.get(name), "get_args", None)
+        if get_args is not None:
+            with contextlib.suppress(AssertionError):  # it has not started
+                return get_args()
+    return None
+
+
+def megatron_groups() -> ModuleType | None:
+    """The module that holds Megatron's process groups, once there are some. Nothing is imported for it: where Megatron
+    is not in use, there are none."""
+    for name in ("megatron.mpu", "megatron.core.parallel_state"):
+        module = sys.modules.get(name)
+        if module is not None and module.model_parallel_is_initialized():
+            return module
+    return None
+
+
+def gone(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A function that says what to use in its place."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UserError(f"fmoe.megatron.{name} belonged to the training loop of Megatron-LM 2 and 3: {instead}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Says: {instead}."
+    return refuse
+
+
+_profile: dict[str, list] = {}
+_known_layers = 0
+
+
+def reset_gate_hook(num_layers: int | None = None) -> None:
+    """Forgets the figures; room for so many layers, or as many as before."""
+    global _known_layers
+    _known_layers = _known_layers if num_layers is None else num_layers
+    reset_balance_profile(_profile, _known_layers, _strategy())
+
+
+def get_balance_profile() -> dict[str, list]:
+    """The last figures of each layer, by name."""
+    return _profile
+
+
+def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[[Tensor, Tensor, Any], None]:
+    """The gate hook of one layer."""
+    strategy = _strategy()
+
+    def hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
+        if layer_idx < _known_layers:
+            update_balance_profile(
+                _profile, gate_top_k_idx, gate_score_top_k, gate_context, layer_idx, num_expert_global, strategy
+            )
+
+    return hook
+
+
+def _strategy() -> str | None:
+    return getattr(megatron_args(), "balance_strategy", None)
+
 
 # FastMoE's gates by the name of their strategy, which is also that of the same gate for megatron-core.
 STRATEGIES: dict[str, type[nn.Module]] = {
@@ -192,4 +275,15 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
             workers = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
             workers, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
-    return fmoe.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)
+    return patch.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)
+
+
+add_balance_log = gone("add_balance_log", "fmoe.metrics(model) has load, drop rate and losses of every layer")
+load_checkpoint = gone("load_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
+save_checkpoint = gone("save_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
+patch_forward_step = gone("patch_forward_step", "layers of a megatron-core model apply their losses themselves")
+patch_model_provider = gone("patch_model_provider", "call fmoe.fmoefy on the model that the provider returns")
+DistributedDataParallel = gone(
+    "DistributedDataParallel",
+    "megatron-core's own knows experts; elsewhere there is fmoe.DistributedGroupedDataParallel",
+)

@@ -19,7 +19,23 @@ from fmoe.exchange.collectives import all_to_all
 from fmoe.exchange.hops import Hop
 from fmoe.layout import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
-from fmoe.utils import get_torch_default_comm
+
+
+def get_torch_default_comm() -> dist.ProcessGroup:
+    """The group of all processes.
+
+    Raises:
+        UserError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise UserError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    return dist.group.WORLD
+
+
+def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
+    """The global rank of the group's first process."""
+    return dist.get_global_rank(comm, 0)
+
 
 _moe_group: dist.ProcessGroup | None = None
 

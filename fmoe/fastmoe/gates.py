@@ -1,0 +1,359 @@
+"""FastMoE's gates: ``gate(d_model, num_expert, world_size, top_k)``, which return ``(index, score)`` and keep a loss.
+
+They behave as its release 1.1 documents them, except for what was broken there (docs/migration.md). For new work use
+the routers of `fmoe.gates`.
+
+Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts of a rank, W ranks.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fmoe.errors import UserError
+from fmoe.exchange.collectives import all_gather
+from fmoe.fastmoe.functions import count_by_gate, exchange_counts, moe_group_of
+from fmoe.gates.noisy import chance_of_choice
+from fmoe.losses import importance_loss, load_balancing_loss, load_loss
+
+
+class BaseGate(nn.Module):
+    """A gate of ``num_expert`` experts on each of ``world_size`` workers; ``forward(x)`` gives (index, score).
+
+    Attributes:
+        tot_expert: E.
+        default_top_k: K of layers that are given none.
+        runs_collectives: whether `forward` exchanges counts between workers.
+    """
+
+    default_top_k = 2
+    runs_collectives = False
+
+    def __init__(self, num_expert: int, world_size: int):
+        super().__init__()
+        self.world_size, self.num_expert = world_size, num_expert
+        self.tot_expert = world_size * num_expert
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor):
+        raise NotImplementedError("a gate implements forward(x) -> (index, score)")
+
+    def set_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of this forward pass."""
+        self.loss = loss
+
+    def get_loss(self, clear: bool = True) -> Tensor | None:
+        """The loss that was kept, to be added to the training loss; None if there is none."""
+        loss = self.loss
+        if clear:
+            self.loss = None
+        return loss
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is kept."""
+        return self.loss is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"loss": None}  # a loss belongs to a graph, which cannot be copied
+
+
+def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:
+    """Raises UserError where there are not so many experts."""
+    if not 1 <= top_k <= num_expert * world_size:
+        raise UserError(f"top_k={top_k} is not between 1 and num_expert={num_expert} * world_size={world_size}")
+
+
+class NaiveGate(BaseGate):
+    """The K largest of a linear map, weighted by a softmax over the K. Its loss is zero."""
+
+    def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True):
+        super().__init__(num_expert, world_size)
+        check_top_k(top_k, num_expert, world_size)
+        self.gate = nn.Linear(d_model, self.tot_expert, bias=gate_bias)
+        self.top_k = top_k
+
+    def reset_parameters(self) -> None:
+        """Draws the linear map anew."""
+        self.gate.reset_parameters()
+
+    def forward(self, inp: Tensor, return_all_scores: bool = False):
+        """[T, D] -> index [T, K], best first, and score [T, K] in the dtype of ``inp`` (and all logits [T, E])."""
+        logits_TE = self.gate(inp)
+        logit_TK, index_TK = logits_TE.topk(self.top_k, dim=-1)
+        score_TK = softmax(logit_TK).view(-1, self.top_k).to(inp.dtype)
+        # So that every gate but ZeroGate and SwipeGate has a loss to be added.
+        self.set_loss(torch.zeros(1, device=inp.device, dtype=torch.float32))
+        return (index_TK, score_TK, logits_TE) if return_all_scores else (index_TK, score_TK)
+
+
+class NoisyGate(BaseGate):
+    """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K; its loss is the sum of the
+    importance and the load loss (equations 6-11). In evaluation there is no noise, and the load is the tokens' count.
+    """
+
+    def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
+        super().__init__(num_expert, world_size)
+        check_top_k(top_k, num_expert, world_size)
+        self.top_k, self.noise_epsilon = top_k, 1e-2
+        self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
+        self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """U(-1/sqrt(D), 1/sqrt(D)), as a Linear."""
+        bound = 1 / math.sqrt(self.w_gate.shape[0])
+        for weight in (self.w_gate, self.w_noise):
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, K], best first, score [T, K] in the dtype of ``inp``."""
+        dtype = torch.promote_types(inp.dtype, torch.float32)
+        clean_TE = noisy_TE = (inp @ self.w_gate).to(dtype)
+        if self.training:
+            std_TE = F.softplus((inp @ self.w_noise).to(dtype)) + self.noise_epsilon
+            noisy_TE = clean_TE + torch.randn_like(clean_TE) * std_TE
+        top_logits, top_index = noisy_TE.topk(min(self.top_k + 1, self.tot_expert), dim=-1)
+        index_TK = top_index[:, : self.top_k]
+        score_TK = softmax(top_logits[:, : self.top_k])
+        chosen_TE = torch.zeros_like(clean_TE).scatter(1, index_TK, 1.0)
+        if self.training and self.top_k < self.tot_expert:
+            chosen_TE = chance_of_choice(clean_TE, noisy_TE, std_TE, top_logits)
+        gates_TE = torch.zeros_like(clean_TE).scatter(1, index_TK, score_TK)
+        self.set_loss(importance_loss(gates_TE.unsqueeze(0)) + load_loss(chosen_TE.unsqueeze(0)))
+        return index_TK, score_TK.to(inp.dtype)
+
+
+class GShardGate(NaiveGate):
+    """Top-2 with a random second expert and capacity (GShard, arXiv 2006.16668, algorithm 1).
+
+    In training, choices after the first are kept with probability ``min(1, 2 * score)``. Of each worker every expert
+    then takes ``ceil(factor * T) * K // E`` choices, at least one, first choices before second ones. The balance loss
+    counts first choices.
+
+    Args:
+        topk: any K.
+        capacity: factor in training and in evaluation.
+        random_routing: False keeps every choice in training as well.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 2,
+        capacity: tuple[float, float] = (1.2, 2.4),
+        random_routing: bool = True,
+        gate_bias: bool = True,
+    ):
+        super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
+        self.capacity, self.random_routing = capacity, random_routing
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, K], -1 for choices that are not made, and score [T, K]."""
+        index_TK, score_TK, logits_TE = super().forward(x, return_all_scores=True)
+        self.set_loss(balance_loss(logits_TE, index_TK[:, 0]))
+        if self.random_routing and self.training:
+            later_TK = torch.arange(self.top_k, device=x.device, dtype=torch.int64) > 0
+            noise_T1 = torch.rand(x.shape[0], 1, device=x.device, dtype=torch.float32)
+            index_TK = index_TK.masked_fill(later_TK & (2 * score_TK < noise_T1), -1)
+        return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
+
+    def limit(self, index_TK: Tensor, factor: float) -> Tensor:
+        """Drops what is over capacity."""
+        capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
+        return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
+
+
+class SwitchGate(NaiveGate):
+    """The most probable expert, weighted by its probability (Switch Transformer, arXiv 2101.03961), with noise in
+    [1 - eps, 1 + eps] added to the logits in training (the paper multiplies the input, as the router "switch" of
+    `fmoe.gates` does).
+
+    An expert takes ``ceil(factor * T * K / num_expert)`` choices of all workers together.
+
+    Args:
+        topk: any K; layers that are given none take 1.
+        switch_eps: half width of the noise.
+        capacity: factor in training and in evaluation.
+    """
+
+    default_top_k = 1
+    runs_collectives = True
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 1,
+        switch_eps: float = 0.1,
+        capacity: tuple[float, float] = (1.2, 2.4),
+        gate_bias: bool = True,
+    ):
+        super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
+        self.switch_eps, self.capacity = switch_eps, capacity
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, K], -1 where the expert is full, and score [T, K]."""
+        logits_TE = self.gate(inp)
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        if self.training:
+            noise_TE = torch.rand_like(logits_TE) * 2 * self.switch_eps + 1.0 - self.switch_eps
+            logits_TE = logits_TE + noise_TE
+        score_TK, index_TK = softmax(logits_TE).topk(self.top_k, dim=-1)
+        self.set_loss(balance_loss(logits_TE, index_TK))
+        factor = self.capacity[0 if self.training else 1]
+        capacity = math.ceil(factor * inp.shape[0] * self.top_k / self.num_expert)
+        kept_TK = limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
+        return kept_TK, score_TK.to(inp.dtype)
+
+
+class SwipeGate(NaiveGate):
+    """Top-k whose load is the same on all workers: in training, choices that a worker has no room for move to workers
+    that have, one round for the first choices, one for the second, and so on. Workers hold as many tokens each."""
+
+    runs_collectives = True
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, K], score [T, K]: softmax over the logits of the experts that were got."""
+        logits_TE = self.gate(inp)
+        index_TK = logits_TE.topk(self.top_k, dim=-1).indices
+        if self.training:
+            capacity = torch.tensor(inp.shape[0] * self.top_k, dtype=torch.int64, device="cpu")
+            columns = []
+            for k in range(self.top_k):
+                column_T, capacity = self.swipe_once(index_TK[:, k], capacity, k % self.num_expert)
+                columns.append(column_T)
+            index_TK = torch.stack(columns, 1)
+        logit_TK = logits_TE.gather(1, index_TK.clamp(min=0))
+        return index_TK, softmax(logit_TK).to(inp.dtype)
+
+    @torch.no_grad()
+    def swipe_once(self, idx: Tensor, capacity: Tensor, bias: int) -> tuple[Tensor, Tensor]:
+        """One round.
+
+        Args:
+            idx: int64 [T], an expert for each token of this worker.
+            capacity: how many choices this worker's experts may still take together.
+            bias: which expert of a worker takes those that were moved there.
+
+        Returns:
+            idx with the moved ones, -1 for those that no worker has room for; the capacity that is left.
+        """
+        worker_T = torch.div(idx, self.num_expert, rounding_mode="floor")
+        want_W = torch.bincount(worker_T, minlength=self.world_size)
+        want_WW, capacity_W, rank = want_W[None].cpu(), capacity.reshape(1).cpu(), 0
+        if self.world_size > 1:
+            group = moe_group_of(self.world_size)
+            mine = torch.cat([want_W, capacity.reshape(1).to(want_W)])
+            gathered = all_gather(group, mine, "a gate's exchange of counts").wait(for_host=True)
+            gathered = gathered.view(self.world_size, -1).cpu()
+            want_WW, capacity_W, rank = gathered[:, :-1], gathered[:, -1], group.rank()
+        # From worker (row) to worker (column). What is refused, lined up, meets the room that is left, lined up.
+        taken_WW = grant(want_WW, capacity_W)
+        refused_W, room_W = (want_WW - taken_WW).sum(1), capacity_W - taken_WW.sum(0)
+        refused_end_W1, room_end_W = refused_W.cumsum(0).unsqueeze(1), room_W.cumsum(0)
+        end_WW = torch.minimum(refused_end_W1, room_end_W)
+        begin_WW = torch.maximum(refused_end_W1 - refused_W.unsqueeze(1), room_end_W - room_W)
+        moved_WW = (end_WW - begin_WW).clamp(min=0)
+
+        stays_T = keep_first(worker_T, taken_WW[rank].to(idx.device)) >= 0
+        targets_M = (
+            torch.arange(self.world_size, dtype=torch.int64, device="cpu")
+            .repeat_interleave(moved_WW[rank])
+            .to(idx.device)
+        )
+        new_idx = torch.where(stays_T, idx, -1)
+        new_idx[(~stays_T).nonzero().squeeze(1)[: len(targets_M)]] = targets_M * self.num_expert + bias
+        return new_idx, (room_W - moved_WW.sum(0))[rank].to(capacity.device)
+
+
+class DCGate(GShardGate):
+    """`GShardGate` whose capacity is counted over all workers: an expert takes ``ceil(factor * T)`` choices, those of
+    the first workers first, whatever worker they come from."""
+
+    runs_collectives = True
+
+    def limit(self, index_TK: Tensor, factor: float) -> Tensor:
+        """Drops what is over capacity."""
+        capacity = math.ceil(factor * index_TK.shape[0])
+        return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
+
+
+class ZeroGate(BaseGate):
+    """Every choice of every token is expert 0, with the weights 1 / K."""
+
+    def __init__(self, _d_model: int, num_expert: int, world_size: int, top_k: int = 2):
+        super().__init__(num_expert, world_size)
+        self.top_k = top_k
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] -> index [T, K], score [T, K]."""
+        shape = (inp.shape[0], self.top_k)
+        index_TK = torch.zeros(shape, dtype=torch.int64, device=inp.device)
+        return index_TK, torch.full(shape, 1 / self.top_k, dtype=inp.dtype, device=inp.device)
+
+
+@torch.no_grad()
+def limit_by_capacity(
+    topk_idx: Tensor, num_expert: int, world_size: int, capacity: int | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lets every expert take ``capacity`` choices of all workers together, those of the first workers first.
+
+    Args:
+        topk_idx: int64 [T] or [T, K]; -1 is no choice.
+        capacity: of each expert, or of each of this worker's experts [L].
+
+    Returns:
+        new_lec: [W * L], choices of this worker that each expert takes.
+        new_gec: [W * L], choices of each worker that this worker's experts take.
+        topk_idx: with -1 where the expert does not take it (`keep_first`).
+    """
+    _, _, offered = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
+    new_gec = grant(offered.view(world_size, num_expert), capacity).view(-1)
+    new_lec = exchange_counts(new_gec, world_size)
+    return new_lec, new_gec, keep_first(topk_idx, new_lec)
+
+
+def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
+    """How many of the offers each X takes of each worker, in order of workers, until its capacity is used up."""
+    before_WX = offered_WX.cumsum(0) - offered_WX
+    return (
+        (torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64) - before_WX)
+        .clamp(min=0)
+        .minimum(offered_WX)
+    )
+
+
+@torch.no_grad()
+def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
+    """[T] or [T, K] -> the same with -1 past the first ``limit_E[e]`` choices of each expert e: first choices of all
+    tokens, in their order, before second ones. The same ones in every run."""
+    queue_N = (index if index.dim() == 1 else index.t()).reshape(-1)
+    queue_N = torch.where(queue_N < 0, len(limit_E), queue_N)
+    sorted_N, order_N = queue_N.sort(stable=True)
+    place_N = torch.arange(len(queue_N), device=index.device, dtype=torch.int64) - torch.searchsorted(
+        sorted_N, sorted_N
+    )
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
+    fits_N = place_N < torch.cat([limit_E, limit_E.new_zeros(1)])[queue_N]
+    fits = fits_N if index.dim() == 1 else fits_N.view(index.shape[1], index.shape[0]).t()
+    return torch.where(fits, index, -1).contiguous()
+
+
+def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
+    """Load balancing loss of the ``chosen`` experts (any shape), 1 when balanced: over all E, before capacity."""
+    count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)).sum(
+        0
+    )
+    return load_balancing_loss(softmax(logits_TE).unsqueeze(0), count_E.unsqueeze(0))
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension, at least in float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
