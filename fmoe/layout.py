@@ -45,7 +45,7 @@ class Layout:
         """Return this rank's part of ``x``.
 
         Args:
-            x, mask, token_ids: input of the layer (`fmoe.MoE.forward`).
+            x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
             seed: the layer's, key of noise.
             by_logits: gather the gate's logits over ranks instead of its input.
 
@@ -72,25 +72,50 @@ class Layout:
     def tokens(
         self,
         x: Tensor,
-        mask: Tensor | None,
-        token_ids: Tensor | None,
-        seed: int,
+        mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        seed: int = 0,
         *,
         before: int = 0,
         shards: "TokenShards | None" = None,
     ) -> tuple[Tensor, RoutingGroups]:
-        """Return the tokens of ``x`` and their routing groups (`tokens_of`)."""
-        return tokens_of(
-            x,
-            self.d_model,
-            group_size=self.group_size,
-            sequence_first=self.sequence_first,
-            mask=mask,
-            token_ids=token_ids,
-            layer_seed=seed,
-            before=before,
+        """Return the tokens ``x_TD`` of an input (a view if possible) and their routing groups.
+
+        Args:
+            x, mask, token_ids, seed: see `split`.
+            before: tokens of the micro batch that precede these, on other ranks.
+            shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
+                ``mask`` and ``token_ids`` are of all of them.
+
+        Raises:
+            UserError: see `split`.
+        """
+        if x.dim() < 2 or x.shape[-1] != self.d_model:
+            raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
+        if not x.is_floating_point():
+            raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
+        leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
+        if mask is not None and mask.shape != leading:
+            raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
+        if mask is not None and mask.dtype != torch.bool:
+            raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
+        if token_ids is not None and token_ids.shape != leading:
+            raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
+        sequence_first = self.sequence_first and x.dim() == 3
+        sequence_length = leading[0] if sequence_first else leading[-1]
+        size = sequence_length if self.group_size is None else self.group_size
+        groups = RoutingGroups(
+            leading.numel() // sequence_length if sequence_length else 0,
+            sequence_length,
+            size=size,
+            sequence_first=sequence_first,
+            mask_T=None if mask is None else mask.reshape(-1),
+            token_ids_T=None if token_ids is None else token_ids.reshape(-1),
+            first_group=(before + random.first_token()) // max(size, 1),
+            noise_key=lambda: random.noise_key(seed),
             shards=shards,
         )
+        return x.reshape(-1, self.d_model), groups
 
 
 @dataclass(eq=False)
@@ -158,65 +183,6 @@ class LocalTokens:
             length, rest = self.leading[0], self.leading[1:]
             outputs = [gather_slices(y.view(-1, *rest, *y.shape[1:]), length, self.slice_group) for y in outputs]
         return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
-
-
-def tokens_of(
-    x: Tensor,
-    d_model: int,
-    *,
-    group_size: int | None = None,
-    sequence_first: bool = False,
-    mask: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    layer_seed: int = 0,
-    before: int = 0,
-    shards: "TokenShards | None" = None,
-) -> tuple[Tensor, RoutingGroups]:
-    """Return the tokens ``x_TD`` of an input of any layout (a view if possible) and their routing groups.
-
-    Args:
-        x: [T, D], one sequence; [..., S, D], sequences; with ``sequence_first`` [S, B, D].
-        mask: bool, the shape of ``x`` without D: False for padding, which is not routed.
-        token_ids: int64, the shape of ``x`` without D.
-        before: tokens of the micro batch that precede these, on other ranks.
-        shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
-            ``mask`` and ``token_ids`` are of all of them.
-
-    Raises:
-        UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
-    """
-    if x.dim() < 2 or x.shape[-1] != d_model:
-        raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={d_model}]")
-    if not x.is_floating_point():
-        raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
-    leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
-    if mask is not None and mask.shape != leading:
-        raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
-    if mask is not None and mask.dtype != torch.bool:
-        raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
-    if token_ids is not None and token_ids.shape != leading:
-        raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
-    x_TD = x.reshape(-1, d_model)
-    if sequence_first and x.dim() == 3:
-        sequence_length, num_sequences = leading
-    else:
-        sequence_first = False
-        sequence_length = leading[-1]
-        num_sequences = leading.numel() // sequence_length if sequence_length else 0
-    first_token = before + random.first_token()
-    size = sequence_length if group_size is None else group_size
-    groups = RoutingGroups(
-        num_sequences,
-        sequence_length,
-        size=size,
-        sequence_first=sequence_first,
-        mask_T=None if mask is None else mask.reshape(-1),
-        token_ids_T=None if token_ids is None else token_ids.reshape(-1),
-        first_group=first_token // max(size, 1),
-        noise_key=lambda: random.noise_key(layer_seed),
-        shards=shards,
-    )
-    return x_TD, groups
 
 
 @dataclass(frozen=True, eq=False)

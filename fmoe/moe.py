@@ -14,7 +14,7 @@ from fmoe.build import Spec
 from fmoe.exchange import Exchange
 from fmoe.experts.call import ExpertCall
 from fmoe.gates import external
-from fmoe.gates.router import Router
+from fmoe.gates.router import Router, routes_by_logits
 from fmoe.layout import Layout, LocalTokens
 from fmoe.losses import AuxLosses
 from fmoe.metrics import LayerMetrics
@@ -97,7 +97,7 @@ class MoE(nn.Module):
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
         """Return the tokens of this rank."""
-        return self.layout.split(x, mask, token_ids, self.seed, external.routes_by_logits(self.gate))
+        return self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate))
 
     def route(self, tokens: LocalTokens) -> Routing:
         """Return the gate's decision about the tokens that it sees."""

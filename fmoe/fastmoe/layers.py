@@ -21,7 +21,7 @@ from fmoe.fastmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_f
 from fmoe.fastmoe.spelling import mark_module_parallel_comm
 from fmoe.gates import Gate
 from fmoe.gates.external import checked, takes_groups
-from fmoe.gates.router import Router
+from fmoe.gates.router import Router, routes_by_logits
 from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice
 from fmoe.moe import MoE
 from fmoe.routing import Routing
@@ -249,9 +249,9 @@ class FMoE(MoE):
         return super().forward(x, mask, token_ids=token_ids)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> NestedTokens:
-        by_logits = vars(type(self.gate)).get("routes_by_logits", False)
         filled = None if self.mask_dict is None else self.mask
-        tokens = self.layout.split(x, mask, token_ids, self.seed, by_logits, filled=filled, is_fastmoe=self.is_fastmoe)
+        kind = {"filled": filled, "is_fastmoe": self.is_fastmoe}
+        tokens = self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate), **kind)
         if self.world_size > 1:  # for functions of FastMoE's that the gate may call
             ensure_comm(tokens.x_TD, self.moe_group)
         return tokens

@@ -72,11 +72,6 @@ def takes_groups(gate: Any) -> bool:
     return len(required) >= 2
 
 
-def routes_by_logits(gate: Any) -> bool:
-    """Return whether a gate's class, not one that it derives from, says so (`Router.routes_by_logits`)."""
-    return vars(type(gate)).get("routes_by_logits", False)
-
-
 def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
     if not (isinstance(result, tuple | list) and len(result) >= 2 and all(isinstance(r, Tensor) for r in result[:2])):
         raise UserError(f"the gate of {name} returned {type(result).__name__}, neither a Routing nor (index, score)")

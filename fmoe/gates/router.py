@@ -6,6 +6,7 @@ Shape letters: T tokens, D width, E experts, K choices, G routing groups, S plac
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -288,6 +289,11 @@ class TopKRouter(Router):
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
         return losses
+
+
+def routes_by_logits(gate: Any) -> bool:
+    """Return whether a gate's class, not one that it derives from, says so (`Router.routes_by_logits`)."""
+    return vars(type(gate)).get("routes_by_logits", False)
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:

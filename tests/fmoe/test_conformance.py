@@ -16,7 +16,7 @@ from torch import nn
 
 import fmoe
 from fmoe.gates import GATES
-from fmoe.layout import tokens_of
+from fmoe.layout import Layout
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 2, 12, 16, 24, 4
 # Name -> dtype of the layer and its input, dtype of autocast or None, limit of the relative error.
@@ -55,7 +55,7 @@ def one_expert(layer, e, row):
 
 
 def routed(layer, x, token_ids):
-    x_TD, groups = tokens_of(x, WIDTH, token_ids=token_ids, layer_seed=layer.seed)
+    x_TD, groups = Layout(WIDTH).tokens(x, token_ids=token_ids, seed=layer.seed)
     return layer.gate(x_TD, groups)
 
 

@@ -192,7 +192,7 @@ def test_nests_of_tensors():
     inputs = {"a": tokens(2, 6), "b": torch.randn(2, 6, 3, requires_grad=True)}
     out = layer(inputs)
     assert out["a"].shape == (2, 6, D) and out["b"].shape == (2, 6, 5)
-    x_TD, groups = fmoe.layout.tokens_of(inputs["a"], D)
+    x_TD, groups = fmoe.layout.Layout(D).tokens(inputs["a"])
     routing = layer.gate(x_TD, groups)
     flat_b = inputs["b"].reshape(-1, 3)
     for t in range(12):

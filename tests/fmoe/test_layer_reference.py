@@ -6,7 +6,7 @@ from compare import assert_close
 from loop_reference import LoopMoE
 
 import fmoe
-from fmoe.layout import tokens_of
+from fmoe.layout import Layout
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS = 3, 10, 12, 20, 5
 
@@ -30,7 +30,7 @@ def build(gate, top_k, capacity_factor, *, dtype=torch.float32, training=True, *
 
 def noise_of(layer, x):
     """The noise that the layer will use, as inputs for the loop."""
-    _, groups = tokens_of(x, WIDTH, layer_seed=layer.seed)
+    _, groups = Layout(WIDTH).tokens(x, seed=layer.seed)
     jitter = groups.local_uniform16(WIDTH, "switch jitter", x.device).view(BATCH, LENGTH, WIDTH)
     second = groups.uniform(max(layer.gate.top_k - 1, 1), "gshard second expert", x.device)
     return jitter.double(), second.view(BATCH, LENGTH, -1).double()
@@ -81,7 +81,7 @@ def test_values_and_every_gradient(gate, top_k, factor, training, dtype):
 
 def _kept(layer, x, noise):
     fmoe.random.set_position(seed=1, step=4)
-    x_TD, groups = tokens_of(x, WIDTH, layer_seed=layer.seed)
+    x_TD, groups = Layout(WIDTH).tokens(x, seed=layer.seed)
     return int((layer.gate(x_TD, groups).expert_TK >= 0).sum())
 
 
@@ -111,7 +111,7 @@ def test_bf16_model_keeps_the_router_in_fp32():
     y64, _, _ = loop.forward(x.detach().double(), torch.zeros(BATCH, LENGTH, WIDTH), torch.zeros(BATCH, LENGTH, 1))
     assert y.dtype == torch.bfloat16
     assert_close(y, y64, 2e-2, "output")
-    x_TD, groups = tokens_of(x, WIDTH)
+    x_TD, groups = Layout(WIDTH).tokens(x)
     assert layer.gate(x_TD, groups).weight_TK.dtype == torch.float32
 
 

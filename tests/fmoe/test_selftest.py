@@ -39,11 +39,11 @@ def mix_up_rows():
     """Rank 1 sends the experts' outputs back one place off."""
     import os
 
-    from fmoe.exchange.hops import Stage
+    from fmoe.exchange.hops import Hop
 
     if os.environ["RANK"] == "1":
-        arrived = Stage.arrived
-        Stage.arrived = lambda stage, rows: arrived(stage, rows.roll(1, 0))
+        pack = Hop.pack
+        Hop.pack = lambda hop, rows: pack(hop, rows.roll(1, 0))
 
 
 def test_a_broken_exchange_is_found(forks):
