@@ -13,10 +13,9 @@ from torch import nn
 
 from fmoe import random
 from fmoe.errors import UserError, known_names
-from fmoe.experts.ffn import BACKENDS, FFNExperts
+from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
-from fmoe.experts.stacked import Stacked
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
 # Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import cuda, native, random
+from fmoe import cuda, native, ownership, random
 from fmoe.errors import UserError
-from fmoe.experts import foreign
-from fmoe.experts.stacked import Stacked
+from fmoe.experts import external
 from fmoe.ops import expert_ffn, grouped_linear
 from fmoe.ops import native as native_ops
 from fmoe.ops.activations import gate
@@ -34,7 +33,35 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
 }
 
-BACKENDS = ("auto", "native", "cuda", "torch", *foreign.BACKENDS)
+BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
+
+
+class Stacked(nn.Module):
+    """A module each of whose own parameters has an expert a row of its first axis.
+
+    They carry the mark ``is_stacked = True``, by which `fmoe.optim` takes one for so many tensors.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        ownership.enrol(self)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        parametrized = [getattr(part, "original", None) for part in getattr(self, "parametrizations", {}).values()]
+        for parameter in (*self.parameters(recurse=False), *parametrized):
+            if parameter is not None:
+                parameter.is_stacked = True
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
+        self._mark_parameters()
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        ownership.enrol(self)
+        self._mark_parameters()  # copies of parameters have lost the mark
 
 
 class FFNExperts(Stacked):
@@ -111,9 +138,9 @@ class FFNExperts(Stacked):
                 cuda.load(device if device.type == "cuda" else None)  # what it cannot do it says once, on the logger
             elif self.weight_in.device.type == "cpu":
                 native.load()
-        elif self.backend in foreign.BACKENDS:
+        elif self.backend in external.BACKENDS:
             sizes = {"num_experts": self.num_experts, "d_model": self.d_model, "d_hidden": self.d_hidden}
-            foreign.check(self.backend, self.activation, gated=self.gated, dropout=self.dropout, **sizes)
+            external.check(self.backend, self.activation, gated=self.gated, dropout=self.dropout, **sizes)
         elif self.backend != "torch":
             if not native_ops.knows(self.activation):
                 raise UserError(
@@ -236,8 +263,8 @@ class FFNExperts(Stacked):
         """The backend's operation for these; None for the torch path."""
         if self.backend == "torch" or (self.dropout and self.training):
             return None
-        if self.backend in foreign.BACKENDS:
-            return functools.partial(foreign.ffn, self.backend)
+        if self.backend in external.BACKENDS:
+            return functools.partial(external.ffn, self.backend)
         if self.backend != "cuda" and native.is_loaded() and native_ops.takes(rows_RD, self.activation, *parameters):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
         if self.backend != "native" and cuda_ops.takes(rows_RD, self.activation, *parameters):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fmoe.experts.stacked import Stacked
+from fmoe.experts.ffn import Stacked
 from fmoe.ops import grouped_linear
 
 

@@ -1,4 +1,4 @@
-"""Gates: ``gate(x_TD, groups) -> Routing``. One file a gate; a new one is registered by one line.
+"""Gates: ``gate(x_TD, groups) -> Routing``. A new one is registered by one line.
 
 A gate is any callable with that contract: one of the names below, a class built as ``cls(d_model, num_experts,
 top_k, **options)``, or a ready instance.
@@ -6,24 +6,24 @@ top_k, **options)``, or a ready instance.
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fmoe.errors import UserError, known_names
 from fmoe.gates.base_layers import BaseRouter
 from fmoe.gates.expert_choice import ExpertChoiceRouter
+from fmoe.gates.fixed import HashRouter, RandomRouter, ZeroRouter
 from fmoe.gates.gshard import GShardRouter
-from fmoe.gates.hash import HashRouter
 from fmoe.gates.naive import NaiveRouter
 from fmoe.gates.noisy import NoisyRouter
-from fmoe.gates.random import RandomRouter
 from fmoe.gates.router import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.sigmoid import SigmoidRouter
 from fmoe.gates.sinkhorn import SinkhornRouter
-from fmoe.gates.steps import attach_end_step, end_step, skip_step
 from fmoe.gates.swipe import SwipeRouter
 from fmoe.gates.switch import SwitchRouter
 from fmoe.gates.topology import TopologyRouter
-from fmoe.gates.zero import ZeroRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
@@ -72,6 +72,38 @@ def build_gate(
     if top_k is not None and getattr(gate, "top_k", top_k) != top_k:
         raise UserError(f"gate.top_k={gate.top_k} differs from top_k={top_k}")
     return gate
+
+
+def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Calls ``end_step(group)`` of every gate of ``model`` that has one (`fmoe.gates.SigmoidRouter`).
+
+    Call it once an optimizer step, after the last backward pass of the step: before or after ``optimizer.step()``, but
+    not once a micro batch.
+
+    Args:
+        group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
+            Without it, ranks of a data parallel job would come to different biases.
+    """
+    for module in model.modules():
+        # `record` too: other libraries may call something end_step.
+        if hasattr(module, "end_step") and hasattr(module, "record"):
+            module.end_step(group)
+
+
+def skip_step(model: nn.Module) -> None:
+    """In place of `end_step` for an optimizer step that is not made: what its micro batches counted is dropped."""
+    for module in model.modules():
+        if hasattr(module, "skip_step") and hasattr(module, "record"):
+            module.skip_step()
+
+
+def attach_end_step(optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None) -> RemovableHandle:
+    """Has every ``optimizer.step()`` end with ``end_step(model, group)``.
+
+    Returns:
+        A handle whose ``remove()`` ends that. One optimizer a model: two would count a step twice.
+    """
+    return optimizer.register_step_post_hook(lambda *_: end_step(model, group))
 
 
 __all__ = [

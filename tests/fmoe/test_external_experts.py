@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fmoe
 from fmoe.errors import UserError
-from fmoe.experts import foreign
+from fmoe.experts import external
 
 WIDTH, HIDDEN, EXPERTS = 512, 64, 4
 
@@ -80,10 +80,10 @@ def installed(monkeypatch):
     module("sonicmoe")
     module("sonicmoe.functional", moe_general_routing_inputs=moe_general_routing_inputs)
     module("sonicmoe.enums", ActivationType=ActivationType)
-    foreign._grouped_linear.cache_clear()
-    monkeypatch.setattr(foreign, "_check_rows", lambda *_: None)
+    external._grouped_linear.cache_clear()
+    monkeypatch.setattr(external, "_check_rows", lambda *_: None)
     yield
-    foreign._grouped_linear.cache_clear()
+    external._grouped_linear.cache_clear()
 
 
 def layer_of(backend, **options):
@@ -108,7 +108,7 @@ def results(layer, x):
     ],
     ids=["plain", "drops"],
 )
-@pytest.mark.parametrize("backend", foreign.BACKENDS)
+@pytest.mark.parametrize("backend", external.BACKENDS)
 def test_layers(backend, options, hooked, tokens, installed):
     layer, plain = layer_of(backend, **options), layer_of("torch", **options)
     if hooked:  # then rows are gathered and combined around the experts, as around an exchange
@@ -138,7 +138,7 @@ def test_evaluation_tells_that_nothing_is_kept(installed):
     ("backend", "package"), [("te", "transformer_engine"), ("sonicmoe", "sonicmoe")], ids=["te", "sonicmoe"]
 )
 def test_missing_packages_are_named(backend, package, monkeypatch):
-    for name in (package, *foreign._NEEDS[backend][:1]):
+    for name in (package, *external._NEEDS[backend][:1]):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=rf"^backend='{backend}' needs {package} \(.*\): pip install "):
         layer_of(backend)
@@ -157,4 +157,4 @@ def test_what_cannot_be(installed, monkeypatch):
             layer_of("sonicmoe", **options)
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"backend='te' is for 16 bits on a GPU: rows are torch\.float32 on cpu"):
-        foreign.ffn("te", torch.zeros(2, 8), None, None, None, None, [2], F.silu)
+        external.ffn("te", torch.zeros(2, 8), None, None, None, None, [2], F.silu)
