@@ -1,7 +1,7 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
-from fmoe.adapters import register_adapter
 from fmoe.auxiliary import collect_losses
+from fmoe.convert import fmoefy, register_family
 from fmoe.dispatch import DispatchPlan
 from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.errors import MissingPackageError, UserError
@@ -10,7 +10,6 @@ from fmoe.gates import attach_end_step, end_step, register_gate
 from fmoe.layer import FMoE
 from fmoe.losses import set_loss_scale
 from fmoe.metrics import metrics
-from fmoe.patch import fmoefy
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.soft import MMoE, SoftMoE
 from fmoe.transformer import FMoETransformerMLP
@@ -35,8 +34,8 @@ __all__ = [
     "end_step",
     "fmoefy",
     "metrics",
-    "register_adapter",
     "register_expert",
+    "register_family",
     "register_gate",
     "set_loss_scale",
 ]

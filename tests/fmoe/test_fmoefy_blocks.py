@@ -1,4 +1,4 @@
-"""Which blocks are found by structure, which are left alone, `layers`, adapters of one's own, wrong models."""
+"""Which blocks are found by structure, which are left alone, `layers`, a family of one's own, wrong models."""
 
 import contextlib
 import copy
@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fmoe
-from fmoe.adapters import ADAPTERS, Block, find_blocks, linear_map
-from fmoe.adapters.block import known_activation
+from fmoe.convert import FAMILIES, Block, find_blocks, linear_map
+from fmoe.convert.blocks import known_activation
 
 
 class Mlp(nn.Module):
@@ -622,7 +622,7 @@ class Post(nn.Module):
         return self.norm(x + self.fc2(F.relu(self.fc1(x))))
 
 
-def test_an_adapter_of_ones_own():
+def test_a_family_of_ones_own():
     def post(layer):
         if not isinstance(layer, Post):
             return []
@@ -636,14 +636,14 @@ def test_an_adapter_of_ones_own():
     dense = copy.deepcopy(model)
     with pytest.raises(fmoe.UserError):
         fmoe.fmoefy(model, 4)
-    fmoe.register_adapter("post", post)
+    fmoe.register_family("post", post)
     try:
-        assert [(f.name, f.adapter) for f in find_blocks(model)] == [("0", "post"), ("1", "post")]
+        assert [(f.name, f.family) for f in find_blocks(model)] == [("0", "post"), ("1", "post")]
         model[0].forward = lambda x, m=model[0]: m.norm(x + m.fc2(x))
         model[1].forward = lambda x, m=model[1]: m.norm(x + m.fc2(x))
         fmoe.fmoefy(model, 4)
     finally:
-        del ADAPTERS["post"]
+        del FAMILIES["post"]
     x = torch.randn(2, 5, 8)
     assert_close(model(x), dense(x), 1e-5, "output")
     with pytest.raises(fmoe.UserError, match=r"shapes \(12, 8\), \(12, 8\)"):

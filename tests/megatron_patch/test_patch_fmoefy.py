@@ -33,7 +33,7 @@ def converted(options):
     ],
     ids=str,
 )
-def test_megatron_models_go_to_their_adapter(forks, options, expected):
+def test_megatron_models_go_to_their_converter(forks, options, expected):
     assert only(forks.run(1, converted, options)) == expected
 
 
