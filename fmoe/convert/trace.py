@@ -290,14 +290,14 @@ def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> 
     Args:
         owner: the module that ``block.install`` changes, if it is more than the module of ``trial``.
     """
-    rows = trial.args[0]
+    rows, after = trial.args[0], []
     for x in (rows, wide_rows(rows)) if block.install is None else (rows,):
+        if block.install is None:
+            with torch.no_grad():
+                after = [block(x)]  # the same in both modes
         for training in (False, True):
             before = tree_leaves(trial(training=training, rows=x, rates=Rates())[1])
-            if block.install is None:
-                with torch.no_grad():
-                    after = [block(x)]
-            else:
+            if block.install is not None:
                 with restored(owner or trial.owner):
                     block.install(_Dense(block))
                     try:
