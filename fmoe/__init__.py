@@ -1,6 +1,6 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
-from fmoe.adapters import register_adapter
+from fmoe.convert import fmoefy, register_family
 from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import register_expert
@@ -8,7 +8,6 @@ from fmoe.gates import attach_end_step, end_step, register_gate
 from fmoe.losses import collect_losses, set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.moe import MoE
-from fmoe.patch import fmoefy
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.soft import MMoE, SoftMoE
 
@@ -17,6 +16,8 @@ from fmoe.soft import MMoE, SoftMoE
 from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoETransformerMLP
 
 __version__ = "0.1.0"
+
+register_adapter = register_family  # its name until 0.1
 
 __all__ = [
     "DispatchPlan",
@@ -39,6 +40,7 @@ __all__ = [
     "metrics",
     "register_adapter",
     "register_expert",
+    "register_family",
     "register_gate",
     "set_loss_scale",
 ]

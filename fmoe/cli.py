@@ -8,11 +8,12 @@ import argparse
 import difflib
 import errno
 import os
+import re
 import select
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
 from typing import NoReturn
 
 from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
@@ -42,6 +43,20 @@ def commands() -> dict[str, EntryPoint]:
     order = {name: place for place, name in enumerate(SUMMARIES)}
     found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
+
+
+def extras() -> dict[str, list[str]]:
+    """Distributions that each extra of the installed fmoe adds, by the extra's name; other extras of fmoe left out."""
+    found: dict[str, list[str]] = {}
+    try:
+        requirements = requires("fmoe") or []
+    except PackageNotFoundError:  # imported from a folder
+        return found
+    for requirement in requirements:
+        name, extra = re.match(r"[\w.-]+", requirement), re.search(r"""extra == ["']([\w-]+)""", requirement)
+        if extra and name[0] != "fmoe":
+            found.setdefault(extra[1], []).append(name[0])
+    return found
 
 
 def usage() -> str:
@@ -127,12 +142,11 @@ def run(program: str, command) -> int:
         return _refuse(program, f"{os.fsdecode(error.filename)}: {error.strerror}")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        if package not in _PACKAGES_OF_PRETRAIN:
+        # A distribution of extensions has its package's name first: megatron-core.
+        extra = next((e for e, names in extras().items() if package in (n.split("-")[0] for n in names)), None)
+        if extra is None:
             raise
-        print(
-            f"{program}: error: the package {package} is not installed: pip install 'fmoe[pretrain]'", file=sys.stderr
-        )
-        return EXIT_USAGE
+        return _refuse(program, f"the package {package} is not installed: pip install 'fmoe[{extra}]'")
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
@@ -164,23 +178,6 @@ def _has_lost_reader() -> bool:
     except (OSError, ValueError):  # no file behind it
         return False
     return bool(poll.poll(0))
-
-
-# Import names of the `pretrain` extra: a command that needs one of them ends with the extra's name, not a traceback.
-_PACKAGES_OF_PRETRAIN = frozenset(
-    [
-        "megatron",
-        "datasets",
-        "matplotlib",
-        "numpy",
-        "psutil",
-        "rich",
-        "safetensors",
-        "sentencepiece",
-        "tokenizers",
-        "wandb",
-    ]
-)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from fmoe import UserError
-from fmoe.adapters import Block
-from fmoe.patch import check_chosen, check_model, plan_blocks
-from fmoe.upcycle import Upcycling
+from fmoe.convert import check_chosen, check_model, plan_blocks
+from fmoe.convert.blocks import Block
+from fmoe.convert.upcycle import Upcycling
 from megatron_patch.adapter import announce_experts
 from megatron_patch.layer import MegatronMoE
 from megatron_patch.upcycle import expert_options, fill, mlp_block
@@ -156,8 +156,8 @@ def _make(
     return new if block is None else fill(new, block, how)
 
 
-def adapter(model: nn.Module) -> Callable[..., nn.Module] | None:
-    """For `fmoe.fmoefy`: takes Megatron-core models, wrapped ones too, to tell their owners off."""
+def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
+    """For `fmoe.fmoefy`: takes Megatron-core models, wrapped ones too, which then raise an error."""
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from fmoe import UserError
-from fmoe.patch import NOT_DRAWN, check_model
+from fmoe.convert import NOT_DRAWN, check_model
 from megatron_patch.layer import MegatronMoE
 from megatron_patch.patch import MODELS, stacks
 

@@ -1,4 +1,4 @@
-"""The MLPs of a Megatron-core model as blocks that `fmoe.upcycle` makes experts of."""
+"""The MLPs of a Megatron-core model as blocks that `fmoe.convert.upcycle` makes experts of."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import UserError
-from fmoe.adapters import Block, Found, LinearMap
-from fmoe.adapters.block import addition, known_activation
+from fmoe.convert import NOT_DRAWN
+from fmoe.convert.blocks import Block, LinearMap, addition, known_activation
+from fmoe.convert.families import Found
+from fmoe.convert.upcycle import Upcycling, upcycle_
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.patch import NOT_DRAWN
-from fmoe.upcycle import Upcycling, upcycle_
 from megatron_patch.layer import MegatronMoE
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import patch, random
+from fmoe import convert, random
 from fmoe.errors import UserError
 from fmoe.fastmoe import gates
 from fmoe.fastmoe.balance import reset_balance_profile, update_balance_profile
@@ -275,7 +275,7 @@ def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.M
             workers = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
             workers, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
-    return patch.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)
+    return convert.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)
 
 
 add_balance_log = gone("add_balance_log", "fmoe.metrics(model) has load, drop rate and losses of every layer")

@@ -25,7 +25,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     post-localSGD) see dense gradients alone; experts are summed in the dtype of their gradients.
 
     Args:
-        module: its `FMoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
+        module: its `MoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
             data parallel rank, experts as those of the first rank that holds them.
         groups: of `fmoe.parallel.init`.
         options: torch's, but for ``process_group`` and ``device_mesh``.

@@ -16,14 +16,14 @@ from fmoe.parallel.groups import ParallelGroups, moe_layers
 
 
 def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn.Module:
-    """`torch.distributed.fsdp.fully_shard` in place: the experts of every `FMoE` layer sharded over the ranks that hold
+    """`torch.distributed.fsdp.fully_shard` in place: the experts of every `MoE` layer sharded over the ranks that hold
     the same ones, everything else over all data parallel ranks.
 
     After the backward pass every gradient is that of the mean over all ranks' losses, experts' too. As with torch's
     own, call it for blocks first and for the whole model last, to gather block after block.
 
     Args:
-        module: its `FMoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
+        module: its `MoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
             data parallel rank, experts as those of the first rank that holds them. Of a model on the meta device,
             materialise a block (``to_empty``, ``reset_parameters``) before it is sharded: initial weights are keyed by
             whole experts.

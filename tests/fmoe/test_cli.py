@@ -62,6 +62,8 @@ def raiser(error):
         (OSError(36, "File name too long", b"x"), 2, "prog: error: x: File name too long\n"),
         (KeyboardInterrupt(), 130, "prog: interrupted\n"),
         (ModuleNotFoundError("no", name="sentencepiece.x"), 2, "pip install 'fmoe[pretrain]'\n"),
+        (ModuleNotFoundError("no", name="megatron.core"), 2, "pip install 'fmoe[pretrain]'\n"),
+        (ModuleNotFoundError("no", name="trackio"), 2, "pip install 'fmoe[trackio]'\n"),
     ],
 )
 def test_errors_of_users_are_one_line(error, code, says, capsys):

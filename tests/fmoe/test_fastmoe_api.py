@@ -10,12 +10,12 @@ import pytest
 import torch
 from compare import assert_close
 from fastmoe_reference import OneOfStack, SmallExpert, WideExpert, brute_force
+from fmoe.transformer import _Expert
 from torch import nn
 
 import fmoe
 from fmoe import FMoE, FMoELinear, FMoETransformerMLP
 from fmoe.gates import GShardGate, NaiveGate, NoisyGate, SwitchGate
-from fmoe.transformer import _Expert
 
 T, D, H = 12, 16, 32
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import relative_error
-from fmoe.layers import _fmoe_general_global_forward as plain
-from forks import values
-
-import fmoe
 from fmoe.fastermoe.config import float_from_env, switch_from_env
 from fmoe.fastermoe.schedule import _fmoe_general_global_forward as smart
 from fmoe.fastermoe.shadow_policy import get_shadow_policy
 from fmoe.functions import ensure_comm
+from fmoe.layers import _fmoe_general_global_forward as plain
+from forks import values
+
+import fmoe
 
 WIDTH = 12
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fmoe.megatron import MegatronMLP, add_fmoe_args, fmoefy, get_balance_profile, save_checkpoint
+from fmoe.megatron.layers import _megatron_init_method, _random_init_weight
 from forks import values
 from torch import nn
 
 import fmoe
 from fmoe import FMoELinear
 from fmoe.gates import GShardGate, NaiveGate, SwitchGate
-from fmoe.megatron import MegatronMLP, add_fmoe_args, fmoefy, get_balance_profile, save_checkpoint
-from fmoe.megatron.layers import _megatron_init_method, _random_init_weight
 
 S, B, D, H = 5, 2, 8, 24
 
@@ -91,7 +91,7 @@ def test_everything_that_fmoefy_is_told():
 
 def test_other_models_go_to_fmoefy():
     model = fmoefy(nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D)), fmoe_num_experts=4, gate=NaiveGate)
-    assert fmoe.metrics(model) and isinstance(model[0], fmoe.FMoE)
+    assert fmoe.metrics(model) and isinstance(model[0], fmoe.MoE)
     with pytest.raises(fmoe.UserError, match="gate=Own has no counterpart"):
         fmoefy(nn.Sequential(nn.Linear(D, H)), 4, gate=type("Own", (NaiveGate,), {}))
 

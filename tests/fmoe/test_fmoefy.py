@@ -9,7 +9,7 @@ from compare import assert_close, relative_error
 from tiny_models import FAMILIES, tiny
 
 import fmoe
-from fmoe.adapters import find_blocks
+from fmoe.convert import find_blocks
 
 pytest.importorskip("transformers")
 
@@ -18,7 +18,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def moe_layers(model):
-    return {name: module for name, module in model.named_modules() if isinstance(module, fmoe.FMoE)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, fmoe.MoE)}
 
 
 @families
@@ -28,7 +28,7 @@ def test_output_is_unchanged_and_every_block_swapped(family):
     config = copy.deepcopy(getattr(model, "config", None))
     blocks = find_blocks(model)
     assert len(blocks) == FAMILIES[family].num_blocks
-    assert {found.adapter for found in blocks} <= set(FAMILIES[family].adapter.split(" or "))
+    assert {found.family for found in blocks} <= set(FAMILIES[family].found_by.split(" or "))
     swapped = sum(EXPERTS * sum(t.numel() for t in f.block.tensors) for f in blocks)
     routers = sum(EXPERTS * f.block.d_model for f in blocks)
     kept = sum(p.numel() for p in model.parameters()) - swapped // EXPERTS

@@ -1,4 +1,4 @@
-"""Which blocks are found by structure, which are left alone, `layers`, adapters of one's own, wrong models."""
+"""Which blocks are found by structure, which are left alone, `layers`, a family of one's own, wrong models."""
 
 import contextlib
 import copy
@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fmoe
-from fmoe.adapters import ADAPTERS, Block, find_blocks, linear_map
-from fmoe.adapters.block import known_activation
+from fmoe.convert import FAMILIES, Block, find_blocks, linear_map
+from fmoe.convert.blocks import known_activation
 
 
 class Mlp(nn.Module):
@@ -66,7 +66,7 @@ def test_blocks_are_read_by_running_them(kind):
         assert model["mlp"].moe.experts.dropout == 0.25
         assert model["mlp"].dropout.p == 0.25
     else:
-        assert isinstance(model["mlp"], fmoe.FMoE)
+        assert isinstance(model["mlp"], fmoe.MoE)
 
 
 NOT_FOUND = {
@@ -318,7 +318,7 @@ def test_a_dropout_called_as_a_function_moves_into_the_experts(residual):
 
     model = nn.ModuleDict({"mlp": Mlp(compute, act=nn.ReLU(), p=0.25, residual=residual)})
     fmoe.fmoefy(model, 2)
-    (layer,) = (m for m in model.modules() if isinstance(m, fmoe.FMoE))
+    (layer,) = (m for m in model.modules() if isinstance(m, fmoe.MoE))
     assert layer.experts.dropout == 0.25
     x, block = torch.randn(2, 5, 8), model["mlp"].train()
     assert not torch.equal(block(x), block(x))
@@ -332,7 +332,7 @@ def test_a_dropout_that_serves_twice_keeps_both_rates():
     )
     model = nn.ModuleDict({"mlp": module})
     fmoe.fmoefy(model, 2)
-    (layer,) = (m for m in model.modules() if isinstance(m, fmoe.FMoE))
+    (layer,) = (m for m in model.modules() if isinstance(m, fmoe.MoE))
     assert layer.experts.dropout == 0.36
     layer.experts.dropout = 0.0
     x = torch.randn(1, 4000, 64)
@@ -426,7 +426,7 @@ def test_what_is_refused_beside_blocks_is_told(caplog):
     model = nn.ModuleList([sequential(), TRAPS["hook"](), TRAPS["a far clamp"]()])
     dense = copy.deepcopy(model[1])
     fmoe.fmoefy(model, 2)
-    assert isinstance(model[0][0], fmoe.FMoE)
+    assert isinstance(model[0][0], fmoe.MoE)
     (message,) = (record.getMessage() for record in caplog.records if record.name == "fmoe")
     assert "1 (one has hooks)" in message
     assert "2 (more than an activation" in message
@@ -587,7 +587,7 @@ def test_families_that_hold_no_block_are_refused_in_one_line(family):
 def test_layers(layers, chosen):
     model = deep(5)
     fmoe.fmoefy(model, 2, layers=layers)
-    assert [i for i, block in enumerate(model) if isinstance(block[0], fmoe.FMoE)] == chosen
+    assert [i for i, block in enumerate(model) if isinstance(block[0], fmoe.MoE)] == chosen
 
 
 @pytest.mark.parametrize("layers", [[0, 5], [-1], 6, 0, -2, [], "odd", True, [1.0], 2.0, None], ids=repr)
@@ -607,7 +607,7 @@ def test_a_module_used_in_two_places_becomes_one_layer():
     shared = FOUND["function"]()
     model = nn.ModuleDict({"a": nn.Sequential(shared, shared), "b": nn.ModuleList([shared])})
     fmoe.fmoefy(model, 4)
-    assert isinstance(model["b"][0], fmoe.FMoE)
+    assert isinstance(model["b"][0], fmoe.MoE)
     assert model["a"][0] is model["a"][1] is model["b"][0]
 
 
@@ -622,7 +622,7 @@ class Post(nn.Module):
         return self.norm(x + self.fc2(F.relu(self.fc1(x))))
 
 
-def test_an_adapter_of_ones_own():
+def test_a_family_of_ones_own():
     def post(layer):
         if not isinstance(layer, Post):
             return []
@@ -636,14 +636,14 @@ def test_an_adapter_of_ones_own():
     dense = copy.deepcopy(model)
     with pytest.raises(fmoe.UserError):
         fmoe.fmoefy(model, 4)
-    fmoe.register_adapter("post", post)
+    fmoe.register_family("post", post)
     try:
-        assert [(f.name, f.adapter) for f in find_blocks(model)] == [("0", "post"), ("1", "post")]
+        assert [(f.name, f.family) for f in find_blocks(model)] == [("0", "post"), ("1", "post")]
         model[0].forward = lambda x, m=model[0]: m.norm(x + m.fc2(x))
         model[1].forward = lambda x, m=model[1]: m.norm(x + m.fc2(x))
         fmoe.fmoefy(model, 4)
     finally:
-        del ADAPTERS["post"]
+        del FAMILIES["post"]
     x = torch.randn(2, 5, 8)
     assert_close(model(x), dense(x), 1e-5, "output")
     with pytest.raises(fmoe.UserError, match=r"shapes \(12, 8\), \(12, 8\)"):
@@ -670,7 +670,7 @@ def test_the_fused_path_of_torch_layers_is_left(layers, norm_first):
 def test_torch_layers_tell_their_layout():
     model, _ = tiny("torch")
     fmoe.fmoefy(model, 4)
-    assert all(m.sequence_first for m in model.modules() if isinstance(m, fmoe.FMoE))
+    assert all(m.layout.sequence_first for m in model.modules() if isinstance(m, fmoe.MoE))
     model = nn.TransformerDecoderLayer(16, 2, 24, batch_first=True, bias=False, activation=nn.SiLU())
     fmoe.fmoefy(model, 4)
     assert not model.linear1.sequence_first

@@ -12,7 +12,6 @@ from forks import values
 from torch import nn
 
 import fmoe
-import fmoe.init
 from fmoe.experts import FFNExperts
 from fmoe.gates import GATES
 from fmoe.parallel import is_expert
@@ -398,7 +397,7 @@ def test_what_cannot_be_says_so(make, says):
 
 def test_truncated_normal_is_cut_and_scaled():
     weight = torch.empty(400, 1000)
-    fmoe.init.truncated_normal_(weight)
+    fmoe.experts.truncated_normal_(weight)
     std = (0.1 / 1000) ** 0.5
     assert weight.abs().max() <= 2 * std
     assert weight.std().item() == pytest.approx(0.88 * std, rel=0.02)  # of a normal cut at two standard deviations

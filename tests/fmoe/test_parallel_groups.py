@@ -194,7 +194,7 @@ def sharded(case):
         for block in model:
             assert parallel.fully_shard(block, groups, **options) is block
     parallel.fully_shard(model, groups, **options)
-    assert all(isinstance(layer.experts, FSDPModule) for layer in model.modules() if isinstance(layer, fmoe.FMoE))
+    assert all(isinstance(layer.experts, FSDPModule) for layer in model.modules() if isinstance(layer, fmoe.MoE))
     assert isinstance(model[0], FSDPModule) == (case == "blocks")
     for _ in range(2):
         model.zero_grad()

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from fmoe.distributed import DistributedGroupedDataParallel
 from forks import values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fmoe
 from fmoe import parallel
-from fmoe.distributed import DistributedGroupedDataParallel
 from fmoe.optim import is_matrix, is_stacked, param_groups
 
 WIDTH, EXPERTS = 8, 4

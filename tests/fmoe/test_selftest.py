@@ -8,7 +8,7 @@ ONLY = ("--device", "cpu", "--timeout", 15)
 
 
 def run(forks, size, *options, before=None):
-    return forks.command("fmoe.selftest", *ONLY, *options, size=size, before=before)
+    return forks.command("fmoe", "selftest", *ONLY, *options, size=size, before=before)
 
 
 def test_one_process(forks):

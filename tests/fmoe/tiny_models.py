@@ -16,7 +16,7 @@ class Case(NamedTuple):
 
     build: Callable[[float], tuple[nn.Module, dict[str, Any]]]
     num_blocks: int
-    adapter: str
+    found_by: str
     gated: bool = False
 
 

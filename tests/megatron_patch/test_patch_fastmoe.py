@@ -6,10 +6,10 @@ from forks import only, values
 
 
 def core_model():
+    from fmoe.megatron import fmoefy
     from tiny_gpt import batch, start, tiny_gpt
 
     from fmoe.gates import GShardGate
-    from fmoe.megatron import fmoefy
 
     start()
     model = fmoefy(tiny_gpt(), fmoe_num_experts=4, gate=GShardGate, hidden_hidden_size=12)
@@ -24,9 +24,8 @@ def test_the_readmes_line_on_a_megatron_core_model(forks):
 
 
 def core_model_on_two():
-    from tiny_gpt import start, tiny_gpt
-
     from fmoe.megatron import fmoefy
+    from tiny_gpt import start, tiny_gpt
 
     start(expert_parallel=2)
     mlp = fmoefy(tiny_gpt(), fmoe_num_experts=2).decoder.layers[0].mlp

@@ -33,7 +33,7 @@ def converted(options):
     ],
     ids=str,
 )
-def test_megatron_models_go_to_their_adapter(forks, options, expected):
+def test_megatron_models_go_to_their_converter(forks, options, expected):
     assert only(forks.run(1, converted, options)) == expected
 
 
@@ -47,7 +47,7 @@ def not_megatrons():
     try:
         fmoe.fmoefy(nn.Linear(4, 4), 2)
     except fmoe.UserError as error:
-        return isinstance(model[0], fmoe.FMoE), str(error)
+        return isinstance(model[0], fmoe.MoE), str(error)
 
 
 def test_other_models_do_not_although_megatron_is_there(forks):

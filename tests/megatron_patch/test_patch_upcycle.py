@@ -197,7 +197,7 @@ def refused(config, options, break_it=None):
         ({}, "dtype", ["layer 2", "bfloat16"]),
         ({}, "hook", ["layer 2", "its linear_fc2 has hooks"]),
         ({}, "lora", ["layer 2", "its linear_fc1, a Lora, is not Megatron-core's own"]),
-        ({}, "twice", ["2 FMoE layers already"]),
+        ({}, "twice", ["2 MoE layers already"]),
     ],
     ids=str,
 )

@@ -10,8 +10,9 @@ import threading
 import pytest
 from small_sources import compiler, num_compiles, sources
 
-from fmoe import info, native
+from fmoe import native
 from fmoe.cli import run
+from fmoe.commands import info
 from fmoe.errors import UserError
 from fmoe.native import build, cache, cli
 

@@ -1,4 +1,4 @@
-"""``fmoe info``: what is installed and what would run."""
+"""``fmoe info``: installed packages, devices and backends."""
 
 import platform
 from collections.abc import Sequence
@@ -6,27 +6,14 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 
-from fmoe.cli import Parser, commands
+from fmoe import cuda, native
+from fmoe.cli import Parser, commands, extras
 
-_EXTRAS = {
-    "pretrain": [
-        "megatron-core",
-        "datasets",
-        "numpy",
-        "psutil",
-        "rich",
-        "safetensors",
-        "sentencepiece",
-        "wandb",
-    ],
-    "tensorboard": ["tensorboard"],
-}
+_REPORTED = ("pretrain", "tensorboard")  # extras
 
 
 def lines() -> list[str]:
-    """The report, a line a fact."""
-    from fmoe import cuda, native
-
+    """Return the lines of the report."""
     report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -35,7 +22,9 @@ def lines() -> list[str]:
         report.append(f"devices: cpu, {torch.get_num_threads()} threads (gloo)")
     report.append(f"native: {native.describe()}")
     report.append(f"cuda: {cuda.describe()}")
-    for extra, packages in _EXTRAS.items():
+    for extra, packages in extras().items():
+        if extra not in _REPORTED:
+            continue
         found = {package: _version(package) for package in packages}
         missing = [package for package, number in found.items() if number is None]
         if there := [f"{package} {number}" for package, number in found.items() if number]:
@@ -43,7 +32,7 @@ def lines() -> list[str]:
         if missing:
             report.append(f"{extra}: missing {', '.join(missing)}: pip install 'fmoe[{extra}]'")
     report.append(f"commands: {', '.join(commands())}")
-    report.append(f"adapters: {', '.join(sorted(entry.name for entry in entry_points(group='fmoe.adapters')))}")
+    report.append(f"converters: {', '.join(sorted(entry.name for entry in entry_points(group='fmoe.converters')))}")
     return report
 
 
@@ -55,7 +44,7 @@ def _version(package: str) -> str | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints `lines`."""
+    """Print the report."""
     Parser(
         prog="fmoe info",
         description="What is installed, what would run, and what is missing; worth pasting into an issue.",

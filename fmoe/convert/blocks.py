@@ -1,4 +1,4 @@
-"""A feed-forward block as an adapter describes it, and the pieces it is made of.
+"""`Block`: a dense feed-forward block as a finder describes it, and the comparison of its pieces.
 
 Shape letters: D model width, H hidden width.
 """
@@ -24,9 +24,9 @@ class LinearMap(NamedTuple):
 
 
 def linear_map(module: nn.Module | None) -> LinearMap | None:
-    """The map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (a linear map stored transposed).
+    """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
 
-    None for all else, and for a module that computes more than its weight and bias say: see `obstacle`.
+    None for other modules, and for a module that computes more than its weight and bias define: see `obstacle`.
     """
     if module is None or obstacle(module) is not None:
         return None
@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """What was added to this one module, beside its class, and would be lost with it; None for nothing."""
+    """Return a phrase that names hooks or a forward added to this instance, which would be lost; None without any."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -46,7 +46,7 @@ def addition(module: nn.Module) -> str | None:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why the module is not the linear map of its weight and bias alone; None if it is."""
+    """Return why the module is not the plain linear map of its weight and bias; None if it is."""
     kind = type(module)
     if not _is_conv1d(module) and not isinstance(module, nn.Linear):
         return f"is a {kind.__name__}, not an nn.Linear"
@@ -78,7 +78,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def _computes_linear_map(module: nn.Linear) -> bool:
-    """Whether a subclass's forward is the linear map, in both modes, on a small float64 copy with other weights."""
+    """Return whether a subclass's forward is the linear map, in both modes, on a small float64 copy."""
     generator = torch.Generator().manual_seed(0)
     height, width = min(module.out_features, 24), min(module.in_features, 16)
     tensors = {}
@@ -118,14 +118,14 @@ class Block:
     Attributes:
         maps_in: one map D -> H, or two: gate and value of a gated block.
         map_out: H -> D.
-        activation: between the maps; has no parameters and treats every row by itself.
-        module: the module that holds the block, whose mode (training or not) the MoE layer takes over.
-        install: puts the MoE layer into the model and takes the dense maps out; None puts it in the place of `module`,
-            wherever the model has that.
+        activation: between the maps; it has no parameters and maps each row independently.
+        module: the module that holds the block; the MoE layer inherits its mode (training or not).
+        install: puts the MoE layer into the model and removes the dense maps; None replaces `module` in all places
+            of the model that hold it.
         dropout: probability of the dropout between activation and output map.
         after: modules that `module` applies to the block's output, to be kept where the layer replaces it.
         sequence_first: the block's input is [S, B, D] and not [B, S, D].
-        place: where in `module` the block lies, for messages.
+        place: name of the block within `module`, for messages.
 
     Raises:
         UserError: the maps do not fit together.
@@ -175,15 +175,15 @@ class Block:
         return [t for m in (*self.maps_in, self.map_out) for t in m if t is not None]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the block computes in evaluation."""
+        """Compute the block in evaluation mode, on [..., D]."""
         hidden, *value = (F.linear(x, *m) for m in self.maps_in)
         hidden = self.activation(hidden)
         return F.linear(hidden * value[0] if value else hidden, *self.map_out)
 
 
 def probe_values(dtype: torch.dtype) -> Tensor:
-    """Values [N], float64 and exact in ``dtype``, at which activations are compared: dense where they bend, powers of
-    two far out in both directions, where some are clipped, and some of all bits, which a cast inside would lose."""
+    """Values [N], float64 and exact in ``dtype``, at which activations are compared: dense around 0, powers of two far
+    out in both directions, where some activations clip, and values of full precision, which a cast would round."""
     near = torch.arange(-192, 193, dtype=torch.float64, device="cpu") / 16
     exponents = torch.arange(-20, 40, dtype=torch.float64, device="cpu")
     far = (torch.exp2(exponents).unsqueeze(1) * near.new_tensor([1.0, 1.25, 1.5, 1.75])).flatten()
@@ -193,10 +193,10 @@ def probe_values(dtype: torch.dtype) -> Tensor:
 
 
 def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.dtype) -> bool:
-    """Whether each value differs by no more than rounding.
+    """Return whether each value differs by no more than rounding.
 
     Args:
-        size: bound on what cancelled where little was left, as far out on GELU's negative side.
+        size: bound on intermediate values that cancel, as on GELU's far negative side.
         dtype: of the model. 16 bits count as float32, in which activations are evaluated, unless ``actual`` has them.
     """
     if actual.shape != expected.shape:
@@ -209,7 +209,7 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
 
 
 def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) -> bool:
-    """Whether two functions have the same values and derivatives wherever a model of ``dtype`` can come."""
+    """Return whether two functions have the same values and derivatives over the range of ``dtype``."""
     grid = probe_values(dtype)
     results = []
     for function in (actual, expected):
@@ -227,15 +227,15 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 
 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
-    """The name that `fmoe.experts` has for an activation, told by its values; the activation itself if it has none.
+    """Return the name of an activation in `fmoe.experts`, recognised by its values; the activation itself if unknown.
 
-    Hugging Face has a class for each spelling of GELU; under a name the experts can use a fused one.
+    Hugging Face has a class for each spelling of GELU; given a name, the experts can use a fused kernel.
     """
     for name, function in ACTIVATIONS.items():
         try:
             if same_function(activation, function, dtype):
                 return name
-        except Exception:  # an activation of images, say: it is then used as it is
+        except Exception:  # an activation of images, say: it is used unchanged
             break
     if getattr(activation, "inplace", False):  # autograd forbids it on the halves of a gated block
         activation = copy.copy(activation)
@@ -252,8 +252,8 @@ def _rows(count: int, width: int) -> Tensor:
 
 @torch.no_grad()
 def is_rowwise(activation: Activation, width: int) -> bool:
-    """Whether the function keeps shapes and treats every row by itself, as a row must not depend on its neighbours in
-    an expert."""
+    """Return whether the function keeps shapes and maps each row independently: in an expert, the neighbours of a row
+    depend on the routing."""
     x = _rows(6, width).view(2, 3, width)
     try:
         whole, rows = activation(x.clone()), torch.stack([activation(row.clone()) for row in x.view(6, 1, width)])
@@ -264,12 +264,12 @@ def is_rowwise(activation: Activation, width: int) -> bool:
 
 @torch.no_grad()
 def is_elementwise(activation: Activation) -> bool:
-    """Whether the function treats every value by itself, so that the hidden units can be split."""
+    """Return whether the function maps each value independently, so that the hidden units can be split."""
     x = _rows(64, 8)
     halves = torch.cat([activation(half.clone()) for half in x.chunk(2, dim=-1)], dim=-1)
     return torch.allclose(activation(x.clone()), halves, atol=1e-9, equal_nan=True)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module has nothing to learn or to save, as activations and dropouts have not."""
+    """Return whether the module has neither parameters nor buffers, as activations and dropouts."""
     return next(module.parameters(), None) is None and next(module.buffers(), None) is None

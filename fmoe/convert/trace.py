@@ -1,10 +1,10 @@
 """Reading a feed-forward block by running it.
 
-Children of a module tell what it is made of, not in which order it calls them, nor what else it does. So the module is
-run on random rows, the calls of its linear maps are recorded, and values are put in their outputs' place: in float64,
-from 1e-6 to 1e12, in both modes. What arrives at the output map must be the activation of them, with its derivative.
-Weights, a normalisation before the block and the dtype of the model cannot hide a clamp or another activation then.
-Nothing depends on class or attribute names.
+The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
+module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
+in float64, from 1e-6 to 1e12, in both modes. The input of the output map must be the activation of these values, with
+its derivative. So neither the weights, nor a normalisation before the block, nor the dtype of the model can hide a
+clamp or another activation. Nothing depends on class or attribute names.
 """
 
 import math
@@ -17,38 +17,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fmoe.adapters.block import (
-    Block,
-    LinearMap,
-    is_plain,
-    is_rowwise,
-    linear_map,
-    probe_values,
-)
-from fmoe.adapters.injection import Call, Injection, Rates, Trial, difference, limit, required, restored, wide_rows
+from fmoe.convert.blocks import Block, LinearMap, is_plain, is_rowwise, linear_map, probe_values
+from fmoe.convert.injection import Call, Injection, Rates, Trial, difference, limit, required, restored, wide_rows
 from fmoe.experts.ffn import ACTIVATIONS, Activation
 
 
 class Refusal(NamedTuple):
-    """Why something that looks like a block is none, or none that can be replaced."""
+    """The reason why a module that looks like a block is not one, or cannot be replaced."""
 
     reason: str
 
 
 class Pieces(NamedTuple):
-    """What a module was seen to do.
+    """The block that runs of a module revealed.
 
     Attributes:
-        maps_in, map_out, activation, dropout: of `fmoe.adapters.Block`.
+        maps_in, map_out, activation, dropout: of `Block`.
         first, last: the modules of the maps.
         between: modules called between them.
-        after: dropouts called behind them.
+        after: dropouts called after them.
         counts: calls of each module in one run.
         rate: module and attribute with the rate of the dropout between the maps, if that is called as a function.
-        trial: how it was run.
-        is_whole: whether the module's input goes into the maps, and the last one's result comes out, as they are.
-        values, hidden: what went into the last map when these values were put in the place of the first one's result.
-        is_dropped: the dropout between the maps is also the one of the last one's result.
+        trial: the run that revealed it.
+        is_whole: returns whether the maps receive the module's input unchanged, and its output is the last map's.
+        values, hidden: injected output of the first map, and the input of the last map that followed from it.
+        is_dropped: the dropout between the maps is also applied to the last map's output.
     """
 
     maps_in: tuple[LinearMap, ...]
@@ -73,12 +66,12 @@ class Pieces(NamedTuple):
 
 
 def near(owner: nn.Module) -> dict[str, nn.Module]:
-    """Children and their children, by name: what may be a block of this module's own."""
+    """Return children and their children by name: the modules that may form a block held by ``owner`` itself."""
     return {name: m for name, m in owner.named_modules() if name and name.count(".") < 2}
 
 
 def looks_linear(module: nn.Module) -> tuple[int, int] | None:
-    """Sizes (in, out) of what is a linear map by its looks, though it may be quantised, adapted or a convolution."""
+    """Sizes (in, out) of a module that looks like a linear map; it may be quantised, wrapped or a convolution."""
     kind = type(module).__name__
     for names in (("in_features", "out_features"), ("nx", "nf"), ("in_channels", "out_channels")):
         sizes = tuple(getattr(module, name, None) for name in names)
@@ -89,20 +82,21 @@ def looks_linear(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def is_there_and_back(first: nn.Module, last: nn.Module, parts: int = 1) -> bool:
-    """Whether two modules look like linear maps D -> ``parts`` H and H -> D. A size of 0 is not known yet."""
+def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
+    """Return whether two modules look like linear maps D -> H and H -> D."""
     sizes = looks_linear(first), looks_linear(last)
-    return None not in sizes and _fit(*sizes, parts)
+    return None not in sizes and _fit(*sizes, 1)
 
 
 def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
+    """Return whether sizes (in, out) are those of maps D -> ``parts`` H and H -> D. A size of 0 is yet unknown."""
     (width, height), (last_height, last_width) = first, last
     return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Names of the pairs of maps D -> H and H -> D that this module holds itself, and not one of its children alone;
-    and whether they are likely a block's: few others are beside them, unlike an attention's."""
+    """Names of the pairs of maps D -> H and H -> D that this module holds itself, not within one child; and whether
+    they are likely a block's: few other maps have the same parent, unlike an attention's."""
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
     pairs = {}
@@ -117,7 +111,7 @@ def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
 
 
 def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | Refusal:
-    """The feed-forward block that ``function`` (``owner`` itself if None) computes with maps that ``owner`` holds."""
+    """Return the block that ``function`` (``owner`` itself if None) computes with maps that ``owner`` holds."""
     pairs, names = lookalikes(owner), near(owner)
     maps = {names[n]: linear_map(names[n]) for pair in pairs for n in pair}
     maps = {module: found for module, found in maps.items() if found is not None}
@@ -154,16 +148,16 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
 
 
 def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
-    """Rows for the first parameter, enough to hold all values that are tried; None, rows or sizes for the others that
-    have no default. Images where the module holds a convolution.
+    """Yield ways to call ``function``: rows for the first parameter, enough to hold all probe values; None, rows or
+    sizes for the others without a default; images where the module holds a convolution.
 
-    What the block is not in may want more, an attention's masks and positions: then it is left out, by returning its
-    input, alone or with a None.
+    Children outside of the block may require more, as an attention its masks and positions. The last trials replace
+    them by stubs that return their input, by itself or with one or two Nones.
     """
     height, width = shape
     side = math.isqrt(max(8, math.ceil(len(probe_values(like.dtype)) / (2 * height)))) + 1
     generator = torch.Generator().manual_seed(0)
-    # Two sequences: what mixes or counts them would not show in one.
+    # Two sequences: one would hide a function that mixes or counts them.
     rows = torch.randn(2, side * side, width, generator=generator, device="cpu", dtype=torch.float32)
     rows = rows.to(device=like.device, dtype=like.dtype)
     others = len(required(function)) - 1
@@ -190,7 +184,7 @@ def _return_input(*args: Any, more: tuple, **kwargs: Any) -> Any:
 
 
 def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: dict) -> Pieces | Refusal:
-    """The block of the maps called at ``chosen`` and, out, at ``index``."""
+    """Return the block whose input maps are called at the indices ``chosen``, and its output map at ``index``."""
     called = [call.module for call in calls]
     first, last = tuple(called[i] for i in chosen), called[index]
     names, counts = {m: name for name, m in trial.owner.named_modules()}, Counter(called)
@@ -262,7 +256,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
 
 
 def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> tuple[nn.Module, str] | None:
-    """The attribute that holds the rate of the one dropout between the maps, and no other's."""
+    """Return the attribute that holds the rate of the only dropout between the maps, and of no other dropout."""
     for holder in holders if len(rates.inside) == 1 else ():
         for name, value in list(vars(holder).items()):
             if not isinstance(value, float) or value != rates.inside[0]:
@@ -279,7 +273,7 @@ def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> 
 
 
 class _Dense(nn.Module):
-    """A block where the MoE layer will be."""
+    """A block in place of the MoE layer."""
 
     def __init__(self, block: Block):
         super().__init__()
@@ -290,25 +284,25 @@ class _Dense(nn.Module):
 
 
 def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
-    """Whether the module's output stays what it was, up to rounding, with the block's formula in the place of the MoE
-    layer.
+    """Return whether the module's output is unchanged, up to rounding, if the block's formula is installed as the MoE
+    layer would be.
 
     Args:
-        owner: what ``block.install`` changes, if it is more than the module of ``trial``.
+        owner: the module that ``block.install`` changes, if it is more than the module of ``trial``.
     """
-    rows = trial.args[0]
+    rows, after = trial.args[0], []
     for x in (rows, wide_rows(rows)) if block.install is None else (rows,):
+        if block.install is None:
+            with torch.no_grad():
+                after = [block(x)]  # the same in both modes
         for training in (False, True):
             before = tree_leaves(trial(training=training, rows=x, rates=Rates())[1])
-            if block.install is None:
-                with torch.no_grad():
-                    after = [block(x)]
-            else:
+            if block.install is not None:
                 with restored(owner or trial.owner):
                     block.install(_Dense(block))
                     try:
                         after = tree_leaves(trial(training=training, rows=x, rates=Rates())[1])
-                    except Exception:  # it reads attributes of what is no longer there
+                    except Exception:  # the module reads attributes of a map that was removed
                         return False
             if len(before) != len(after):
                 return False

@@ -1,8 +1,8 @@
-"""``fmoe selftest``: does a layer that is split over these ranks equal one that is not, and how fast are exchanges?
+"""``fmoe selftest``: compare a layer that is split over these ranks with a whole one, and time the exchanges.
 
-Start it as a training job is started, e.g. ``torchrun --nproc_per_node 8 -m fmoe.selftest``; alone it is a job of one
-process. Every rank builds the whole layer beside its part of the split one, from the same seed, and compares what
-concerns its own tokens and experts. Ranks report over the store of torch.distributed, which still answers when a
+Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
+process. Every rank builds both the whole layer and its part of the split one, from the same seed, and compares its own
+tokens and experts. Ranks report over the store of torch.distributed, which still answers when a
 collective does not.
 """
 
@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import collectives, parallel, random
-from fmoe.cli import Parser, run
+from fmoe.cli import Parser
 from fmoe.errors import UserError
 from fmoe.exchange import build_exchange
 from fmoe.experts.call import ExpertCall
-from fmoe.fastmoe.layers import FMoE
+from fmoe.moe import MoE
 from fmoe.routing import Routing
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
@@ -40,11 +39,11 @@ ROW_WIDTH, REPEATS = 1024, 5  # of the bandwidth table
 
 @dataclass
 class Result:
-    """Of one case.
+    """Result of one case.
 
     Attributes:
         errors: relative error of each quantity, the largest of all ranks.
-        failed: what is wrong, with ranks; empty where all is well.
+        failed: descriptions of failures, with ranks; empty if the case passed.
         is_broken: a rank raised or did not answer: ranks may no longer be in step.
     """
 
@@ -55,7 +54,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 where everything agrees, else 1, on all ranks."""
+    """Return the same exit code on all ranks: 0 if everything agrees, else 1."""
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="ranks that experts are spread over; default: all")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
@@ -126,7 +125,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Every exchange, in chunks too where it can; the one worker of ep=1 has nothing to exchange."""
+    """Return every exchange with its options, with chunks too if it supports them; for ep=1 only one."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -143,7 +142,7 @@ def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def cases(ep: int) -> Iterator[Case]:
-    """What is compared."""
+    """Yield all cases."""
     for (exchange, options), gate, experts in itertools.product(exchanges(ep), GATES, EXPERTS):
         yield Case(exchange, options, gate, experts)
 
@@ -152,7 +151,7 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 
 
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
-    """The case on all ranks: every rank posts its errors, the first one judges, all follow."""
+    """Run the case on all ranks: every rank posts its errors to the store, rank 0 evaluates them for all."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
@@ -206,7 +205,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
-    """What this rank finds. The global batch is that of the ranks that share a set of experts."""
+    """Return this rank's errors. The ranks that share a set of experts form the global batch."""
     ep, worker = groups.ep, groups.moe_group.rank()
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
     # Losses are means over a rank's groups, their sum over ranks is what the split layer's gradients hold.
@@ -240,9 +239,9 @@ def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -
     return errors
 
 
-def _layer(case: Case, ep: int, device: torch.device, **split) -> FMoE:
+def _layer(case: Case, ep: int, device: torch.device, **split) -> MoE:
     options = dict(GATES[case.gate])
-    return FMoE(
+    return MoE.build(
         d_model=WIDTH,
         num_experts=EXPERTS_OF_A_RANK * ep,
         d_hidden=HIDDEN,
@@ -256,7 +255,7 @@ def _layer(case: Case, ep: int, device: torch.device, **split) -> FMoE:
     ).to(device)
 
 
-def _pass(layer: FMoE, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+def _pass(layer: MoE, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(upstream)
@@ -268,7 +267,7 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
-    """Forward passes with even loads through experts that do nothing."""
+    """Time forward passes with even loads and identity experts."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # which pay by what experts compute meanwhile
@@ -296,7 +295,7 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
 
 
 def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
-    """Of a rank's rows, how often each goes to another rank."""
+    """Return how often each row of a rank is sent to another rank, on average."""
     if exchange == "all_gather":
         return ep - 1
     if exchange == "hierarchical":
@@ -314,7 +313,7 @@ class _Unchanged(nn.Module):
 
 @torch.no_grad()
 def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
-    """Of the slowest rank."""
+    """Return the seconds of one exchange on the slowest rank."""
     wait = torch.cuda.synchronize if rows.is_cuda else lambda: None
     dist.barrier(groups.data_group)
     wait()
@@ -327,7 +326,3 @@ def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGr
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=rows.device)
     collectives.run(dist.all_reduce, seconds, dist.ReduceOp.MAX, group=groups.data_group)
     return seconds.item()
-
-
-if __name__ == "__main__":
-    sys.exit(run("fmoe selftest", lambda: main(sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""Running a module whole, and with known values in the place of what its linear maps return."""
+"""Running a module, and injecting known values as the outputs of its linear maps."""
 
 import contextlib
 import inspect
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fmoe.adapters.block import agree, probe_values
+from fmoe.convert.blocks import agree, probe_values
 from fmoe.experts.ffn import Activation
 
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A module, what to call to run it, on what, and what its other parts do meanwhile."""
+    """A module, the function that runs it, the arguments, and stubs for children that are left out."""
 
     owner: nn.Module
     function: Callable
@@ -55,8 +55,8 @@ class Trial(NamedTuple):
         was found, its buffers too.
 
         Args:
-            stand_ins: what modules compute instead.
-            rows: to take for the first argument.
+            stand_ins: functions that replace the forward of modules.
+            rows: replaces the first argument.
             rates: records dropouts that are called as functions, and leaves them out.
         """
         calls = []
@@ -88,7 +88,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def restored(owner: nn.Module) -> Iterator[None]:
-    """Puts attributes, children and buffers of the module, and of all inside of it, back as they were."""
+    """Restore attributes, children and buffers of the module and of all modules inside of it on exit."""
     tables = ("_modules", "_parameters", "_buffers")
     states = [(m, dict(vars(m)), {name: dict(vars(m)[name]) for name in tables}) for m in owner.modules()]
     buffers = [(b, b.clone()) for b in owner.buffers()]
@@ -107,7 +107,7 @@ def restored(owner: nn.Module) -> Iterator[None]:
 
 
 class Rates(TorchFunctionMode):
-    """Rates of the dropouts that are called as functions between the maps, and elsewhere; they are left out."""
+    """Records the rates of dropouts called as functions, between the maps and elsewhere, and disables them."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class Injected(NamedTuple):
 
 
 class Injection:
-    """Runs a module with known values in the place of what its linear maps return."""
+    """Runs a module with known values as the outputs of its linear maps."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Injection:
         is_fused: bool,
     ):
         self.trial, self.first, self.last, self.weight, self.is_fused = trial, first, last, weight, is_fused
-        # float64 values, for which meta weights are no hindrance either.
+        # The injected values are float64, and on the CPU for weights on the meta device.
         self.device = torch.device("cpu") if weight.is_meta else weight.device
         shape = (*shapes[0][:-1], weight.shape[1])
         self.parts = [self._fill(shape, seed) for seed in range(2 if is_fused else len(shapes))]
@@ -183,7 +183,7 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Whether ``hidden`` is the activation of the first of the parts, in this order, times the second."""
+        """Return whether ``hidden`` is the activation of the first of the parts, in this order, times the second."""
         try:
             with torch.no_grad():
                 expected = _formula(activation, [self.parts[i] for i in order])
@@ -196,7 +196,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Whether the derivatives are those of the formula, and no parameter has one."""
+        """Return whether the derivatives are the formula's, and no parameter has one."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -216,7 +216,7 @@ class Injection:
         finally:
             for parameter in learned:
                 parameter.requires_grad_(False)
-        # What relu's is at 0 is a convention.
+        # relu's derivative at 0 is a convention.
         at_zero = self.parts[order[0]] == 0
         return all(
             agree(actual.masked_fill(at_zero, 0), expected.masked_fill(at_zero, 0), 16, self.weight.dtype)
@@ -225,12 +225,12 @@ class Injection:
         ) and all((a is None) == (e is None) for a, e in zip(*slopes, strict=True))
 
     def is_sole_use(self) -> bool:
-        """Whether the module's output depends on the parts through the last map only."""
+        """Return whether the module's output depends on the parts through the last map only."""
         outputs = [tree_leaves(self(parts).output) for parts in (self.parts, [part.flip(-2) for part in self.parts])]
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 
     def is_whole(self) -> bool:
-        """Whether the module's input goes into the maps, and the last one's result comes out, as they are."""
+        """Return whether the maps receive the module's input unchanged, and its output is the last map's."""
         rows = self.trial.args[0]
         for training in (False, True):
             for x in (rows, wide_rows(rows, is_multiplied=False)):
@@ -251,7 +251,7 @@ def _formula(activation: Activation, values: list[Tensor]) -> Tensor:
 
 
 def is_same(actual: Any, expected: Tensor) -> bool:
-    """Bit by bit; on the meta device, where there are no values, in shape."""
+    """Return whether all bits are equal; on the meta device, which has no values, whether the shapes are."""
     if not torch.is_tensor(actual) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if actual.is_meta or expected.is_meta:
@@ -260,16 +260,16 @@ def is_same(actual: Any, expected: Tensor) -> bool:
 
 
 def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
-    """The rows, with magnitudes from as small to as large as the dtype takes, through two matrix products or none."""
+    """Scale the rows over the range of magnitudes that the dtype allows through two matrix products or none."""
     low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
-    count = rows.shape[:-1].numel()  # they may be few: the exponents span the range whatever their number
+    count = rows.shape[:-1].numel()  # however few: the exponents span the range
     exponents = torch.linspace(low, high, count, dtype=torch.float32, device=rows.device).round()
     return rows * torch.exp2(exponents).to(rows.dtype).view(*rows.shape[:-1], 1)
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Relative, by the norms of rows, of which the worst counts; infinite for other shapes, 0 on the meta device, where
-    there are no values."""
+    """Return the largest relative difference of a row, by norms; infinite if the shapes differ, 0 on the meta device,
+    which has no values."""
     if actual.shape != expected.shape:
         return math.inf
     if actual.is_meta or not actual.numel():

@@ -1,9 +1,9 @@
-"""Sparse upcycling: a dense feed-forward block becomes experts (arXiv 2212.05055), and the output stays what it was.
+"""Sparse upcycling: a dense feed-forward block becomes experts (arXiv 2212.05055), and the output is unchanged.
 
-Every expert begins as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. What
-that sum is depends on the gate: 1 for softmax over the chosen, a probability for Switch, less where assignments are
-dropped. `plan_upcycling` does not ask which gate it is. It runs the layer on a small block and looks: a sum that is the
-same for all tokens is divided out of the experts' output maps; one that differs is told to the caller.
+Every expert starts as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. The
+sum depends on the gate: 1 for softmax over the chosen experts, a probability for Switch, less where assignments are
+dropped. `plan_upcycling` works for any gate: it runs the layer on a small block and measures the sum. A sum that is the
+same for all tokens is divided out of the experts' output maps; if it differs between tokens, the caller gets an error.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
 ``e mod m`` of the hidden units, and the m experts of a group have the same router weights, so that a token's K choices
@@ -18,25 +18,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import random
-from fmoe.adapters import Block, LinearMap
-from fmoe.adapters.block import is_elementwise
+from fmoe.convert.blocks import Block, LinearMap, is_elementwise
 from fmoe.errors import UserError
-from fmoe.fastmoe.layers import FMoE
+from fmoe.moe import MoE
 
 # Router logits of this size make all probabilities 1 / E up to the tolerance of the comparison (1e-5 in float32), and
-# still tell experts apart.
+# still rank the experts.
 _QUIET_LOGIT, _QUIET_LOGIT_16_BIT = 1e-6, 1e-3
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How experts are made of a dense block.
+    """Plan for making experts of a dense block.
 
     Attributes:
         scale: factor of the experts' output maps (weight and bias).
-        is_quiet: the router begins with logits near zero, so that its probabilities are 1 / E.
-        granularity: experts that one copy of the block is cut into.
+        is_quiet: the router starts with logits near zero, so that its probabilities are 1 / E.
+        granularity: number of experts that one copy of the block is split into.
         noise: standard deviation of Gaussian noise on the weights, relative to their root mean square.
     """
 
@@ -47,9 +46,9 @@ class Upcycling:
 
 
 @torch.no_grad()
-def upcycle_(layer: FMoE, block: Block, how: Upcycling) -> None:
-    """Fills the experts of ``layer``, which are `fmoe.experts.FFNExperts` of the block's sizes, and if need be changes
-    its router. Noise is keyed by (seed of the layer, global expert id, name), as initial weights are."""
+def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
+    """Fill the experts of ``layer``, which are `fmoe.experts.FFNExperts` of the block's sizes, and scale its router if
+    ``how`` requires it. Noise is keyed by (seed of the layer, global expert id, name), as initial weights are."""
     experts, width = layer.experts, block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
         expert = layer.first_expert + local
@@ -82,7 +81,7 @@ def upcycle_(layer: FMoE, block: Block, how: Upcycling) -> None:
 
 
 def plan_upcycling(
-    build: Callable[[Block], FMoE],
+    build: Callable[[Block], MoE],
     block: Block,
     *,
     granularity: int = 1,
@@ -90,16 +89,16 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """How to upcycle so that the model's output is unchanged; measured on a layer that ``build`` makes.
+    """Return how to upcycle so that the model's output is unchanged, measured on a layer that ``build`` makes.
 
     Args:
-        build: an FMoE for a block, with all options of the real ones.
-        block: one of the model's.
-        exact: False takes what changes the output (dropped tokens, weights that differ), and scales by the median.
-        gate: what to call the gate in messages; None for its class.
+        build: returns an MoE for a block, with all options of the final layers.
+        block: one of the model's blocks.
+        exact: False accepts a changed output (dropped tokens, weights that differ), and scales by the median.
+        gate: name of the gate in messages; None for its class.
 
     Raises:
-        UserError: the output would change, and why.
+        UserError: the output would change; gives the reason.
     """
     if noise < 0:
         raise UserError(f"noise={noise} is negative")
@@ -136,11 +135,7 @@ def plan_upcycling(
 
 
 def check_block(block: Block, name: str, granularity: int) -> None:
-    """What may stand against upcycling in one block.
-
-    Raises:
-        UserError: naming the block.
-    """
+    """Raise a UserError that names the block if its weights or activation rule out upcycling."""
     if any(t.is_meta for t in block.tensors):
         raise UserError(f"upcycle=True needs the weights of {name}, which is on the meta device: load them first")
     if block.d_hidden % granularity:
@@ -161,13 +156,13 @@ def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None,
             )
 
 
-def _router(layer: FMoE) -> Tensor | None:
+def _router(layer: MoE) -> Tensor | None:
     weight = getattr(layer.gate, "weight", None)
-    return weight if torch.is_tensor(weight) and weight.shape == (layer.num_experts, layer.d_model) else None
+    return weight if torch.is_tensor(weight) and weight.shape == (layer.num_experts, layer.layout.d_model) else None
 
 
 def _trial_block(block: Block, granularity: int) -> Block:
-    """A block of the same width and few hidden units, on the CPU in float32."""
+    """Return a block of the same width and few hidden units, on the CPU in float32."""
     like = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
     width, hidden = block.d_model, 4 * granularity
     weight_in = torch.randn(hidden, width, **like) / width**0.5
@@ -177,10 +172,10 @@ def _trial_block(block: Block, granularity: int) -> Block:
 
 
 @torch.no_grad()
-def _shares(layer: FMoE, block: Block, how: Upcycling) -> Tensor:
-    """``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan where there is none.
+def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
+    """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if no such number exists.
 
-    One half of the tokens are random, the others all alike, so that they crowd the same experts.
+    One half of the tokens are random, the others all equal, so that they crowd the same experts.
     """
     upcycle_(layer, block, how)
     mode = layer.training
@@ -202,7 +197,7 @@ def _shares(layer: FMoE, block: Block, how: Upcycling) -> Tensor:
 
 
 def _constant(share_T: Tensor) -> float | None:
-    """The factor that makes every share 1, if one does."""
+    """Return the factor that makes every share 1; None if there is no such factor."""
     mean = share_T.mean()
     if not mean.abs() > 1e-6 or not (share_T - mean).abs().max() <= _TOLERANCE * mean.abs():
         return None
@@ -221,7 +216,7 @@ def _spread(share_T: Tensor) -> str:
 
 
 def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:
-    """What makes a gate drop tokens, as far as its attributes tell, and the options that stop it."""
+    """Return the reasons why a gate drops tokens, as far as its attributes show, and the options that prevent it."""
     reasons = []
     never = getattr(gate, "num_experts", 0) / max(getattr(gate, "top_k", 1) or 1, 1)  # no expert can be full then
     factors = {n: getattr(gate, n, None) for n in ("capacity_factor", "eval_capacity_factor")}

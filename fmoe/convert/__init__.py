@@ -1,10 +1,10 @@
-"""``fmoefy``: a model's feed-forward blocks become experts, in place, by one line.
+"""``fmoefy``: converts the feed-forward blocks of a model to experts, in place, in one line.
 
-Blocks are found by `fmoe.adapters`, module by module. Models that need more (Megatron-core's, whose layers have a
-contract of their own) are left to adapters of whole models: entry points of the group ``fmoe.adapters``, named after
-the package whose models they know and loaded only once that is imported. Each is a function that takes the model and
-returns None if the model is not of its family, else a function of `fmoefy`'s options that differ from their defaults.
-So fmoe imports no model library.
+`fmoe.convert.families` finds the blocks, module by module. Models whose layers have a contract of their own
+(Megatron-core's) are left to converters of whole models: entry points of the group ``fmoe.converters``, named after the
+package of the models and loaded only after that package was imported. A converter is a function that takes the model
+and returns None if the model is not of its family, else a function of `fmoefy`'s options that differ from their
+defaults. So fmoe imports no model library.
 """
 
 import contextlib
@@ -20,19 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe.adapters import ADAPTERS, Block, Found, look_for_blocks
-from fmoe.adapters.block import known_activation
+from fmoe.convert.blocks import Block, LinearMap, known_activation, linear_map
+from fmoe.convert.families import FAMILIES, Found, find_blocks, register_family, search
+from fmoe.convert.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 from fmoe.errors import UserError
-from fmoe.fastmoe.layers import FMoE
+from fmoe.moe import MoE
 from fmoe.random import key
-from fmoe.upcycle import Upcycling, check_block, plan_upcycling, upcycle_
 
 Convert = Callable[..., nn.Module]
+Converter = Callable[[nn.Module], Convert | None]  # an entry point
 logger = logging.getLogger("fmoe")
 
-ModelAdapter = Callable[[nn.Module], Convert | None]
-
-# By name, so that none of them is imported: torch's (FSDPModule is FSDP2's), Megatron's, DeepSpeed's.
+# By name, so that no package is imported: torch's (FSDPModule is FSDP2's), Megatron's, DeepSpeed's.
 _WRAPPERS = frozenset(
     ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"]
 )
@@ -50,40 +49,41 @@ def fmoefy(
     seed: int | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Turns the feed-forward blocks of ``model`` into Mixture-of-Experts layers, in place; returns it.
+    """Convert the feed-forward blocks of ``model`` to Mixture-of-Experts layers, in place; return the model.
 
-    Call it before DDP, FSDP, a 16-bit wrapper or an optimizer sees the model. dtype, device, mode, biases and dropout
-    of each block stay. Nothing is changed if it raises.
+    Call it before you wrap the model in DDP, FSDP or a 16-bit wrapper, or create an optimizer. dtype, device, mode,
+    biases and dropout of each block stay. An error leaves the model unchanged.
 
     Args:
-        num_experts: experts in all, of each layer.
+        num_experts: number of experts of each layer, over all ranks.
         layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (n - 1,
-            2 n - 1, ...). `fmoe.adapters.find_blocks` lists them.
-        upcycle: every expert begins as the dense block (arXiv 2212.05055); False draws new ones of the block's sizes.
-        exact: with ``upcycle``, the model's output must be unchanged: an error tells what stands against it. False
-            takes a gate that drops tokens, say.
+            2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
+        upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
+            block's sizes.
+        exact: with ``upcycle``, raise an error with the reason if the model's output would change. False accepts a
+            changed output, for example of a gate that drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
-        granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them are the block
-            (`fmoe.upcycle`), and m must divide ``num_experts`` and ``top_k``.
+        granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them form the block
+            (`fmoe.convert.upcycle`), and m must divide ``num_experts`` and ``top_k``.
         seed: key of new weights and noise; None draws one from torch's default generator.
-        options: of `FMoE`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``group_size``, ``moe_group``, ...
+        options: of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``, ...
             Megatron-core models: of `megatron_patch.fmoefy`, whose layers count from 1 and whose seed is 0 if None.
 
     Raises:
-        UserError: no block is found (lists what was looked at); the model is wrapped or has FMoE layers already;
-            ``layers`` chooses what is not there; upcycling cannot keep the output; an option of FMoE is wrong.
+        UserError: no block is found (lists the modules that were searched); the model is wrapped or has MoE layers
+            already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
     """
     chosen_here = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}
-    convert, asked = _whole_model(model)
+    convert, converters = _whole_model(model)
     if convert is not None:
         changed = {name: value for name, value in chosen_here.items() if value != _DEFAULTS[name]}
         return convert(model, num_experts=num_experts, **changed, **options)
     check_model(model)
-    found, refused = look_for_blocks(model)
+    found, refused = search(model)
     if not found:
-        raise UserError(_what_was_looked_at(model, asked, refused))
+        raise UserError(_nothing_found(model, converters, refused))
     if refused:
         logger.warning("fmoefy leaves as they are: %s", _listed(refused))
     chosen = {index: found[index] for index in _choose(layers, len(found))}
@@ -91,7 +91,7 @@ def fmoefy(
     seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
     options = {"num_experts": num_experts, "granularity": granularity, **options}
     how = plan_blocks(list(chosen.values()), upcycle=upcycle, exact=exact, noise=noise, options=options)
-    # All layers are made before the first is put in, so that an error leaves the model as it was.
+    # All layers are made before the first is installed, so that an error leaves the model unchanged.
     made = [(f.block, _make(f.block, how, options, key("layer", seed, index))) for index, f in chosen.items()]
     for block, layer in made:
         _install(model, block, layer)
@@ -106,10 +106,10 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """What an adapter of whole models makes of the model, and the names of those there are."""
+    """Return the conversion of the model by a converter of whole models, if one takes it; and all converters' names."""
     names = []
-    for entry in entry_points(group="fmoe.adapters"):
-        if entry.name not in sys.modules:  # then the model is none of its models, and loading it may take seconds
+    for entry in entry_points(group="fmoe.converters"):
+        if entry.name not in sys.modules:  # so the model is not one of its models; loading may take seconds
             names.append(f"{entry.name} (not imported)")
             continue
         names.append(entry.name)
@@ -119,17 +119,17 @@ def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises UserError where the model is wrapped, or has FMoE layers already."""
+    """Raise a UserError if the model is wrapped, or has MoE layers already."""
     for module in model.modules():
         if wrapper := next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None):
             raise UserError(f"fmoefy got a model inside {wrapper}: call it before the model is wrapped")
-    present = sum(isinstance(module, FMoE) for module in model.modules())
+    present = sum(isinstance(module, MoE) for module in model.modules())
     if present:
-        raise UserError(f"the model has {present} FMoE layers already: call fmoefy once, with all `layers`")
+        raise UserError(f"the model has {present} MoE layers already: call fmoefy once, with all `layers`")
 
 
 def _listed(refused: dict[str, str]) -> str:
-    """Modules and why they are refused, one line for each reason, with an example."""
+    """Format refused modules by reason, with one name as an example of each."""
     names = {}
     for name, reason in refused.items():
         names.setdefault(reason, []).append(name)
@@ -137,15 +137,15 @@ def _listed(refused: dict[str, str]) -> str:
     return ", ".join(lines[:4]) + (f" and {len(lines) - 4} other reasons" if lines[4:] else "")
 
 
-def _what_was_looked_at(model: nn.Module, entries: list[str], refused: dict[str, str]) -> str:
+def _nothing_found(model: nn.Module, converters: list[str], refused: dict[str, str]) -> str:
     counts = Counter(type(module).__name__ for module in model.modules())
     modules = ", ".join(f"{count} {name}" for name, count in counts.most_common(12))
     more = f" and {len(counts) - 12} other classes" if len(counts) > 12 else ""
     return (
-        f"fmoefy found no feed-forward block in {type(model).__module__}.{type(model).__qualname__}. Adapters asked: "
-        f"{', '.join(reversed(ADAPTERS))}; of whole models: {', '.join(entries) or 'none'}. "
+        f"fmoefy found no feed-forward block in {type(model).__module__}.{type(model).__qualname__}. "
+        f"Families searched: {', '.join(reversed(FAMILIES))}; of whole models: {', '.join(converters) or 'none'}. "
         f"Modules seen: {modules}{more}. A block is Linear D -> H, activation, Linear H -> D, or its gated form; "
-        "fmoe.register_adapter adds a family" + (f". Refused: {_listed(refused)}" if refused else "")
+        "fmoe.register_family adds a family" + (f". Refused: {_listed(refused)}" if refused else "")
     )
 
 
@@ -166,7 +166,7 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
 
 
 def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
-    """Raises UserError where the chosen blocks or the options of `fmoefy` stand against experts of any kind."""
+    """Raise a UserError if the chosen blocks or the options of `fmoefy` rule out experts of any kind."""
     if granularity < 1:
         raise UserError(f"granularity={granularity} is not positive")
     if "d_model" in options:
@@ -180,7 +180,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
         if block.module is model and block.install is None:
             raise UserError(
                 f"the model itself is one feed-forward block ({type(model).__name__}), which cannot be swapped in "
-                "place: put it into a model, or build fmoe.FMoE"
+                "place: put it into a model, or build fmoe.MoE"
             )
         if any(hasattr(t, "placements") for t in block.tensors):
             raise UserError(f"the weights of {name} are sharded (DTensor): call fmoefy before that")
@@ -197,10 +197,10 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
 def plan_blocks(
     chosen: list[Found], *, upcycle: bool, exact: bool, noise: float, options: dict[str, Any]
 ) -> Upcycling | None:
-    """How the experts are made of the chosen blocks; None for new ones, and for no block.
+    """Return how the chosen blocks become experts; None for new experts, and for no block.
 
     Args:
-        options: of `FMoE`, with ``num_experts`` and `fmoefy`'s ``granularity``.
+        options: of `fmoe.build.Spec`, with ``num_experts`` and `fmoefy`'s ``granularity``.
 
     Raises:
         UserError: see `fmoefy`.
@@ -218,8 +218,8 @@ def plan_blocks(
     for name, _, block in chosen:
         check_block(block, name, granularity)
 
-    def build(block: Block) -> FMoE:
-        # Alone and with a gate of its own: the trial neither talks to other ranks nor changes what the caller gave.
+    def build(block: Block) -> MoE:
+        # One rank and a copy of the gate: the trial neither communicates nor changes the caller's gate.
         gate = {"gate": copy.deepcopy(options["gate"])} if "gate" in options else {}
         return _make(block, None, {**options, **gate, "moe_group": None, "expert_options": None}, seed=0)
 
@@ -235,15 +235,15 @@ def plan_blocks(
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """An initialiser for weights that are about to be overwritten: drawing them takes longer than all else."""
+    """Initialise nothing: the weights will be overwritten, and drawing them would dominate the time."""
 
 
-# Options of experts that `upcycle_` fills.
+# Options of experts whose weights `upcycle_` fills.
 NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
-def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> FMoE:
-    """An FMoE of the block's sizes, dtype, device and mode, with new experts or, by ``how``, upcycled ones."""
+def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
+    """Return an MoE of the block's sizes, dtype, device and mode, with new experts or, by ``how``, upcycled ones."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))
@@ -258,7 +258,7 @@ def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: in
         }
     like = block.tensors[0]
     with torch.device("meta") if like.is_meta else contextlib.nullcontext():
-        layer = FMoE(d_model=block.d_model, seed=seed, **options)
+        layer = MoE.build(d_model=block.d_model, seed=seed, **options)
     layer.to(like.device)
     for parameter in layer.parameters():  # not buffers: some gates keep float32 ones on purpose
         parameter.data = parameter.data.to(like.dtype)
@@ -281,3 +281,6 @@ def _install(model: nn.Module, block: Block, layer: nn.Module) -> None:
     for parent in list(model.modules()):
         for name in [n for n, child in parent._modules.items() if child is block.module]:
             setattr(parent, name, layer)
+
+
+__all__ = ["FAMILIES", "Block", "Found", "LinearMap", "find_blocks", "fmoefy", "linear_map", "register_family"]

@@ -1,0 +1,330 @@
+"""Finding the feed-forward blocks of a model: a function per family of modules.
+
+A finder is ``module -> list[Block | Refusal]``: it examines one module and returns the blocks that this module holds
+itself. `register_family` adds a finder; the newest is called first.
+"""
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fmoe.convert.blocks import Block, addition, is_plain, linear_map, obstacle
+from fmoe.convert.injection import Trial, is_same, required, wide_rows
+from fmoe.convert.trace import Pieces, Refusal, is_there_and_back, keeps_output, lookalikes, near, read_block
+
+Finder = Callable[[nn.Module], list[Block | Refusal]]
+
+
+def mlp(module: nn.Module) -> list[Block | Refusal]:
+    """Two linear maps with an activation between, or one whose output is gate and value (Phi-3) and the output map: as
+    a module of their own (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or inside of a larger one."""
+    return whole_module(module, 2) or inline(module)
+
+
+def glu(module: nn.Module) -> list[Block]:
+    """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and alike (arXiv 2002.05202).
+
+    Three linear maps: gate, value, output. The one whose output enters the activation is the gate.
+    """
+    return whole_module(module, 3)
+
+
+def whole_module(module: nn.Module, num_linear: int) -> list[Block]:
+    """The block that ``module`` is, if it holds ``num_linear`` linear maps, plain modules, and computes a block."""
+    children = list(module.children())
+    linear = [child for child in children if linear_map(child) is not None]
+    if isinstance(module, nn.Sequential) or len(linear) != num_linear or addition(module) is not None:
+        return []
+    if any(True for _ in module.parameters(recurse=False)):
+        return []
+    if not all(is_plain(child) and addition(child) is None for child in children if child not in linear):
+        return []
+    if len(required(module)) != 1:
+        return []
+    pieces = read_block(module)
+    if not isinstance(pieces, Pieces) or not pieces.is_whole():
+        return []
+    if len(inspect.signature(module.forward).parameters) > 1 and len(pieces.maps_in) == 1:
+        return []  # callers may pass more, which an MoE layer does not take: its maps are replaced inside of the module
+    block = Block(module=module, after=pieces.after, **pieces.block)
+    return [block] if keeps_output(pieces.trial, block) else []
+
+
+def inline(module: nn.Module) -> list[Block | Refusal]:
+    """Blocks inside of larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
+
+    Two linear maps of ``module``, or of its children, with a removable activation between. The MoE layer replaces the
+    first map; activation, dropout and second map become `nn.Identity`. All else that the module computes stays.
+    """
+    if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return []
+    pairs, names = lookalikes(module), near(module)
+    if not pairs or type(module).forward is nn.Module.forward:
+        return []
+    few = [pair for pair, has_few_beside in pairs.items() if has_few_beside]
+    for name in dict.fromkeys(name for pair in few for name in pair):
+        if (why := obstacle(names[name])) is not None:
+            return [Refusal(f"{name} {why}")]
+    removable = any(is_plain(m) and not isinstance(m, nn.Dropout) for m in names.values())
+    if not few and not removable and not any(map(callable, vars(module).values())):
+        return []  # an attention, say: nothing between its maps could be taken out
+    pieces = read_block(module)
+    if isinstance(pieces, Refusal):
+        return [pieces] if few else []
+    slots = {m: _slots(module, m) for m in (*pieces.first, pieces.last, *pieces.between)}
+    label = f"{slots[pieces.first[0]][0][1]} and {slots[pieces.last][0][1]}"
+    if len(pieces.maps_in) > 1:
+        return [Refusal(f"{label} are maps of a gated block, which has to be a module of its own")]
+    if (added := next((addition(m) for m in pieces.between if addition(m) is not None), None)) is not None:
+        return [Refusal(f"what lies between {label} {added}")]
+    out = [*slots[pieces.last], *_activation_slots(module, pieces)]
+    if len(out) == len(slots[pieces.last]):
+        return [Refusal(f"the activation between {label} is called as a function: make it a module or an attribute")]
+    dropouts = [m for m in pieces.between if isinstance(m, nn.Dropout)]
+    if any(pieces.counts[m] > 1 + pieces.is_dropped for m in dropouts) or pieces.counts[pieces.activation] > 1:
+        return [Refusal(f"what lies between {label} is also called elsewhere")]
+
+    def install(moe: nn.Module) -> None:
+        for holder, name in slots[pieces.first[0]]:
+            setattr(holder, name, moe)
+        for holder, name in out:
+            setattr(holder, name, nn.Identity())
+        for dropout in dropouts:
+            # One that serves behind the block too is called there twice now: two of this rate are one of p.
+            left = nn.Dropout(1 - math.sqrt(1 - dropout.p)) if pieces.is_dropped else nn.Identity()
+            for holder, name in slots[dropout]:
+                setattr(holder, name, left.train(dropout.training))
+        if pieces.rate is not None:
+            setattr(*pieces.rate, 0.0)
+
+    place = next(name for name, m in near(module).items() if m is pieces.first[0])
+    block = Block(module=module, install=install, place=place, **pieces.block)
+    if not keeps_output(pieces.trial, block):
+        return [Refusal(f"it computes something else once {label} and what lies between are taken out")]
+    return [block]
+
+
+def _slots(owner: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Attributes that hold ``wanted``: (holder, name)."""
+    return [(m, name) for m in owner.modules() for name, child in m._modules.items() if child is wanted]
+
+
+def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module, str]]:
+    if isinstance(pieces.activation, nn.Module):
+        return _slots(owner, pieces.activation)
+    return [(m, name) for m in owner.modules() for name, value in vars(m).items() if value is pieces.activation]
+
+
+def bert(module: nn.Module) -> list[Block]:
+    """Blocks in two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
+
+    ``module.intermediate`` is a linear map and an activation, ``module.output.dense`` the map back, followed by
+    dropout, residual and normalisation. The MoE layer replaces ``intermediate``, the map back becomes `nn.Identity`,
+    all else stays.
+    """
+    intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
+    if not isinstance(intermediate, nn.Module) or not isinstance(output, nn.Module):
+        return []
+    children = list(intermediate.children())
+    linear = [child for child in children if linear_map(child) is not None]
+    last = getattr(output, "dense", None)
+    if len(linear) != 1 or linear_map(last) is None or addition(intermediate) is not None:
+        return []
+    if not all(is_plain(child) and addition(child) is None for child in children if child is not linear[0]):
+        return []
+    pieces = read_block(module)
+    if not isinstance(pieces, Pieces) or (pieces.first, pieces.last) != (tuple(linear), last):
+        return []
+    if pieces.dropout or not _is_map_and_activation(intermediate, pieces):
+        return []
+
+    def install(moe: nn.Module) -> None:
+        module.intermediate, output.dense = moe, nn.Identity()
+
+    block = Block(module=module, install=install, **pieces.block)
+    return [block] if keeps_output(pieces.trial, block) else []
+
+
+def _is_map_and_activation(intermediate: nn.Module, pieces: Pieces) -> bool:
+    """Return whether ``intermediate`` is the first map and the activation of ``pieces``, and nothing more."""
+    (first,), (block,) = pieces.first, pieces.maps_in
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 32, block.weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    rows = rows.to(block.weight)
+    for x in (rows, wide_rows(rows, is_multiplied=False)):
+        seen = []
+
+        def stand_in(value, seen=seen):
+            seen.append(value.clone())
+            return pieces.values.clone()
+
+        _, result = Trial(intermediate, intermediate, (x,), {})(stand_ins={first: stand_in})
+        if not is_same(seen[0], x) or not is_same(result, pieces.hidden):
+            return False
+    return True
+
+
+def torch_layer(module: nn.Module) -> list[Block | Refusal]:
+    """The block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or of all layers of an
+    `nn.TransformerEncoder`.
+
+    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Both classes have a fused path for
+    evaluation that reads the weights of ``linear1`` and ``linear2``; installing the MoE layer disables it.
+    """
+    if isinstance(module, nn.TransformerEncoder):
+        results = [result for layer in module.layers for result in _layer(layer, module)]
+        return [result for result in results if isinstance(result, Block)]  # refusals are reported for the layer
+    return _layer(module, None)
+
+
+def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block | Refusal]:
+    if not isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return []
+    for name in ("linear1", "linear2"):
+        if (why := obstacle(getattr(layer, name))) is not None:
+            return [Refusal(f"{name} {why}")]
+    pieces = read_block(layer, layer._ff_block)
+    if isinstance(pieces, Refusal):
+        return [pieces]
+    added = [addition(m) for m in (*pieces.between, layer.dropout) if addition(m) is not None]
+    if added or not pieces.is_whole():
+        return [Refusal(f"what lies between linear1 and linear2 {added[0]}" if added else "its block does more")]
+
+    def install(moe: nn.Module) -> None:
+        layer.linear1, layer.activation, layer.dropout, layer.linear2 = moe, *(nn.Identity() for _ in range(3))
+        if hasattr(layer, "activation_relu_or_gelu"):
+            layer.activation_relu_or_gelu = 0
+        if stack is not None:
+            stack.use_nested_tensor = False
+
+    # The layer keeps its other dropouts.
+    block = Block(module=layer, install=install, sequence_first=not layer.self_attn.batch_first, **pieces.block)
+    rows = pieces.trial.args[0]
+    whole = Trial(layer, layer, (rows,) * len(required(layer)), {})
+    if not keeps_output(whole, block, stack):
+        return [Refusal("it does more with linear1 and linear2 than torch's layer")]
+    return [block]
+
+
+def sequential(module: nn.Module) -> list[Block | Refusal]:
+    """``Linear, activation, [Dropout], Linear`` in an `nn.Sequential`, alone or as a part of a longer one.
+
+    The MoE layer replaces the first item of each such run that ends with the width it began with; the others become
+    `nn.Identity`, so that the names of all other items stay.
+    """
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return []
+    if "forward" in vars(module):
+        return []
+    items = list(module.named_children())
+    blocks, begin = [], 0
+    while begin < len(items):
+        length = next((n for n in (3, 4) if _has_form([item for _, item in items[begin : begin + n]], n)), None)
+        if length is None:
+            begin += 1
+            continue
+        names, parts = zip(*items[begin : begin + length], strict=True)
+        begin += length
+        blocks.append(_sequential_run(module, names, parts))
+    return blocks
+
+
+def _has_form(parts: list[nn.Module], length: int) -> bool:
+    """Return whether the items look like a block: two linear maps of any kind, between them no parameters."""
+    if len(parts) < length or (length == 4 and type(parts[2]) is not nn.Dropout):
+        return False
+    if any(isinstance(part, nn.Conv1d) for part in parts) or not is_there_and_back(parts[0], parts[-1]):
+        return False
+    activation, noise = parts[1], nn.modules.dropout._DropoutNd
+    return not isinstance(activation, (nn.Identity, nn.Linear, noise)) and is_plain(activation)
+
+
+def _sequential_run(module: nn.Sequential, names: tuple[str, ...], parts: tuple[nn.Module, ...]) -> Block | Refusal:
+    for name, part in ((names[0], parts[0]), (names[-1], parts[-1])):
+        if (why := obstacle(part)) is not None:
+            return Refusal(f"{name} {why}")
+    for name, part in zip(names[1:-1], parts[1:-1], strict=True):
+        if (why := addition(part)) is not None:
+            return Refusal(f"{name} {why}")
+
+    def install(moe: nn.Module) -> None:
+        for name in names:
+            setattr(module, name, nn.Identity())
+        setattr(module, names[0], moe)
+
+    block = {"module": module, "install": install, "place": names[0]}
+    if len({(p.dtype, p.device) for part in parts for p in part.parameters()}) > 1:  # `fmoefy` refuses these by name
+        return Block(maps_in=(linear_map(parts[0]),), map_out=linear_map(parts[-1]), activation=parts[1], **block)
+    run = nn.Sequential(OrderedDict(zip(names, parts, strict=True)))
+    pieces = read_block(run)
+    if isinstance(pieces, Refusal):
+        return pieces
+    if not pieces.is_whole() or not keeps_output(pieces.trial, Block(module=run, **pieces.block)):
+        return Refusal(f"{names[0]} to {names[-1]} compute more than a block")
+    return Block(**block, **pieces.block)
+
+
+# In order of registration; the last one is called first.
+FAMILIES: dict[str, Finder] = {
+    "mlp": mlp,
+    "glu": glu,
+    "bert": bert,
+    "torch layer": torch_layer,
+    "sequential": sequential,
+}
+
+
+def register_family(name: str, find: Finder) -> None:
+    """Make `fmoe.fmoefy` call ``find`` on every module, before the finders registered earlier.
+
+    Args:
+        name: for messages; a finder of the same name is replaced.
+        find: returns the `Block` of each feed-forward block that the module holds itself; an empty list for none.
+    """
+    FAMILIES.pop(name, None)
+    FAMILIES[name] = find
+
+
+class Found(NamedTuple):
+    """A block, its name in the model, and the family whose finder returned it."""
+
+    name: str
+    family: str
+    block: Block
+
+
+def find_blocks(model: nn.Module) -> list[Found]:
+    """Return the feed-forward blocks of ``model`` in the order of their modules; a module used twice counts once.
+
+    The first finder that returns a block for a module decides; nothing is searched inside of a block.
+    """
+    return search(model)[0]
+
+
+@torch.inference_mode(False)  # derivatives are compared too
+def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
+    """`find_blocks`, and the modules that look like a block but are refused: their names, with the reason."""
+    names = {module: name for name, module in model.named_modules()}
+    found, refused, taken = [], {}, set()
+    for module in names:
+        if module in taken:
+            continue
+        refusals = []
+        for family in reversed(FAMILIES):
+            results = FAMILIES[family](module)
+            refusals = [result for result in results if isinstance(result, Refusal)] or refusals
+            blocks = [result for result in results if not isinstance(result, Refusal)]
+            for block in blocks:
+                name = ".".join(part for part in (names.get(block.module, ""), block.place) if part)
+                found.append(Found(name, family, block))
+                taken.update(block.module.modules() if block.install is None else [block.module])
+            if blocks:
+                refusals = [result for result in results if isinstance(result, Refusal)]
+                break
+        refused |= {names[module] or type(module).__name__: refusal.reason for refusal in refusals[:1]}
+    return found, refused
