@@ -673,7 +673,7 @@ def test_torch_layers_tell_their_layout():
     assert all(m.layout.sequence_first for m in model.modules() if isinstance(m, fmoe.MoE))
     model = nn.TransformerDecoderLayer(16, 2, 24, batch_first=True, bias=False, activation=nn.SiLU())
     fmoe.fmoefy(model, 4)
-    assert not model.linear1.sequence_first
+    assert not model.linear1.layout.sequence_first
     assert model.linear1.experts.bias_in is None
     assert model(torch.randn(2, 5, 16), torch.randn(2, 3, 16)).shape == (2, 5, 16)
 

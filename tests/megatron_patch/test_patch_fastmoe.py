@@ -16,7 +16,7 @@ def core_model():
     tokens, positions, labels = batch()
     model(tokens, positions, None, labels=labels).mean().backward()
     mlp = model.decoder.layers[1].mlp
-    return type(mlp).__name__, type(mlp.gate).__name__, mlp.num_experts, mlp.d_hidden
+    return type(mlp).__name__, type(mlp.gate).__name__, mlp.num_experts, mlp.experts.d_hidden
 
 
 def test_the_readmes_line_on_a_megatron_core_model(forks):
