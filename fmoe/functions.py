@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fmoe import collectives
 from fmoe.dispatch.all_to_all import route_of_counts
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.dispatch.routes import Route
 from fmoe.dispatch.watch import all_to_all
 from fmoe.errors import UserError
+from fmoe.kernels.plan import DispatchPlan
 from fmoe.parallel.slicing import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
 from fmoe.utils import get_torch_default_comm

@@ -25,7 +25,8 @@ _EXTRAS = {
 
 def lines() -> list[str]:
     """The report, a line a fact."""
-    from fmoe import cuda, native
+    from fmoe.kernels.cuda import loader as cuda
+    from fmoe.kernels.native import loader as native
 
     report = [f"fmoe {_version('fmoe')}, torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fmoe.experts.linear import FMoELinear
-from fmoe.ops import grouped_linear
+from fmoe.kernels import grouped_linear
 
 
 class MOELinear:

@@ -11,10 +11,10 @@ from fmoe.dispatch.exchange import Exchange, GroupExchange, LocalExchange
 from fmoe.dispatch.gathered import AllGatherExchange
 from fmoe.dispatch.hierarchical import HierarchicalExchange
 from fmoe.dispatch.padded import PaddedExchange
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.dispatch.shadow import Cost
 from fmoe.dispatch.watch import PeerError
 from fmoe.errors import UserError, known_names
+from fmoe.kernels.plan import DispatchPlan
 
 # Called as (group, num_experts, **exchange_options).
 EXCHANGES: dict[str, Callable[..., GroupExchange]] = {

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
-from fmoe.dispatch.plan import DispatchPlan, chunk_counts
 from fmoe.dispatch.routes import Route, Stage, in_step, reached
 from fmoe.dispatch.shadow import Cost, Shadowed, choose, measure
 from fmoe.dispatch.watch import all_gather, all_reduce, all_to_all
 from fmoe.errors import UserError
-from fmoe.ops.cuda import kernels
+from fmoe.kernels.cuda import calls
+from fmoe.kernels.plan import DispatchPlan, chunk_counts
 from fmoe.routing import Routing
 
 _DEPTHS = 3  # of `fmoe.dispatch.Exchange.open`
@@ -60,8 +60,8 @@ class Leg:
         if self.key_PX.shape[1] == 1:  # one segment of each worker, and keys rise with workers
             return None, None
         order_S = self.key_PX.reshape(-1).argsort(stable=True)
-        if kernels.takes(receive_S) and len(receive_S) <= kernels.MOST_SEGMENTS:
-            return kernels.segment_order(receive_S.contiguous(), order_S, num_rows)
+        if calls.takes(receive_S) and len(receive_S) <= calls.MOST_SEGMENTS:
+            return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
         inverse_S = order_S.argsort()
         wanted_S = receive_S[order_S]
         shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (wanted_S.cumsum(0) - wanted_S)

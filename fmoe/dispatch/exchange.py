@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.dispatch.watch import PeerError, Traffic, all_gather, broadcast, watch_of
 from fmoe.errors import UserError
+from fmoe.kernels.plan import DispatchPlan
 from fmoe.routing import Routing
 
 

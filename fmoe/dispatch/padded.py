@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fmoe.dispatch.all_to_all import AllToAllTransfer, Leg
 from fmoe.dispatch.exchange import GroupExchange, Transfer
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.dispatch.watch import all_reduce
 from fmoe.errors import UserError
-from fmoe.ops.padded import PaddedPlan
+from fmoe.kernels.padded import PaddedPlan
+from fmoe.kernels.plan import DispatchPlan
 from fmoe.routing import Routing
 
 

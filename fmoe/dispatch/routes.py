@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.dispatch.watch import Pending, all_to_all
-from fmoe.ops import reorder
+from fmoe.kernels import reorder
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import cuda, native, random
+from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import foreign
 from fmoe.experts.stacked import Stacked
-from fmoe.ops import expert_ffn, grouped_linear
-from fmoe.ops import native as native_ops
-from fmoe.ops.activations import gate
-from fmoe.ops.cuda import ffn as cuda_ops
-from fmoe.ops.cuda import gemm as cuda_gemm
+from fmoe.kernels import expert_ffn, grouped_linear
+from fmoe.kernels.activations import gate
+from fmoe.kernels.cuda import ffn as cuda_ops
+from fmoe.kernels.cuda import gemm as cuda_gemm
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops as native_ops
 
 if TYPE_CHECKING:
-    from fmoe.dispatch.plan import DispatchPlan
+    from fmoe.kernels.plan import DispatchPlan
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -60,7 +62,7 @@ class FFNExperts(Stacked):
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
 
-    into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.ops.native.expert_ffn`)
+    into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.kernels.native.ops.expert_ffn`)
     hidden_parts = 1  # ranks that the hidden units are spread over (`ShardedFFNExperts`)
 
     def __init__(

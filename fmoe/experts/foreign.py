@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.ops import expert_ffn
-from fmoe.ops.activations import gate
+from fmoe.kernels import expert_ffn
+from fmoe.kernels.activations import gate
 
 if TYPE_CHECKING:
-    from fmoe.dispatch.plan import DispatchPlan
+    from fmoe.kernels.plan import DispatchPlan
 
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
@@ -87,7 +87,7 @@ def ffn(
     plan: "DispatchPlan | None" = None,
     weight_TK: Tensor | None = None,
 ) -> Tensor:
-    """`fmoe.ops.expert_ffn`; with a plan and ``weight_TK``, of tokens: gathered, computed and combined, [T, D] to
+    """`fmoe.kernels.expert_ffn`; with a plan and ``weight_TK``, of tokens: gathered, computed and combined, [T, D] to
     [T, D]. The host waits for the counts.
 
     Raises:

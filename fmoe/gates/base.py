@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
+from fmoe.kernels.cuda import routing
 from fmoe.losses import load_balancing_loss, router_z_loss
-from fmoe.ops.cuda import routing
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
@@ -215,7 +215,7 @@ class TopKRouter(Router):
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """How `choose` chooses, where one kernel can do it (`fmoe.ops.cuda.routing`), and what it adds to the ranks;
+        """How `choose` chooses, where one kernel can do it (`kernels.cuda.routing`), and what it adds to the ranks;
         None where it cannot. A gate tells it where it `decides_as` its own class."""
         return None
 

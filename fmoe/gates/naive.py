@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fmoe.gates.base import Choice, Scores, TopKRouter, check_groups, check_score, limit_to_groups, shares
-from fmoe.ops.cuda.routing import Rule
+from fmoe.kernels.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 

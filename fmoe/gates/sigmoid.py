@@ -19,8 +19,8 @@ from fmoe.gates.base import (
     shares,
 )
 from fmoe.gates.capacity import count_by_group
+from fmoe.kernels.cuda.routing import Rule
 from fmoe.losses import sequence_balance_loss
-from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
 
 

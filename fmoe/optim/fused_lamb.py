@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe import cuda
-from fmoe.cuda.kernels import DTYPES
-from fmoe.cuda.launch import Geometry
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda.instances import DTYPES
+from fmoe.kernels.cuda.launch import Geometry
 from fmoe.optim.trust import Slot
 
 CHUNK = 1 << 16  # elements that a block of threads takes

@@ -1,4 +1,4 @@
-"""Has `fmoe.ops.cuda` run its kernels on the CPU, through `emulator`. Not a test itself."""
+"""Has `fmoe.kernels.cuda` run its kernels on the CPU, through `emulator`. Not a test itself."""
 
 import contextlib
 import ctypes
@@ -8,12 +8,12 @@ import torch
 from emulator import EmulationError, Library
 from torch import Tensor
 
-from fmoe import cuda
-from fmoe.cuda.launch import Argument, Geometry
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda.launch import Argument, Geometry
 
 
 class CpuLauncher:
-    """An `fmoe.cuda.launch.Launcher` for tensors of the CPU, in orders of threads that follow from the seed.
+    """An `fmoe.kernels.cuda.launch.Launcher` for tensors of the CPU, in orders of threads that follow from the seed.
 
     Attributes:
         launched: name expressions, in order.

@@ -10,13 +10,14 @@ import torch
 from forks import values
 from small_kernels import FILL, build_in, sources
 
-from fmoe import cuda, info
+from fmoe import info
 from fmoe.cli import run
-from fmoe.cuda import build, nvrtc
-from fmoe.cuda.launch import DeviceLauncher, Geometry
+from fmoe.commands import build as cli
 from fmoe.errors import BuildError, UserError
-from fmoe.native import cache, cli
-from fmoe.ops.cuda import trial
+from fmoe.kernels import cache
+from fmoe.kernels.cuda import build, nvrtc, selfcheck
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda.launch import DeviceLauncher, Geometry
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
 
@@ -206,8 +207,8 @@ def on_a_gpu(monkeypatch, capability=(9, 0)):
 
 def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
     loaded = []
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
-    monkeypatch.setattr(trial, "failure", lambda device: None)
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
+    monkeypatch.setattr(selfcheck, "failure", lambda device: None)
     on_a_gpu(monkeypatch)
     device = torch.device("cuda", 0)
     assert not cuda.is_loaded(device) and cuda.why() is None
@@ -220,7 +221,7 @@ def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled
     def refuse(codes):
         raise BuildError("the driver does not take the kernels: CUDA_ERROR_INVALID_IMAGE")
 
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", refuse)
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", refuse)
     on_a_gpu(monkeypatch)
     assert not cuda.load() and len(compiled) == 2 and "CUDA_ERROR_INVALID_IMAGE" in cuda.why()
 
@@ -229,11 +230,11 @@ def test_kernels_that_fail_their_trial_are_not_used(monkeypatch, compiled, caplo
     def crash(device):
         raise RuntimeError("CUDA error:\nan illegal memory access")
 
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: "a launcher")
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", lambda codes: "a launcher")
     for outcome, told in ((lambda device: "the output is off", "the output is off"), (crash, "illegal memory access")):
         monkeypatch.setattr(cuda, "_outcomes", {})
         monkeypatch.setattr(cuda, "_of_device", {})
-        monkeypatch.setattr(trial, "failure", outcome)
+        monkeypatch.setattr(selfcheck, "failure", outcome)
         on_a_gpu(monkeypatch)
         assert not cuda.load() and not cuda.is_loaded(torch.device("cuda", 0))
         assert told in cuda.why() and "\n" not in cuda.why()

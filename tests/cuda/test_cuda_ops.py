@@ -10,16 +10,15 @@ from compare import assert_close, relative_error
 from cpu_launcher import on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
-from fmoe import ops
-from fmoe.cuda import build
-from fmoe.cuda.kernels import DTYPES, KERNELS
+from fmoe import kernels
 from fmoe.dispatch import DispatchPlan
 from fmoe.dispatch.routes import Stage
 from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import reference
-from fmoe.ops.cuda import ffn, gemm, routing, rows
-from fmoe.ops.cuda.choices import Choices
+from fmoe.kernels import reference
+from fmoe.kernels.cuda import build, ffn, gemm, routing, rows
+from fmoe.kernels.cuda.instances import DTYPES, KERNELS
+from fmoe.kernels.cuda.tuning import Choices
 from fmoe.routing import Routing
 
 T, D, H, E, K = 29, 16, 24, 5, 3
@@ -63,13 +62,13 @@ def test_rows(dropped, chunks, on):
     num_rows = int(plan.count_E.sum())
     x, weight = draw(T, D), draw(T, K, seed=1)
     x64, weight64 = doubled(x, weight)
-    assert_like(ops.permute(x, plan, num_rows), reference.permute(x64, plan, num_rows), [x], [x64])
+    assert_like(kernels.permute(x, plan, num_rows), reference.permute(x64, plan, num_rows), [x], [x64])
     given, given64 = draw(num_rows, D, seed=2), None
     (given64,) = doubled(given)
-    found, expected = ops.combine(given, weight, plan), reference.combine(given64, weight64, plan)
+    found, expected = kernels.combine(given, weight, plan), reference.combine(given64, weight64, plan)
     assert_like(found, expected, [given, weight], [given64, weight64])
     index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(3))
-    found, expected = ops.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
+    found, expected = kernels.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
     assert_like(found, expected, [given], [given64])
     assert on.names() >= {"gather", "combine", "combine_backward"}
 
@@ -180,7 +179,7 @@ def test_flops_are_counted_as_those_of_the_torch_path(frozen):
     counts = [7, 0, 11, 1, 0]
     shapes = {"x": (sum(counts), D), "w_in": (E, H, D), "b_in": (E, H), "w_out": (E, D, H), "b_out": (E, D)}
     totals = []
-    for run in (ffn.expert_ffn, ops.expert_ffn):
+    for run in (ffn.expert_ffn, kernels.expert_ffn):
         t = [draw(*shape, requires_grad=name not in frozen) for name, shape in shapes.items()]
         with FlopCounterMode(display=False) as counter:
             run(*t, counts, ACTIVATIONS["gelu"]).sum().backward()
@@ -346,19 +345,19 @@ def test_what_is_not_a_multiple_of_16_bytes_is_not_grouped(monkeypatch):
 def test_triton_is_measured_where_it_passes_a_trial(choosing, monkeypatch, caplog):
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: None)
     tried = []
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: tried.append(gemm))
+    monkeypatch.setattr("fmoe.kernels.cuda.selfcheck.failure", lambda device, gemm: tried.append(gemm))
     monkeypatch.setattr(gemm, "_fastest", lambda ways, run, key: ways[-1])
     assert choosing() == "triton" and choosing("triton") == "triton" and tried == ["triton"]
     assert json.loads(choosing.file.read_text()) == {"a GPU, 8, forward": "triton"}
     # A process in which it fails does not take what another has measured.
     monkeypatch.setattr(gemm, "_tried", {})
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: "the output is 3e-01 off")
+    monkeypatch.setattr("fmoe.kernels.cuda.selfcheck.failure", lambda device, gemm: "the output is 3e-01 off")
     assert choosing() == "loop"
     assert caplog.messages == ["no GEMMs by Triton on cuda:0: they fail a trial (the output is 3e-01 off)"]
     with pytest.raises(UserError, match=r"gemm='triton' cannot be on cuda:0: its kernels fail a trial"):
         choosing("triton")
     monkeypatch.setattr(gemm, "_tried", {})
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: 1 / 0)
+    monkeypatch.setattr("fmoe.kernels.cuda.selfcheck.failure", lambda device, gemm: 1 / 0)
     with pytest.raises(UserError, match=r"a trial \(ZeroDivisionError: division by zero\)"):
         choosing("triton")
 

@@ -9,8 +9,8 @@ from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
 from fmoe.dispatch.all_to_all import Leg
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.gates.capacity import count_by_group, drop_over_capacity
+from fmoe.kernels.plan import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
 INT64, INT32, BOOL = torch.int64, torch.int32, torch.bool

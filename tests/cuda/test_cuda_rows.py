@@ -1,4 +1,4 @@
-"""Kernels that move rows, against fmoe.ops.reference in float64 and its gradients."""
+"""Kernels that move rows, against fmoe.kernels.reference in float64 and its gradients."""
 
 import random
 
@@ -9,8 +9,8 @@ from compare import assert_close
 from emulator import InOut, Output
 from kernel_list import NAMES
 
-from fmoe.dispatch.plan import DispatchPlan
-from fmoe.ops import reference
+from fmoe.kernels import reference
+from fmoe.kernels.plan import DispatchPlan
 from fmoe.routing import Routing
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

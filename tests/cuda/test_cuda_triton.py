@@ -15,10 +15,10 @@ import fmoe
 from fmoe.dispatch import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import reference
-from fmoe.ops.cuda import ffn, trial, triton_gemm
-from fmoe.ops.cuda.choices import Choices
-from fmoe.ops.cuda.triton_gemm import Config
+from fmoe.kernels import reference
+from fmoe.kernels.cuda import ffn, selfcheck, triton_gemm
+from fmoe.kernels.cuda.triton_gemm import Config
+from fmoe.kernels.cuda.tuning import Choices
 from fmoe.routing import Routing
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -248,13 +248,14 @@ def test_a_layer(on):
     for name, value in results["loop"].items():
         assert_close(results["triton"][name], value, 1e-5, name)
     assert "combine" in on.names() and not on.names() & {"gather", "activate", "activate_backward"}
-    assert trial.failure(torch.device("cpu"), gemm="triton") is None
+    assert selfcheck.failure(torch.device("cpu"), gemm="triton") is None
 
 
 def test_what_is_wrong_is_found_in_the_trial(monkeypatch):
     up = triton_gemm.TritonGemms.up_backward
     monkeypatch.setattr(triton_gemm.TritonGemms, "up_backward", lambda *a: 1.2 * up(*a))
-    assert trial.failure(torch.device("cpu"), gemm="triton").startswith("the gradient of tokens in torch.float32 is ")
+    wrong = selfcheck.failure(torch.device("cpu"), gemm="triton")
+    assert wrong.startswith("the gradient of tokens in torch.float32 is ")
 
 
 class OnCuda(torch.Tensor):

@@ -11,9 +11,9 @@ from forks import values
 
 import fmoe
 from fmoe.dispatch import EXCHANGES, Cost, DispatchPlan, build_exchange
-from fmoe.dispatch.plan import chunk_counts
 from fmoe.dispatch.shadow import choose
 from fmoe.dispatch.watch import timeout_of
+from fmoe.kernels.plan import chunk_counts
 from fmoe.routing import Routing
 
 WIDTH, EXPERTS = 16, 4

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe.dispatch import Cost, watch
-from fmoe.ops import memory
+from fmoe.kernels import memory
 
 WIDTH, EXPERTS = 16, 4
 

@@ -9,8 +9,8 @@ from compare import assert_close
 from gpu_layers import LIMITS, assert_like_float64, layer_of, results, tokens
 
 import fmoe
-from fmoe.ops.cuda import gemm, trial, triton_gemm
-from fmoe.ops.cuda.choices import Choices
+from fmoe.kernels.cuda import gemm, selfcheck, triton_gemm
+from fmoe.kernels.cuda.tuning import Choices
 
 needs_triton = pytest.mark.skipif(triton_gemm.why() is not None, reason=str(triton_gemm.why()))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,7 +30,7 @@ def by(way, options):
 
 @needs_triton
 def test_trial(device):
-    assert trial.failure(device, gemm="triton") is None
+    assert selfcheck.failure(device, gemm="triton") is None
 
 
 @needs_triton

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe import native
 from fmoe.errors import UserError
-from fmoe.ops import native as ops
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops
 
 
 @pytest.fixture(autouse=True)

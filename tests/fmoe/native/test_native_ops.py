@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fmoe
-from fmoe import native
 from fmoe.dispatch import DispatchPlan
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import native as ops
-from fmoe.ops import reference
+from fmoe.kernels import reference
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops
 from fmoe.routing import Routing
 
 FLOAT32_LIMIT = 1e-5
@@ -191,7 +191,7 @@ def test_second_derivatives(compute, dtype):
 @pytest.mark.parametrize("seed", [2, 3, 4, 5])  # with a bias and without, gated and not
 def test_flops_are_counted_as_those_of_the_torch_path(seed, frozen):
     totals = []
-    for run in (ops.expert_ffn, fmoe.ops.expert_ffn):
+    for run in (ops.expert_ffn, fmoe.kernels.expert_ffn):
         case = Case(seed, sizes=(50, 4, 2, 24, 20))
         t = {n: None if v is None else v.clone().requires_grad_(n not in frozen) for n, v in case.inputs.items()}
         rows = case.plan.permute(t["x"], sum(case.plan.counts))
