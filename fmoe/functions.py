@@ -16,7 +16,7 @@ from fmoe.dispatch.all_to_all import route_of_counts
 from fmoe.dispatch.routes import Route
 from fmoe.dispatch.watch import all_to_all
 from fmoe.errors import UserError
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.parallel.slicing import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
 from fmoe.utils import get_torch_default_comm
@@ -58,7 +58,7 @@ def count_by_gate(
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
-    pos = plan.order_N[: int(plan.count_E.sum())] if require_pos else None
+    pos = plan.perm_N[: int(plan.count_E.sum())] if require_pos else None
     return pos, plan.count_E, exchange_counts(plan.count_E, world_size)
 
 

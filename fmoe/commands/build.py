@@ -18,13 +18,13 @@ from fmoe.kernels.native import loader as native
 
 
 def main(argv: Sequence[str]) -> int:
-    """Builds, loads, and says what was done.
+    """Build and load the library, and print a report.
 
     Returns:
-        Exit code: 0, or 1 when there is no library that loads.
+        Exit code: 0, or 1 if no library loads.
 
     Raises:
-        UserError: a sanitizer that there is not, an architecture that NVRTC does not know.
+        UserError: an unknown sanitizer, an architecture that NVRTC does not support.
     """
     parser = Parser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile, whatever is in the cache")
@@ -77,7 +77,7 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
 
 
 def _variables(sanitize: tuple[str, ...]) -> list[str]:
-    """What a process needs to run the sanitized build."""
+    """Environment variables of a process that runs the sanitized build."""
     words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
     if "address" in sanitize:
         cxx = shlex.join(compiler.find().command)
@@ -89,13 +89,13 @@ def _variables(sanitize: tuple[str, ...]) -> list[str]:
 
 
 def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False) -> int:
-    """Compile the CUDA kernels for each architecture, on machines without a GPU too, and print what was done.
+    """Compile the CUDA kernels for each architecture, on machines without a GPU too, and print a report.
 
     Returns:
         Exit code: 0.
 
     Raises:
-        UserError: an architecture that NVRTC does not know; before any is compiled.
+        UserError: an architecture that NVRTC does not support; before any is compiled.
         BuildError: NVRTC is missing, a compile error, no cache folder.
     """
     found = nvrtc.find()

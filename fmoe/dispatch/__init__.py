@@ -14,7 +14,7 @@ from fmoe.dispatch.padded import PaddedExchange
 from fmoe.dispatch.shadow import Cost
 from fmoe.dispatch.watch import PeerError
 from fmoe.errors import UserError, known_names
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 
 # Called as (group, num_experts, **exchange_options).
 EXCHANGES: dict[str, Callable[..., GroupExchange]] = {

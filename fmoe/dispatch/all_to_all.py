@@ -20,8 +20,9 @@ from fmoe.dispatch.routes import Route, Stage, in_step, reached
 from fmoe.dispatch.shadow import Cost, Shadowed, choose, measure
 from fmoe.dispatch.watch import all_gather, all_reduce, all_to_all
 from fmoe.errors import UserError
+from fmoe.kernels import backends
 from fmoe.kernels.cuda import calls
-from fmoe.kernels.plan import DispatchPlan, chunk_counts
+from fmoe.kernels.rows import DispatchPlan, chunk_counts
 from fmoe.routing import Routing
 
 _DEPTHS = 3  # of `fmoe.dispatch.Exchange.open`
@@ -60,7 +61,7 @@ class Leg:
         if self.key_PX.shape[1] == 1:  # one segment of each worker, and keys rise with workers
             return None, None
         order_S = self.key_PX.reshape(-1).argsort(stable=True)
-        if calls.takes(receive_S) and len(receive_S) <= calls.MOST_SEGMENTS:
+        if backends.cuda_takes_segments(receive_S):
             return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
         inverse_S = order_S.argsort()
         wanted_S = receive_S[order_S]

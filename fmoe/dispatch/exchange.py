@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fmoe.dispatch.watch import PeerError, Traffic, all_gather, broadcast, watch_of
 from fmoe.errors import UserError
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

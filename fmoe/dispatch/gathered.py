@@ -14,7 +14,7 @@ from torch import Tensor
 from fmoe.dispatch.exchange import Experts, GroupExchange, Transfer
 from fmoe.dispatch.routes import in_step, reached
 from fmoe.dispatch.watch import all_gather, all_to_all
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

@@ -16,7 +16,7 @@ from fmoe.dispatch.exchange import GroupExchange, Transfer
 from fmoe.dispatch.watch import all_reduce
 from fmoe.errors import UserError
 from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

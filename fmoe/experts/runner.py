@@ -12,7 +12,7 @@ from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
 
 if TYPE_CHECKING:
-    from fmoe.kernels.plan import DispatchPlan
+    from fmoe.kernels.rows import DispatchPlan
     from fmoe.layer import FMoE
 
 # Of a module: where somebody wants to see rows or outputs as they are between the steps.

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.capacity import capacity, count_by_group, drop_over_capacity
+from fmoe.kernels import backends
 from fmoe.kernels.cuda import routing
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
@@ -259,7 +260,7 @@ class TopKRouter(Router):
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Scores, choice and the entropy of each token's probabilities."""
-        chosen = self.rule() if routing.may_take(x_TD, self.num_experts) else None
+        chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
         if chosen is None:
             scores = self.scores(x_TD, groups)
             choice = self.choose(scores, groups)

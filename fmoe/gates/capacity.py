@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fmoe.kernels.cuda import calls
+from fmoe.kernels import backends
 from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.routing import RoutingGroups
 
@@ -34,7 +34,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     """
     if not expert_TK.numel():
         return expert_TK
-    if calls.takes(expert_TK) and num_experts <= calls.MOST_EXPERTS:
+    if backends.cuda_takes_choices(expert_TK, num_experts):
         shape = groups.layout
         return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *shape, factor)
     expert_GSK = groups.split(expert_TK, pad=-1)

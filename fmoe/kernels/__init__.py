@@ -1,12 +1,9 @@
-"""Every hot operation once: `permute`, `combine`, `reorder` (rows), `grouped_linear` and
-`expert_ffn` (GEMMs).
+"""Every hot operation once: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
 
-`reference` holds the same operations as plain differentiable torch, obviously right; the tests compare values and
-gradients.
+`reference` has the same operations in plain differentiable torch; the tests compare values and gradients with it.
 """
 
-from fmoe.kernels.ffn import expert_ffn
-from fmoe.kernels.grouped import grouped_linear
+from fmoe.kernels.ffn import expert_ffn, grouped_linear
 from fmoe.kernels.rows import combine, permute, reorder
 
 __all__ = ["combine", "expert_ffn", "grouped_linear", "permute", "reorder"]

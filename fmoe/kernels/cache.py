@@ -1,8 +1,8 @@
-"""Where built libraries lie: folders, the lock for those who write there, entries that prove to be whole.
+"""The cache of built libraries: its folders, the lock of their writers, entries that prove to be intact.
 
-An entry is one file, ``KEY-SHA256.so`` (of the CUDA kernels: ``.zip``), with the SHA-256 of its bytes. It comes by one
-rename, so it is never seen half written, and what a full disk or a bad one made of it is seen before it is loaded. Who
-builds holds the lock of its key, which the kernel releases with the process.
+An entry is one file, ``KEY-SHA256.so`` (of the CUDA kernels: ``.zip``), with the SHA-256 of its bytes. A rename
+publishes it, so no reader sees it half written, and damage by a full or bad disk is detected before it is loaded. A
+builder holds the lock of its key, which the operating system releases with the process.
 """
 
 import errno
@@ -32,8 +32,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of s
 
 
 def folders() -> list[Path]:
-    """Where entries may lie, the first to be looked at first: FMOE_CACHE alone if it is set, else the user's cache
-    folder and, for a home that cannot be written, one in the folder for temporary files."""
+    """Folders of entries in the order of search: only FMOE_CACHE if it is set, else the user's cache folder and, for a
+    home that cannot be written, one in the folder for temporary files."""
     named = os.environ.get("FMOE_CACHE")
     if named:
         return [Path(named).absolute()]
@@ -57,16 +57,16 @@ def get(
     force: bool = False,
     instead_of: tuple[int, int] | None = None,
 ) -> Path:
-    """The entry of ``key``, made under its lock where there is none. Of many processes that ask at once one makes it,
-    and the others take what it made, or how it failed.
+    """The entry of ``key``, made under its lock if it is missing. If many processes ask at once, one makes it, and
+    the others take its result or its error.
 
     Args:
         make: called with the folder and whether its lock is held; builds in a `workplace`, and ends with `publish` or
             with `publish_failure` and a BuildError.
         what: is made, for messages.
         cannot: why it cannot be made here, raised where it would have to be.
-        force: make it, whatever is there.
-        instead_of: `identity` of an entry that did not load, and is not to be given again.
+        force: make it even if there is one.
+        instead_of: `identity` of an entry that did not load, and must not be returned again.
 
     Raises:
         BuildError: one line: it cannot be made, or no cache folder can be written.
@@ -114,10 +114,10 @@ def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
 
 
 def writable() -> Path:
-    """The first of `folders` that entries can be written to, made if it is not there.
+    """The first of `folders` that entries can be written to, made if it is missing.
 
     Raises:
-        BuildError: there is none; why, folder by folder.
+        BuildError: no folder can be written; gives the reason for each.
     """
     reasons = []
     for folder in folders():
@@ -156,7 +156,7 @@ def workplace(folder: Path, key: str, is_locked: bool) -> Path:
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Makes a built library the one entry of its key, and removes the failure and what is too old to keep."""
+    """Makes a built library the one entry of its key, and removes its failure and the oldest entries."""
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
@@ -176,7 +176,7 @@ def publish(library: Path, folder: Path, key: str) -> Path:
 
 
 def failure(folder: Path, key: str) -> Path:
-    """The file that says how the last build of ``key`` failed: one line, then all that the compiler said."""
+    """The file about the failure of the last build of ``key``: one line, then the compiler's whole output."""
     return folder / f"{key}.failed"
 
 
@@ -229,7 +229,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sha256(path: Path) -> str:
-    """Of the bytes of a file, in hexadecimal."""
+    """Hash of the bytes of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

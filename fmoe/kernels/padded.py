@@ -1,32 +1,27 @@
-"""Rows at fixed places: every expert has S of them, filled or not. As `fmoe.kernels.rows`, it only gathers.
+"""Rows in fixed slots: every expert has S of them, filled or not. As in `fmoe.kernels.rows`, all moves are gathers.
 
-Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S places, C chunks.
+Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fmoe.kernels import memory
-from fmoe.kernels.rows import gather_sum, row_dots
-
-if TYPE_CHECKING:
-    from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """A plan whose rows lie by (chunk, expert, place); has what transfers use of a `DispatchPlan`.
+    """A plan whose rows are sorted by (chunk, expert, slot); has what transfers use of a `DispatchPlan`.
 
     Args:
-        plan: sorted by expert; none of its experts has more than ``slots`` rows.
+        plan: sorted by expert, with at most ``slots`` rows for an expert.
         slots: S, a multiple of ``num_chunks``.
     """
 
     @torch.no_grad()
-    def __init__(self, plan: "DispatchPlan", slots: int, num_chunks: int):
+    def __init__(self, plan: DispatchPlan, slots: int, num_chunks: int):
         count_E, device = plan.count_E, plan.count_E.device
-        num_experts, num_assignments = count_E.shape[0], plan.order_N.shape[0]
+        num_experts, num_assignments = count_E.shape[0], plan.perm_N.shape[0]
         begin_E = count_E.cumsum(0) - count_E
         part = slots // num_chunks
         position_CES = (
@@ -36,18 +31,18 @@ class PaddedPlan:
         self.valid_P = valid_CES.reshape(-1)
         place_P = (begin_E.view(1, -1, 1) + position_CES).reshape(-1).clamp(max=max(num_assignments - 1, 0))
         if num_assignments:
-            self.assignment_P = plan.order_N[place_P]
+            self.assignment_P = plan.perm_N[place_P]
         else:
             self.assignment_P = place_P
-        self.top_k = plan.place_TK.shape[1]
+        self.top_k = plan.inverse_TK.shape[1]
         self.kept_TK = plan.kept_TK
-        # The inverse: where assignment (t, k) lies.
+        # The inverse: the slot of assignment (t, k).
         sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
         position_N = sorted_N - begin_E[expert_N]
         place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
         place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # of dropped ones, which nobody reads
-        self.place_TK = place_N[plan.place_TK]
+        self.inverse_TK = place_N[plan.inverse_TK]
 
     def arranged(self, num_chunks: int, expert_order: None, last: tuple[()]) -> "PaddedPlan":
         """Itself: it is made in its chunks."""
@@ -62,7 +57,7 @@ class PaddedPlan:
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """The token of each place, times its weight; zero where there is none."""
+        """The token of each slot, times its weight; zero in empty slots."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
         rows = memory.gather(x_TD, self.assignment_P // self.top_k)
@@ -79,7 +74,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_PD):
-        return gather_sum(grad_PD, None, ctx.plan.place_TK, ctx.plan.kept_TK), None
+        return gather_sum(grad_PD, None, ctx.plan.inverse_TK, ctx.plan.kept_TK), None
 
 
 class _Combine(torch.autograd.Function):
@@ -87,7 +82,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, rows_PD, weight_TK, plan: PaddedPlan):
         ctx.plan = plan
         ctx.save_for_backward(rows_PD, weight_TK)
-        return gather_sum(rows_PD, weight_TK, plan.place_TK, plan.kept_TK)
+        return gather_sum(rows_PD, weight_TK, plan.inverse_TK, plan.kept_TK)
 
     @staticmethod
     def backward(ctx, grad_TD):
@@ -97,5 +92,5 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dtype = torch.promote_types(weight_TK.dtype, rows_PD.dtype)
             dot_P = row_dots(plan.rows_of(grad_TD).to(dtype), rows_PD.to(dtype))
-            grad_weight_TK = torch.where(plan.kept_TK, dot_P[plan.place_TK], 0).to(weight_TK.dtype)
+            grad_weight_TK = torch.where(plan.kept_TK, dot_P[plan.inverse_TK], 0).to(weight_TK.dtype)
         return plan.rows_of(grad_TD, weight_TK).to(rows_PD.dtype), grad_weight_TK, None

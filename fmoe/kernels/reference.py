@@ -1,26 +1,21 @@
 """The operations of this package as plain differentiable torch: slow, obviously right. Tests compare with them, and
-autograd differentiates them a second time.
-
-A plan is a `fmoe.kernels.plan.DispatchPlan`, which imports these operations, so no annotation names it.
-"""
+autograd differentiates them a second time."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def permute(x_TD: Tensor, plan: Any, num_rows: int) -> Tensor:
-    return x_TD.repeat_interleave(plan.top_k, 0)[plan.order_N[:num_rows]]
+def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
+    return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 
-def combine(rows_MD: Tensor, weight_TK: Tensor, plan: Any) -> Tensor:
-    num_tokens, top_k = weight_TK.shape
-    order_M = plan.order_N[: len(rows_MD)]
-    weighted_MD = rows_MD * weight_TK.reshape(-1)[order_M].unsqueeze(1).to(rows_MD.dtype)
-    return rows_MD.new_zeros(num_tokens, rows_MD.shape[1]).index_add(0, order_M // top_k, weighted_MD)
+def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
+    padded_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])  # for assignments without a row
+    rows_TKD = padded_MD[inverse_TK.clamp(max=len(rows_MD))]
+    return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,17 +35,17 @@ def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activati
 
 
 def expert_ffn_of_tokens(
-    x_TD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, *, order_N, counts, activation, gated
+    x_TD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, *, perm_N, counts, activation, gated
 ) -> Tensor:
-    """`permute`, `expert_ffn` and `combine` in one; without ``order_N`` of rows, `expert_ffn` alone."""
+    """`permute`, `expert_ffn` and `combine` in one; with ``perm_N`` None, `expert_ffn` of rows."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
-    if order_N is None:
+    if perm_N is None:
         return expert_ffn(x_TD, *parameters, counts, activation, gated)
-    order_M = order_N[: sum(counts)]
-    token_M = order_M // weight_TK.shape[1]
+    perm_M = perm_N[: sum(counts)]
+    token_M = perm_M // weight_TK.shape[1]
     out_MD = expert_ffn(x_TD[token_M], *parameters, counts, activation, gated).to(weight_TK.dtype)
     total_TD = out_MD.new_zeros(x_TD.shape)
-    return total_TD.index_add(0, token_M, out_MD * weight_TK.reshape(-1)[order_M].unsqueeze(1)).to(x_TD.dtype)
+    return total_TD.index_add(0, token_M, out_MD * weight_TK.reshape(-1)[perm_M].unsqueeze(1)).to(x_TD.dtype)
 
 
 def gradients(

@@ -51,7 +51,7 @@ def assert_same(options, x=X, dtype=torch.float32, run=None):
     return found
 
 
-def test_the_trial_that_kernels_pass_before_they_are_used(on, monkeypatch):
+def test_the_self_check_before_kernels_are_used(on, monkeypatch):
     assert selfcheck.failure(torch.device("cpu")) is None
     assert {"place", "gather", "activate", "activate_backward", "combine"} <= on.names()
     monkeypatch.setattr(calls, "combine", lambda rows, *_: rows[: X.shape[0] * 15].clone())
@@ -59,7 +59,7 @@ def test_the_trial_that_kernels_pass_before_they_are_used(on, monkeypatch):
     monkeypatch.undo()
     place = calls.place
     monkeypatch.setattr(calls, "place", lambda *a: tuple(t.flip(0) for t in place(*a)))
-    assert selfcheck.failure(torch.device("cpu")) == "the plan's order_N is another"
+    assert selfcheck.failure(torch.device("cpu")) == "the plan's perm_N is another"
 
 
 FUSED = {"route", "route_backward", "place", "gather", "combine", "activate", "activate_backward"}
@@ -179,7 +179,7 @@ def test_what_cannot_be(on):
 
 
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(cuda, "_outcomes", {})
+    monkeypatch.setattr(cuda, "_reasons", {})
     with pytest.raises(UserError, match="backend='cuda' cannot be: there is no CUDA device"):
         layer_of("cuda")
 

@@ -10,7 +10,7 @@ from emulator import InOut, Output
 
 from fmoe.dispatch.all_to_all import Leg
 from fmoe.gates.capacity import count_by_group, drop_over_capacity
-from fmoe.kernels.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
 INT64, INT32, BOOL = torch.int64, torch.int32, torch.bool
@@ -52,8 +52,8 @@ def test_place(launch, seed):
         Output((n,), INT64), Output(expert_TK.shape, INT64), Output(expert_TK.shape, BOOL) if has_all else None,
         Output((experts,), INT64), Output((experts,), INT32), Output((1,), INT64),
     )  # fmt: skip
-    assert torch.equal(order, plan.order_N)
-    assert torch.equal(place, plan.place_TK)
+    assert torch.equal(order, plan.perm_N)
+    assert torch.equal(place, plan.inverse_TK)
     assert torch.equal(counts, plan.count_E)
     assert torch.equal(end, plan.count_E.cumsum(0).int())
     assert num_kept.item() == plan.count_E.sum()

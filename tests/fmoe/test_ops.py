@@ -42,8 +42,8 @@ def test_permute_combine_grouped_linear(seed):
             num_experts, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True
         )
         mix = weight.clone().requires_grad_()
-        rows = module.permute(x, plan, sum(plan.counts))
-        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan)
+        rows = module.permute(x, plan.perm_N, plan.inverse_TK, sum(plan.counts))
+        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan.inverse_TK)
         (out * torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))).sum().backward()
         results.append({"rows": rows, "out": out, "dx": x.grad, "dw": w.grad, "db": b.grad, "dmix": mix.grad})
     for name, expected in results[1].items():
@@ -54,15 +54,15 @@ def test_plan_is_sorted_stable_and_of_fixed_size():
     g = torch.Generator().manual_seed(0)
     plan, expert, _ = random_plan(g, 50, 2, 4, 0.3)
     flat = expert.flatten()
-    assert plan.order_N.shape == (100,)
+    assert plan.perm_N.shape == (100,)
     assert plan.counts == [int((flat == e).sum()) for e in range(4)]
-    sorted_experts = flat[plan.order_N]
+    sorted_experts = flat[plan.perm_N]
     kept = sorted_experts[: sum(plan.counts)]
     assert (kept >= 0).all() and (sorted_experts[sum(plan.counts) :] == -1).all()
     for e in range(4):
-        mine = plan.order_N[: sum(plan.counts)][kept == e]
+        mine = plan.perm_N[: sum(plan.counts)][kept == e]
         assert (mine.diff() > 0).all(), "token order within an expert"
-    assert torch.equal(plan.order_N[plan.place_TK.flatten()], torch.arange(100))
+    assert torch.equal(plan.perm_N[plan.inverse_TK.flatten()], torch.arange(100))
 
 
 def test_grouped_linear_poisons_nothing():

@@ -31,7 +31,7 @@ _INDEX = "kernels.json"
 
 @dataclass(frozen=True)
 class Sources:
-    """What is compiled.
+    """Files to compile.
 
     Attributes:
         folder: all its files count, so that headers do.
@@ -58,12 +58,12 @@ def library(
     Args:
         arch: e.g. ``"sm_90"``.
         sources: what to compile; None for `SHIPPED`.
-        force: compile, whatever is in the cache.
-        instead_of: `cache.identity` of an entry that did not load, and is not to be given again.
-        echo: is called with what the compiler says of each file: registers, spills, shared memory.
+        force: compile even if the cache has an entry.
+        instead_of: `cache.identity` of an entry that did not load, and must not be returned again.
+        echo: is called with the compiler's output for each file: registers, spills, shared memory.
 
     Raises:
-        UserError: NVRTC does not know the architecture.
+        UserError: NVRTC does not support the architecture.
         BuildError: one line: NVRTC or headers are missing, a compile error, no cache folder that can be written.
     """
     sources = sources or SHIPPED
@@ -93,7 +93,7 @@ def check_arch(arch: str, found: Nvrtc) -> None:
 
 
 def cached(arch: str, sources: Sources | None = None) -> Path | None:
-    """What `library` would give without compiling; None if it would have to."""
+    """The result of `library` if it needs no compiler, else None."""
     return cache.find(_key(sources or SHIPPED, arch, _find()), _SUFFIX)
 
 
@@ -103,7 +103,7 @@ def last_failure(arch: str, sources: Sources | None = None) -> str | None:
 
 
 def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
-    """Of each file the machine code, and the symbol of each kernel.
+    """The machine code of each file, and the symbols of its kernels.
 
     Raises:
         BuildError: the entry is not one of ours.

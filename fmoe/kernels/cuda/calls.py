@@ -11,25 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
 TILE = 2048  # assignments of a block of the plan
-MOST_EXPERTS = 4096  # whose counters fit into the shared memory of a block
-MOST_SEGMENTS = 4080
-
-
-def takes(*tensors: Tensor | None) -> bool:
-    """Whether the kernels run where these are: all on one device that they are loaded for, float32 or 16 bits."""
-    first = next(tensor for tensor in tensors if tensor is not None)
-    return cuda.is_loaded(first.device) and all(
-        t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None
-    )
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
-    launcher = cuda.launcher(like.device)
+    launcher = launch.launcher(like.device)
     assert launcher is not None, f"no kernels are loaded for {like.device}"
     assert all(a.is_contiguous() for a in arguments if isinstance(a, Tensor)), kernel
     launcher(f"fmoe::{kernel}", geometry, arguments, like.device)
@@ -54,21 +44,23 @@ def gather(
     return out
 
 
-def combine(rows_MD: Tensor, place_TK: Tensor, weight_TK: Tensor | None = None, limit: Tensor | None = None) -> Tensor:
-    """``sum_k weight_tk * rows[place_tk]`` in float32: [T, D]. Places past the rows, or from ``limit`` on, are left
+def combine(
+    rows_MD: Tensor, inverse_TK: Tensor, weight_TK: Tensor | None = None, limit: Tensor | None = None
+) -> Tensor:
+    """``sum_k weight_tk * rows[inverse_tk]`` in float32: [T, D]. Places past the rows, or from ``limit`` on, are left
     out; weight None is one."""
-    (num_rows, width), (tokens, top_k) = rows_MD.shape, place_TK.shape
+    (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)
     name = f"combine<{DTYPES[rows_MD.dtype]}>"
     geometry = by_rows(tokens, width, at_once(rows_MD))
-    _start(name, geometry, rows_MD, rows_MD, place_TK, weight_TK, limit, tokens, top_k, num_rows, width, out)
+    _start(name, geometry, rows_MD, rows_MD, inverse_TK, weight_TK, limit, tokens, top_k, num_rows, width, out)
     return out
 
 
 def combine_backward(
     d_out_TD: Tensor,
     rows_MD: Tensor,
-    place_TK: Tensor,
+    inverse_TK: Tensor,
     weight_TK: Tensor | None,
     limit: Tensor | None = None,
     *,
@@ -76,13 +68,13 @@ def combine_backward(
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the rows and of the weights."""
-    (num_rows, width), (tokens, top_k) = rows_MD.shape, place_TK.shape
+    (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
     name = f"combine_backward<{DTYPES[rows_MD.dtype]}>"
     geometry = by_rows(tokens, width, at_once(rows_MD), 4)
     sizes = (tokens, top_k, num_rows, width)
-    _start(name, geometry, rows_MD, d_out_TD, rows_MD, place_TK, weight_TK, limit, *sizes, d_rows, d_weight)
+    _start(name, geometry, rows_MD, d_out_TD, rows_MD, inverse_TK, weight_TK, limit, *sizes, d_rows, d_weight)
     return d_rows, d_weight
 
 
@@ -130,7 +122,7 @@ def activate_backward(
     hidden_MP: Tensor,
     d_active_MH: Tensor,
     weight_N: Tensor | None,
-    order_M: Tensor | None,
+    perm_M: Tensor | None,
     limit: Tensor | None,
     code: int,
     gated: bool,
@@ -149,13 +141,13 @@ def activate_backward(
         d_weight = torch.zeros_like(weight_N)
     name = f"activate_backward<{DTYPES[hidden_MP.dtype]}, {code}, {'true' if gated else 'false'}>"
     geometry = by_rows(rows, hidden, at_once(hidden_MP), 4)
-    arguments = (hidden_MP, d_active_MH, weight_N, order_M, limit, rows, hidden, scaled, d_hidden, d_weight)
+    arguments = (hidden_MP, d_active_MH, weight_N, perm_M, limit, rows, hidden, scaled, d_hidden, d_weight)
     _start(name, geometry, hidden_MP, *arguments)
     return scaled, d_hidden, d_weight
 
 
 def place(expert_N: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A stable sort by expert, dropped assignments (-1) last: (order_N, place_N, kept_N, count_E, end_E in int32, rows
+    """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_N, kept_N, count_E, end_E in int32, rows
     kept [1])."""
     assignments = expert_N.numel()
     tiles = max(1, math.ceil(assignments / TILE))

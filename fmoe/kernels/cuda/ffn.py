@@ -1,7 +1,7 @@
 """Experts' feed-forward blocks on a GPU: one operation forward, one backward; nothing waits for the host.
 
-Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Kept for the backward
-pass are the tokens and the pre-activations alone: rows are gathered again, the activation is computed again in the
+Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
+pre-activations are kept for the backward pass: rows are gathered again, the activation is computed again in the
 kernel of its derivative, and the router's gradient is <active, dO W_out>, which that kernel has in its hands. With the
 GEMMs of `triton_gemm` no gathered row is written, and neither is the gradient of the active units.
 
@@ -11,25 +11,16 @@ first map (H, twice that where it is gated).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+from typing import List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fmoe.kernels.cuda import calls
-from fmoe.kernels.cuda.gemm import asked_way, choose
+from fmoe.kernels.backends import activation_code
+from fmoe.kernels.cuda.gemm import choose, requested
 from fmoe.kernels.cuda.variants import NAMES, Backward, Batch, forward
 from fmoe.kernels.native import ops as native
-
-if TYPE_CHECKING:
-    from fmoe.kernels.plan import DispatchPlan
-
-
-def takes(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Whether these are for the kernels: of one dtype, where they are loaded, with an activation that they know."""
-    given = [rows, *(p for p in parameters if p is not None)]
-    return native.knows(activation) and calls.takes(*given) and all(t.dtype == rows.dtype for t in given)
 
 
 def expert_ffn(
@@ -38,28 +29,34 @@ def expert_ffn(
     b_in_LP: Tensor | None,
     w_out_LDH: Tensor,
     b_out_LD: Tensor | None,
-    counts: Tensor | Sequence[int] | None,
+    counts: Tensor | Sequence[int],
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
     *,
-    plan: "DispatchPlan | None" = None,
+    perm_N: Tensor | None = None,
+    inverse_TK: Tensor | None = None,
     weight_TK: Tensor | None = None,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
     gemm: str = "auto",
     into_main_grad: bool = False,
 ) -> Tensor:
-    """`fmoe.kernels.expert_ffn`; with a plan, of tokens: gathered, computed and combined, [T, D] -> [T, D].
+    """`fmoe.kernels.expert_ffn` of rows, or of tokens: gathered, computed and combined, [T, D] -> [T, D].
 
     Args:
-        counts: rows of each expert, on the host; not looked at with a plan, which has them on the device.
-        plan: with ``weight_TK``; ``rows_MD`` are then tokens [T, D].
-        gemm: one of `fmoe.kernels.cuda.gemm.WAYS`.
+        counts: rows of each expert: on the host, or with ``perm_N`` a tensor on the device.
+        perm_N, inverse_TK: of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
+        weight_TK: of the assignments, with the plan.
+        offsets: ``end_E`` and ``num_kept`` of the plan; computed from ``counts`` where it has none.
+        gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
         into_main_grad: as `fmoe.kernels.native.ops.expert_ffn` has it.
     """
     native.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
-    order = place = limit = on_host = None
-    if plan is not None:
-        order, place = plan.order_N, plan.place_TK
-        end, limit = plan.offsets
+    limit = on_host = None
+    if perm_N is not None:
+        end, limit = offsets
+        if end is None:
+            ends = counts.cumsum(0)
+            end, limit = ends.int(), ends[-1:]
         weight_TK = weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
@@ -68,17 +65,17 @@ def expert_ffn(
             end = end.pin_memory().to(rows_MD.device, non_blocking=True)
     given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
     x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
-    code, way = native.code(activation), asked_way(gemm)
-    tensors = (x, order, place, weight_TK, end, limit, w_in, b_in, w_out, b_out)
-    out, _ = _expert_ffn(*tensors, on_host, code, gated, way, into_main_grad)
+    tensors = (x, perm_N, inverse_TK, weight_TK, end, limit, w_in, b_in, w_out, b_out)
+    options = (activation_code(activation), gated, requested(gemm), into_main_grad)
+    out, _ = _expert_ffn(*tensors, on_host, *options)
     return out
 
 
 @torch.library.custom_op("fmoe_cuda::expert_ffn", mutates_args=())
 def _expert_ffn(
     x: Tensor,
-    order: Optional[Tensor],  # noqa: UP045
-    place: Optional[Tensor],  # noqa: UP045
+    perm: Optional[Tensor],  # noqa: UP045
+    inverse: Optional[Tensor],  # noqa: UP045
     weight: Optional[Tensor],  # noqa: UP045
     end: Tensor,
     limit: Optional[Tensor],  # noqa: UP045
@@ -93,7 +90,7 @@ def _expert_ffn(
     into_main_grad: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
     """(outputs, pre-activations [N or M, P])."""
-    batch = Batch(x, order, place, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
+    batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     if not batch.num_rows:
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
     run = functools.partial(forward, batch)
@@ -101,8 +98,8 @@ def _expert_ffn(
 
 
 @_expert_ffn.register_fake
-def _(x, order, place, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated, gemm, into_main_grad):
-    return torch.empty_like(x), x.new_empty(x.shape[0] if order is None else order.shape[0], w_in.shape[1])
+def _(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated, gemm, into_main_grad):
+    return torch.empty_like(x), x.new_empty(x.shape[0] if perm is None else perm.shape[0], w_in.shape[1])
 
 
 @torch.library.custom_op("fmoe_cuda::expert_ffn_backward", mutates_args=())
@@ -110,8 +107,8 @@ def _expert_ffn_backward(
     grad: Tensor,
     x: Tensor,
     hidden: Tensor,
-    order: Optional[Tensor],  # noqa: UP045
-    place: Optional[Tensor],  # noqa: UP045
+    perm: Optional[Tensor],  # noqa: UP045
+    inverse: Optional[Tensor],  # noqa: UP045
     weight: Optional[Tensor],  # noqa: UP045
     end: Tensor,
     limit: Optional[Tensor],  # noqa: UP045
@@ -126,7 +123,7 @@ def _expert_ffn_backward(
     needs: List[bool],  # noqa: UP006
 ) -> List[Tensor]:  # noqa: UP006
     """Gradients of `NAMES`; empty where they are not needed."""
-    batch = Batch(x, order, place, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
+    batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     return _gradients(batch, grad, hidden, needs, gemm)
 
 
@@ -139,7 +136,7 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Of `NAMES`; empty where they are not needed, or were added to a sum."""
+    """Gradients of `NAMES`; empty where they are not needed, or were added to a sum."""
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
@@ -155,8 +152,8 @@ def _(
     grad,
     x,
     hidden,
-    order,
-    place,
+    perm,
+    inverse,
     weight,
     end,
     limit,
@@ -195,9 +192,9 @@ def _backward(ctx, grad, _grad_hidden):
     needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     counts, activation, gated, gemm = ctx.options
     if torch.is_grad_enabled():  # create_graph
-        order, _, weight, end, _, w_in, b_in, w_out, b_out = tensors
+        perm, _, weight, end, _, w_in, b_in, w_out, b_out = tensors
         counts = end.diff(prepend=end.new_zeros(1)).tolist() if counts is None else counts
-        options = {"order": order, "counts": counts, "activation": activation, "gated": gated}
+        options = {"perm": perm, "counts": counts, "activation": activation, "gated": gated}
         inputs = (x, weight, w_in, b_in, w_out, b_out)
         gradients = native.differentiable_gradients(inputs, needs, grad, **options)
         for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
@@ -226,11 +223,11 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
-def _flops(x, order, place, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
+def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
     """Count all assignments of a plan, dropped ones too: only the device has the number of kept ones."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn_backward)
-def _flops_backward(grad, x, hidden, order, place, weight, end, limit, w_in, b_in, w_out, *others, **options) -> int:
+def _flops_backward(grad, x, hidden, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, **options) -> int:
     return native.backward_flops(hidden[0], w_in, w_out, others[-1])

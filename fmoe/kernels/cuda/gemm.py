@@ -1,12 +1,13 @@
 """GEMMs over rows grouped by expert: one call with offsets on the device, a cuBLAS call an expert, or Triton's.
 
-The one call needs nothing of the host; the loop reads the counts, and may win where experts have many rows each;
+The one call does not wait for the host; the loop reads the counts, and may win where experts have many rows each;
 Triton's (`fmoe.kernels.cuda.triton_gemm`) spare a pass over the rows before each product and one after it. Which one is
-measured once for each size, forward and backward, and kept on disk beside what else is built.
+measured once for each size, forward and backward, and kept in the cache folder.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -16,15 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.kernels.cuda import triton_gemm
-from fmoe.kernels.cuda.tuning import Choices
-from fmoe.kernels.grouped import segments
+from fmoe.kernels.cuda import triton_gemm, tuning
+from fmoe.kernels.ffn import segments
 
 logger = logging.getLogger("fmoe")
 
-WAYS = ("auto", "grouped", "loop", "triton")
-_ROUNDS = 3
-_choices = Choices("gemms.json", lambda way: way in WAYS[1:])
+VARIANTS = ("auto", "grouped", "loop", "triton")
+_tuned = tuning.TuningCache("gemms.json", lambda variant: variant in VARIANTS[1:])
 
 
 class Gemms:
@@ -32,12 +31,12 @@ class Gemms:
 
     Args:
         end_L: int32, where the rows of each expert end.
-        way: "grouped" or "loop".
+        variant: "grouped" or "loop".
         counts: rows of each expert, where the host knows them; else the loop asks the device, which waits for it.
     """
 
-    def __init__(self, end_L: Tensor, way: str, counts: list[int] | None = None):
-        self._end_L, self._is_grouped = end_L, way == "grouped"
+    def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):
+        self._end_L, self._is_grouped = end_L, variant == "grouped"
         if not self._is_grouped and counts is None:
             ends = end_L.tolist()
             counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
@@ -94,25 +93,25 @@ class Gemms:
         return out
 
 
-def asked_way(way: str) -> str:
-    """``way``, or what the variable FMOE_GEMM has instead of "auto".
+def requested(gemm: str) -> str:
+    """``gemm``, or the value of the variable FMOE_GEMM instead of "auto".
 
     Raises:
-        UserError: neither is one of `WAYS`, or it is "triton" where there is none.
+        UserError: neither is one of `VARIANTS`, or it is "triton" where Triton is missing.
     """
-    if way not in WAYS:
-        raise UserError(f"gemm={way!r} is not one of {', '.join(WAYS)}")
+    if gemm not in VARIANTS:
+        raise UserError(f"gemm={gemm!r} is not one of {', '.join(VARIANTS)}")
     named = os.environ.get("FMOE_GEMM") or "auto"
-    if named not in WAYS:
-        raise UserError(f"FMOE_GEMM={named!r} is not one of {', '.join(WAYS)}")
-    asked = named if way == "auto" else way
-    if asked == "triton" and (missing := triton_gemm.why()) is not None:
-        raise UserError(f"{'gemm' if way == asked else 'FMOE_GEMM'}='triton' cannot be: {missing}")
-    return asked
+    if named not in VARIANTS:
+        raise UserError(f"FMOE_GEMM={named!r} is not one of {', '.join(VARIANTS)}")
+    found = named if gemm == "auto" else gemm
+    if found == "triton" and (missing := triton_gemm.why()) is not None:
+        raise UserError(f"{'gemm' if gemm == found else 'FMOE_GEMM'}='triton' cannot be: {missing}")
+    return found
 
 
 def choose(
-    asked: str,
+    requested: str,
     step: str,
     x: Tensor,
     num_rows: int,
@@ -123,64 +122,58 @@ def choose(
     """ "grouped", "loop" or "triton" for rows and weights like these.
 
     Args:
-        asked: of `WAYS`; "auto" takes what was measured for such sizes, and measures them if need be (the first time on
-            a machine; never while a CUDA graph is captured, when it is grouped).
+        requested: of `VARIANTS`; "auto" takes what was measured for such sizes, and measures them if need be (the first
+            time on a machine; never while a CUDA graph is captured, when it is grouped).
         step: "forward" or "backward".
-        run: does the step in a way, for the measurement.
+        run: does the step by a variant, for the measurement.
 
     Raises:
-        UserError: "triton" is asked for and fails a trial on this device.
+        UserError: "triton" is requested and fails a self-check on this device.
     """
-    if asked == "triton":
+    if requested == "triton":
         if (wrong := _wrong_with_triton(x.device)) is not None:
             raise UserError(f"gemm='triton' cannot be on {x.device}: {wrong}")
-        return asked
+        return requested
     first = "grouped" if _can_group(x, w_in_LPD, w_out_LDH) else "loop"
-    if asked != "auto":
-        return "loop" if asked == "loop" else first
+    if requested != "auto":
+        return "loop" if requested == "loop" else first
     if x.device.type != "cuda":
         return first
     key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}"
-    found = _choices.get(key)
+    found = _tuned.get(key)
     if found is None or (found == "triton" and _wrong_with_triton(x.device) is not None):
         if torch.cuda.is_current_stream_capturing():
             return first
-        ways = ["grouped", "loop"] if first == "grouped" else ["loop"]
+        variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
         if _wrong_with_triton(x.device) is None:
-            ways.append("triton")
-        found = _fastest(ways, run, key) if len(ways) > 1 else first
-        _choices.put(key, found)
+            variants.append("triton")
+        found = _fastest(variants, run, key) if len(variants) > 1 else first
+        _tuned.put(key, found)
     return found
 
 
 def _can_group(x: Tensor, *weights: Tensor) -> bool:
-    """grouped_mm wants rows that begin at multiples of 16 bytes."""
+    """Return whether rows begin at multiples of 16 bytes, which grouped_mm requires."""
     size = x.element_size()
     return all(width * size % 16 == 0 for w in weights for width in w.shape[1:]) and x.data_ptr() % 16 == 0
 
 
-_tried: dict[torch.device, str | None] = {}
+_checked: dict[torch.device, str | None] = {}
 
 
 def _wrong_with_triton(device: torch.device) -> str | None:
-    """Why Triton's GEMMs are not to be used on a device; None where they compute what they should. Tried out once, with
-    a line on the logger where they are there and do not."""
+    """Why Triton's GEMMs are not to be used on a device; None where their results are right. Checked once, with a
+    line on the logger where they are installed and wrong."""
     missing = triton_gemm.why()
     if missing is not None or device.type != "cuda":  # elsewhere it is Triton's interpreter, in tests
         return missing
-    if device not in _tried:
-        from fmoe.kernels.cuda import selfcheck
-
-        _tried[device] = None  # for the trial itself
-        try:
-            with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-                wrong = selfcheck.failure(device, gemm="triton")
-        except Exception as error:  # of Triton's compiler, of the driver
-            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if device not in _checked:
+        _checked[device] = None  # for the check itself
+        wrong = tuning.failure(device, gemm="triton")
         if wrong is not None:
-            _tried[device] = f"its kernels fail a trial ({wrong})"
-            logger.warning("no GEMMs by Triton on %s: they fail a trial (%s)", device, wrong)
-    return _tried[device]
+            _checked[device] = f"its kernels fail a self-check ({wrong})"
+            logger.warning("no GEMMs by Triton on %s: they fail a self-check (%s)", device, wrong)
+    return _checked[device]
 
 
 def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
@@ -192,20 +185,8 @@ def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
     return f"{name}, {versions}, {str(x.dtype).removeprefix('torch.')}, {sizes}"
 
 
-def _fastest(ways: list[str], run: Callable[[str], object], key: str) -> str:
-    """Of a whole step each, what is waited for included."""
-    milliseconds = {}
-    for way in ways:
-        times = []
-        for _ in range(1 + _ROUNDS):
-            begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run(way)
-            done.record()
-            done.synchronize()
-            times.append(begin.elapsed_time(done))
-        milliseconds[way] = min(times[1:])
-    found = min(milliseconds, key=milliseconds.__getitem__)
-    told = ", ".join(f"{way} {time:.3f} ms" for way, time in milliseconds.items())
-    logger.info("GEMMs of %s: %s (%s)", key, found, told)
+def _fastest(variants: list[str], run: Callable[[str], object], key: str) -> str:
+    times = {variant: tuning.milliseconds(functools.partial(run, variant)) for variant in variants}
+    found = min(times, key=times.__getitem__)
+    logger.info("GEMMs of %s: %s (%s)", key, found, ", ".join(f"{name} {time:.3f} ms" for name, time in times.items()))
     return found

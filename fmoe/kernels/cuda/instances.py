@@ -1,4 +1,4 @@
-"""Which kernels there are (docs/kernels.md): source files and the instances that are compiled of them."""
+"""The kernels (docs/kernels.md): source files, the instances that are compiled of them, and their limits."""
 
 import itertools
 
@@ -7,6 +7,8 @@ import torch
 DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "fmoe::bf16"}
 
 ROUTE_WIDTHS = (1, 2, 4, 8)  # experts a lane, of up to 32 times as many; 0 for more
+MAX_EXPERTS = 4096  # whose counters fit into the shared memory of a block
+MAX_SEGMENTS = 4080
 
 
 def _each(kernel: str, *arguments) -> tuple[str, ...]:

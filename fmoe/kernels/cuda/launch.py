@@ -1,4 +1,5 @@
-"""Starting kernels: the blocks that they want (docs/kernels.md, "Geometry"), on a GPU, on torch's current stream."""
+"""Starting kernels: the registry of loaded kernels, the blocks of a launch (docs/kernels.md, "Geometry"), and launches
+on torch's current stream."""
 
 import ctypes
 from collections.abc import Sequence
@@ -32,6 +33,31 @@ class Launcher(Protocol):
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         """Starts a kernel by its name expression. Integers and flags are passed as int64, reals as double, tensors as
         the addresses of their first elements, None as null."""
+
+
+# Launchers by architecture: filled by `fmoe.kernels.cuda.loader`, and by tests, which run kernels on "cpu".
+launchers: dict[str, Launcher] = {}
+_arch_of_device: dict[torch.device, str] = {}
+
+
+def architecture(device: torch.device | int | str | None) -> str:
+    """``"sm_90"`` for a CUDA device (None: the current one), ``"cpu"`` for the CPU, ``"none"`` without CUDA devices."""
+    if device is not None and torch.device(device).type == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        return "none"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def launcher(device: torch.device) -> Launcher | None:
+    """The launcher of kernels for a device; None if none are loaded for it."""
+    arch = _arch_of_device.get(device)
+    if arch is None:
+        if device.type == "cuda" and not launchers:
+            return None
+        arch = _arch_of_device[device] = architecture(device)
+    return launchers.get(arch)
 
 
 SHARED = 48 * 1024  # bytes that every kernel may have without asking for more

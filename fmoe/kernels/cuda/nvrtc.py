@@ -1,7 +1,7 @@
 """NVRTC by cuda.core: from CUDA C++ to machine code of one architecture, on machines without a GPU too.
 
-cuda.core and NVRTC are optional packages, imported and looked for when something is to be compiled. Nothing else is
-needed: the kernels include none of CUDA's headers.
+cuda.core and NVRTC are optional packages, imported when something is compiled. Nothing else is needed: the
+kernels include no headers of CUDA.
 """
 
 import importlib
@@ -41,7 +41,7 @@ class Code:
     Attributes:
         cubin: machine code.
         symbols: the name in it of each kernel that was asked for.
-        log: what the compiler said: warnings, and registers and spills where they were asked for.
+        log: output of the compiler: warnings, and registers and spills on request.
     """
 
     cubin: bytes
@@ -74,10 +74,10 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
 
     Args:
         arch: one of `Nvrtc.architectures`.
-        verbose: have `Code.log` tell registers, spills and shared memory.
+        verbose: have `Code.log` list registers, spills and shared memory.
 
     Raises:
-        BuildError: the first error of the compiler, and below it all that it said.
+        BuildError: the first error of the compiler, and below it the whole output.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -114,7 +114,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _major() -> int:
-    """Of the CUDA that this torch is built for; of a torch without CUDA the newest that we know."""
+    """Major version of the CUDA that this torch is built for; without CUDA the newest that we support."""
     return int((torch.version.cuda or "13").split(".")[0])
 
 

@@ -14,7 +14,7 @@ from fmoe.kernels.cuda import calls
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How a gate chooses, as far as it is of this form: the K largest ranks, weighted by their scores.
+    """A gate's rule of this form: choose the K largest ranks, weight them by their scores.
 
     Args:
         is_sigmoid: scores are sigmoids of the logits, not their softmax.
@@ -36,7 +36,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routed:
-    """What came of it. All but ``expert_TK`` and ``entropy_T`` are differentiable.
+    """Result of `route`. All but ``expert_TK`` and ``entropy_T`` are differentiable.
 
     Attributes:
         expert_TK: -1 where the mask is False.
@@ -49,11 +49,6 @@ class Routed:
     score_TE: Tensor | None
     logsumexp_T: Tensor
     entropy_T: Tensor
-
-
-def may_take(x_TD: Tensor, num_experts: int) -> bool:
-    """Whether logits of these tokens are for the kernel: float32, where kernels are loaded."""
-    return x_TD.dtype == torch.float32 and num_experts <= calls.MOST_EXPERTS and calls.takes(x_TD)
 
 
 def route(

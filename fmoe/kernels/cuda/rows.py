@@ -11,49 +11,39 @@ from torch import Tensor
 from fmoe.kernels.cuda import calls
 
 
-def takes(rows: Tensor, *others: Tensor) -> bool:
-    """Whether these are rows for the kernels."""
-    return rows.dim() == 2 and rows.is_floating_point() and calls.takes(rows, *others)
-
-
-def permute(x_TD: Tensor, order_N: Tensor, place_TK: Tensor, num_rows: int) -> Tensor:
+def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
     """A row for each of the first ``num_rows`` assignments of the order: [M, D]."""
-    return _permute(x_TD.contiguous(), order_N, place_TK, num_rows)
+    return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
-def combine(rows_MD: Tensor, weight_TK: Tensor, place_TK: Tensor) -> Tensor:
+def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     """``sum_k weight_tk * row of (t, k)`` in float32, over places below M: [T, D]."""
-    return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), place_TK)
-
-
-def converts(dtype: torch.dtype) -> bool:
-    """Whether rows can be written in it."""
-    return dtype in calls.DTYPES
+    return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows[index]`` for a permutation, in a dtype: what is packed for a wire, or unpacked."""
+    """``rows[index]`` for a permutation, in a dtype: packs rows for a transfer, or unpacks them."""
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
 @torch.library.custom_op("fmoe_cuda::permute", mutates_args=())
-def _permute(x: Tensor, order: Tensor, place: Tensor, num_rows: int) -> Tensor:
-    return calls.gather(x, order, place.shape[1], num_rows)
+def _permute(x: Tensor, perm: Tensor, inverse: Tensor, num_rows: int) -> Tensor:
+    return calls.gather(x, perm, inverse.shape[1], num_rows)
 
 
 @_permute.register_fake
-def _(x, order, place, num_rows):
+def _(x, perm, inverse, num_rows):
     return x.new_empty(num_rows, x.shape[1])
 
 
 @torch.library.custom_op("fmoe_cuda::gather_sum", mutates_args=())
-def _gather_sum(rows: Tensor, place: Tensor) -> Tensor:
-    return calls.combine(rows, place)
+def _gather_sum(rows: Tensor, inverse: Tensor) -> Tensor:
+    return calls.combine(rows, inverse)
 
 
 @_gather_sum.register_fake
-def _(rows, place):
-    return rows.new_empty(place.shape[0], rows.shape[1])
+def _(rows, inverse):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
 def _keep_permute(ctx, inputs, output):
@@ -61,31 +51,31 @@ def _keep_permute(ctx, inputs, output):
 
 
 def _permute_backward(ctx, grad):
-    (place,) = ctx.saved_tensors
-    return _gather_sum(grad.contiguous(), place), None, None, None
+    (inverse,) = ctx.saved_tensors
+    return _gather_sum(grad.contiguous(), inverse), None, None, None
 
 
 _permute.register_autograd(_permute_backward, setup_context=_keep_permute)
 
 
 @torch.library.custom_op("fmoe_cuda::combine", mutates_args=())
-def _combine(rows: Tensor, weight: Tensor, place: Tensor) -> Tensor:
-    return calls.combine(rows, place, weight)
+def _combine(rows: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    return calls.combine(rows, inverse, weight)
 
 
 @_combine.register_fake
-def _(rows, weight, place):
-    return rows.new_empty(place.shape[0], rows.shape[1])
+def _(rows, weight, inverse):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
 
 
 @torch.library.custom_op("fmoe_cuda::combine_backward", mutates_args=())
-def _combine_backward(grad: Tensor, rows: Tensor, weight: Tensor, place: Tensor, needs: List[bool]) -> List[Tensor]:  # noqa: UP006
-    found = calls.combine_backward(grad, rows, place, weight, needs_rows=needs[0], needs_weight=needs[1])
+def _combine_backward(grad: Tensor, rows: Tensor, weight: Tensor, inverse: Tensor, needs: List[bool]) -> List[Tensor]:  # noqa: UP006
+    found = calls.combine_backward(grad, rows, inverse, weight, needs_rows=needs[0], needs_weight=needs[1])
     return [rows.new_empty(0) if gradient is None else gradient for gradient in found]
 
 
 @_combine_backward.register_fake
-def _(grad, rows, weight, place, needs):
+def _(grad, rows, weight, inverse, needs):
     return [
         torch.empty_like(t) if needed else rows.new_empty(0) for t, needed in zip((rows, weight), needs, strict=True)
     ]
@@ -130,10 +120,10 @@ _reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
 
 @torch.library.custom_op("fmoe_cuda::place", mutates_args=())
 def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
-    """A stable sort by expert, dropped assignments (-1) last: (order_N, place_TK, kept_TK, count_E, end_E in int32,
+    """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_TK, kept_TK, count_E, end_E in int32,
     rows kept [1])."""
-    order_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
-    return order_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
+    perm_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
+    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
 
 
 @place.register_fake
@@ -180,7 +170,7 @@ def drop_over_capacity(
     """``expert_TK`` with -1 where the expert is full (`fmoe.gates.capacity.drop_over_capacity`).
 
     Args:
-        sequences, sequence_length: of tokens that lie [length, sequences]; else 1 and T.
+        sequences, sequence_length: sizes of tokens in the layout [length, sequences]; else 1 and T.
     """
     mask_T = None if mask_T is None else mask_T.contiguous()
     sizes = (num_experts, group_size, sequences, sequence_length, factor)

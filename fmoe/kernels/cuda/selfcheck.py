@@ -1,7 +1,7 @@
-"""A small layer on a device, before any other relies on the kernels there.
+"""A small layer on a device, compared with the reference before any other layer uses the kernels there.
 
-Emulation and other GPUs say nothing of this GPU, its driver, and the compiler that was found: what comes out wrong here
-is left to torch.
+Tests by emulation and on other GPUs do not cover this GPU, its driver and its compiler: where the check fails, layers
+take the torch path.
 
 Shape letters: T tokens, K choices, E experts, D width, H hidden width.
 """
@@ -12,19 +12,18 @@ from torch.nn import functional as F
 
 from fmoe.kernels import reference
 from fmoe.kernels.cuda import ffn, rows
+from fmoe.kernels.rows import DispatchPlan
 
 _T, _K, _E, _D, _H = 45, 2, 5, 24, 16
 _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; what this is to find is far off
 
 
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
-    """What comes out wrong on a device; None where all is well. Waits for the device.
+    """The first wrong result on a device, or None. Waits for the device.
 
     Args:
-        gemm: one of `fmoe.kernels.cuda.gemm.WAYS`; the loop is torch's own, so that only our kernels are tried.
+        gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`; the loop is torch's own, so that only our kernels are tried.
     """
-    from fmoe.kernels.plan import DispatchPlan  # which imports these operations
-
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -32,12 +31,12 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
 
     expert_TK = torch.randint(-1, _E, (_T, _K), generator=generator, dtype=torch.int64, device="cpu")
     bin_N = torch.where(expert_TK >= 0, expert_TK, _E).view(-1)
-    order_N = bin_N.sort(stable=True).indices
-    place_TK = order_N.argsort().view(_T, _K)
+    perm_N = bin_N.sort(stable=True).indices
+    inverse_TK = perm_N.argsort().view(_T, _K)
     count_E = bin_N.bincount(minlength=_E + 1)[:_E]
-    plan = DispatchPlan(order_N, place_TK, expert_TK >= 0, count_E)
+    plan = DispatchPlan(perm_N, inverse_TK, expert_TK >= 0, count_E)
     found_plan = DispatchPlan(*rows.place(expert_TK.to(device), _E))
-    for name in ("order_N", "place_TK", "count_E"):
+    for name in ("perm_N", "inverse_TK", "count_E"):
         if not torch.equal(getattr(found_plan, name).cpu(), getattr(plan, name)):
             return f"the plan's {name} is another"
 
@@ -48,17 +47,15 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
         given.append(weight.float())
         mine = [t.to(device, copy=True).requires_grad_() for t in given]
         x, w_in, w_out, weight = mine
-        y = ffn.expert_ffn(
-            *(x, w_in, None, w_out, None, None, F.silu, True), plan=found_plan, weight_TK=weight, gemm=gemm
-        )
+        arguments = found_plan.fused_arguments(weight)
+        y = ffn.expert_ffn(x, w_in, None, w_out, None, found_plan.count_E, F.silu, True, **arguments, gemm=gemm)
         y.backward(grad.to(device, dtype))
         theirs = [t.double().requires_grad_() for t in given]
         x, w_in, w_out, weight = theirs
         counts = plan.counts
-        out = reference.expert_ffn(
-            reference.permute(x, plan, sum(counts)), w_in, None, w_out, None, counts, F.silu, True
-        )
-        expected = reference.combine(out, weight, plan)
+        rows_MD = reference.permute(x, plan.perm_N, plan.inverse_TK, sum(counts))
+        out = reference.expert_ffn(rows_MD, w_in, None, w_out, None, counts, F.silu, True)
+        expected = reference.combine(out, weight, plan.inverse_TK)
         expected.backward(grad.to(dtype).double())
         pairs = [("output", y, expected)]
         names = ("tokens", "first matrices", "second matrices", "weights")

@@ -1,7 +1,7 @@
 """The experts' GEMMs by Triton (`fmoe.kernels.cuda.triton_kernels`): rows are gathered as they are loaded, activated as
 they are stored, and counts stay on the device.
 
-Triton comes with torch for CUDA. It is imported when it is first asked for; `why` tells what is wrong with it.
+Triton comes with torch for CUDA. It is imported on first use; `why` gives the reason where it is unusable.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H where gated, else H).
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.kernels.cuda.tuning import Choices
+from fmoe.kernels.cuda.tuning import TuningCache, milliseconds
 
 logger = logging.getLogger("fmoe")
 
@@ -30,7 +30,7 @@ class Config:
 
     Attributes:
         rows, columns: of a tile of the output.
-        depth: of what is multiplied at once.
+        depth: of a tile along the summed axis.
         warps: that share a tile.
         stages: loads under way.
         group: tiles of rows that follow each other, for the sake of the L2 cache.
@@ -60,7 +60,7 @@ def why() -> str | None:
 
 
 def version() -> str:
-    """For keys of what was measured."""
+    """Version of Triton, for keys of the tuning cache."""
     return "no triton" if why() is not None else f"triton {_kernels().triton.__version__}"
 
 
@@ -72,7 +72,7 @@ def _kernels() -> ModuleType:
 
 
 def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> Config:
-    """What is taken where nothing was measured.
+    """The configuration without a measurement.
 
     Args:
         kind: of `KINDS`.
@@ -113,11 +113,11 @@ def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, 
     return list(dict.fromkeys(found))
 
 
-_tuned = Choices("triton.json", lambda v: isinstance(v, list) and len(v) == 6 and all(type(n) is int for n in v))
+_tuned = TuningCache("triton.json", lambda v: isinstance(v, list) and len(v) == 6 and all(type(n) is int for n in v))
 
 
 def is_tuning() -> bool:
-    """Whether FMOE_TUNE=1 has configurations measured.
+    """Return whether FMOE_TUNE=1 turns measuring on.
 
     Raises:
         UserError: it is neither 0 nor 1.
@@ -143,7 +143,7 @@ class TritonGemms:
     Args:
         end_L: int32, where the rows of each expert end.
         rows: M. Rows past the last end are neither read nor written.
-        tuned: configurations by kind, instead of what was measured or is the default.
+        tuned: configurations by kind, instead of measured and default ones.
     """
 
     def __init__(self, end_L: Tensor, rows: int, tuned: dict[str, Config] | None = None):
@@ -302,7 +302,7 @@ class TritonGemms:
         gated: bool,
         may_tune: bool = True,
     ):
-        """``launch`` with what is told, was measured, or is the default; measured now if that is asked for."""
+        """``launch`` with the given, measured or default configuration; FMOE_TUNE=1 measures it now."""
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:
             return launch(self._tuned[kind])
@@ -319,7 +319,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Which tile is whose, and how many there are at most: of each expert one may be partly filled."""
+        """The expert of each tile, and the largest number of tiles: one of each expert may be partly filled."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)
@@ -356,31 +356,22 @@ class TritonGemms:
 
 
 def _fastest(space: list[Config], launch: Callable[[Config], object], key: str) -> Config:
-    """Those that the device has not room for are left out."""
-    milliseconds = {}
+    """Configurations that the device has no room for are left out."""
+    times = {}
     for config in space:
         try:
-            times = []
-            for _ in range(4):
-                begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                launch(config)
-                done.record()
-                done.synchronize()
-                times.append(begin.elapsed_time(done))
+            times[config] = milliseconds(functools.partial(launch, config))
         except Exception as error:  # triton's own, of shared memory or registers
             logger.info("%s: %s is left out (%s)", key, config, " ".join(str(error).split())[:120])
-            continue
-        milliseconds[config] = min(times[1:])
-    if not milliseconds:
+    if not times:
         return space[0]
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    logger.info("%s: %s, %.3f ms; the default takes %.3f", key, best, milliseconds[best], milliseconds.get(space[0], 0))
+    best = min(times, key=times.__getitem__)
+    logger.info("%s: %s, %.3f ms; the default takes %.3f", key, best, times[best], times.get(space[0], 0))
     return best
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that is not looked at stands for what is not there."""
+    """A missing tensor, replaced by one whose pointer is not read."""
     return other if tensor is None else tensor
 
 

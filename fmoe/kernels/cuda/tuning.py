@@ -1,4 +1,4 @@
-"""What was measured to be the best, kept in the cache folder beside what is built."""
+"""Findings kept for a machine: the fastest of several variants, and the result of the self-check."""
 
 import json
 import os
@@ -6,12 +6,41 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from fmoe.errors import BuildError
 
+_ROUNDS = 3
 
-class Choices:
-    """Choices by key, in a JSON file that the processes of a machine share. Where there is no folder to write to, those
-    of this process.
+# `fmoe.kernels.cuda.selfcheck.failure`, set by the loader: the self-check runs what asks for it here.
+self_check: Callable[..., str | None] | None = None
+
+
+def failure(device: torch.device, **options) -> str | None:
+    """The first wrong result of `self_check` on a device, or its error; None if all results are right."""
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            return self_check(device, **options)
+    except Exception as error:  # of the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """The time of a step on the current CUDA stream, waiting included: the least of three runs after a warmup."""
+    times = []
+    for _ in range(1 + _ROUNDS):
+        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        done.record()
+        done.synchronize()
+        times.append(begin.elapsed_time(done))
+    return min(times[1:])
+
+
+class TuningCache:
+    """Results of measurements by key, in a JSON file that the processes of a machine share. Without a cache folder to
+    write to, they last as long as the process.
 
     Args:
         name: of the file.
@@ -29,7 +58,7 @@ class Choices:
         return self._known.get(key)
 
     def put(self, key: str, value: object) -> None:
-        """Keeps a value; what other processes have written since stays."""
+        """Keep a value, and the values that other processes have written since."""
         self.get(key)
         self._known[key] = value
         path = self._path()

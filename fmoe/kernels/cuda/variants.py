@@ -1,4 +1,4 @@
-"""The experts' feed-forward blocks in each of the ways of `fmoe.kernels.cuda.gemm`, forward and backward.
+"""The experts' feed-forward blocks by each of the variants of `fmoe.kernels.cuda.gemm`, forward and backward.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (H, twice that where it is gated).
@@ -22,15 +22,15 @@ class Batch:
     """Rows grouped by expert and the experts that they are for.
 
     Attributes:
-        x: rows [M, D]; with the plan's ``order``, ``place``, ``limit`` and ``weight``, tokens [T, D].
+        x: rows [M, D]; with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan, tokens [T, D].
         end: int32, where the rows of each expert end.
         counts: rows of each expert, where the host knows them.
-        activation: the kernels' number of it.
+        activation: its number in the kernels.
     """
 
     x: Tensor
-    order: Tensor | None
-    place: Tensor | None
+    perm: Tensor | None
+    inverse: Tensor | None
     weight: Tensor | None
     end: Tensor
     limit: Tensor | None
@@ -45,12 +45,12 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """M, the dropped tail of a plan included."""
-        return (self.x if self.order is None else self.order).shape[0]
+        return (self.x if self.perm is None else self.perm).shape[0]
 
     @property
     def per(self) -> int:
         """Assignments of a token."""
-        return 1 if self.place is None else self.place.shape[1]
+        return 1 if self.inverse is None else self.inverse.shape[1]
 
     @property
     def flat(self) -> Tensor | None:
@@ -59,25 +59,25 @@ class Batch:
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The rows of ``x``, or of something like it."""
-        if self.order is None:
+        if self.perm is None:
             return tokens
-        return calls.gather(tokens, self.order, self.per, self.num_rows, limit=self.limit)
+        return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         """Rows -> what ``x`` is like."""
-        return rows if self.place is None else calls.combine(rows, self.place, weight, self.limit)
+        return rows if self.inverse is None else calls.combine(rows, self.inverse, weight, self.limit)
 
 
-def forward(batch: Batch, way: str) -> tuple[Tensor, Tensor]:
+def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
     """(outputs, pre-activations [M, P])."""
-    if way == "triton":
+    if variant == "triton":
         fused = TritonGemms(batch.end, batch.num_rows)
         hidden, active = fused.up(
-            *(batch.x, batch.order, batch.per, batch.w_in, batch.b_in, batch.activation, batch.gated)
+            *(batch.x, batch.perm, batch.per, batch.w_in, batch.b_in, batch.activation, batch.gated)
         )
         out = fused.down(active, batch.w_out, batch.b_out)
     else:
-        gemms = Gemms(batch.end, way, batch.counts)
+        gemms = Gemms(batch.end, variant, batch.counts)
         # Added after the product is rounded to 16 bits, a bias that nearly cancels it costs digits, and ReLU the sign.
         in_gemm = (batch.b_in, batch.b_out) if gemms.adds_bias else (None, None)
         after = (None, None) if gemms.adds_bias else (batch.b_in, batch.b_out)
@@ -115,36 +115,36 @@ class Backward:
         self._needs_inner = self._needs_hidden or self._needs["weight"] or self._needs["w_out"]
 
     def returned(self) -> list[bool]:
-        """Of which of `NAMES` there will be a gradient."""
+        """For each of `NAMES`, whether `run` returns its gradient."""
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
-    def run(self, way: str, adds: bool = True) -> dict[str, Tensor]:
+    def run(self, variant: str, adds: bool = True) -> dict[str, Tensor]:
         """By name.
 
         Args:
             adds: whether sums are added to; not in runs that are but timed.
         """
         sums = self._sums if adds else dict.fromkeys(self._sums)
-        found = self._by_triton(sums) if way == "triton" else self._by_gemms(way, sums)
+        found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
         batch = self._batch
         if "x" in found:
             found["x"] = batch.mixed(found["x"], None)
         if "weight" in found:
             found["weight"] = found["weight"].view_as(batch.weight)
             if batch.b_out is not None:
-                found["weight"] += _of_bias(self._grad, batch.b_out, batch.place, batch.end)
+                found["weight"] += _of_bias(self._grad, batch.b_out, batch.inverse, batch.end)
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
-    def _by_gemms(self, way: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
         batch, needs, found = self._batch, self._needs, {}
-        gemms = Gemms(batch.end, way, batch.counts)
+        gemms = Gemms(batch.end, variant, batch.counts)
         d_out = batch.rows(self._grad)
         if needs["b_out"]:
-            found["b_out"] = calls.column_sums(d_out, batch.end, d_out.dtype, batch.flat, batch.order)
+            found["b_out"] = calls.column_sums(d_out, batch.end, d_out.dtype, batch.flat, batch.perm)
         if self._needs_inner:
             d_active = gemms.backward(d_out, batch.w_out)
             scaled, d_hidden, found["weight"] = calls.activate_backward(
-                *(self._hidden, d_active, batch.flat, batch.order, batch.limit, batch.activation, batch.gated),
+                *(self._hidden, d_active, batch.flat, batch.perm, batch.limit, batch.activation, batch.gated),
                 **self._needs_of_activation(),
             )
             del d_active
@@ -163,7 +163,7 @@ class Backward:
     def _by_triton(self, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
         batch, needs, found = self._batch, self._needs, {}
         gemms = TritonGemms(batch.end, batch.num_rows)
-        at = (batch.order, batch.per)
+        at = (batch.perm, batch.per)
         if needs["b_out"]:
             found["b_out"] = gemms.column_sums(self._grad, *at, batch.flat)
         if self._needs_inner:
@@ -191,9 +191,9 @@ class Backward:
         }
 
 
-def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, place_TK: Tensor, end_L: Tensor) -> Tensor:
-    """What the second bias adds to the gradient of the weights, <dO, b_out>: of all experts, then of the chosen."""
+def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:
+    """The second bias's part of the gradient of the weights, <dO, b_out>: for all experts, then for the chosen."""
     dots_TL = grad_TD.float() @ b_out_LD.float().t()
-    expert_TK = torch.searchsorted(end_L, place_TK, right=True)
+    expert_TK = torch.searchsorted(end_L, inverse_TK, right=True)
     is_kept = expert_TK < len(end_L)
     return torch.where(is_kept, dots_TL.gather(1, expert_TK.clamp(max=len(end_L) - 1)), 0)

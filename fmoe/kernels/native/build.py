@@ -1,7 +1,7 @@
 """From the C++ sources to a shared library for this machine: out of the cache, or compiled now.
 
-Nothing but a C++ compiler and torch's own headers is needed. Of many processes that ask at once one compiles, and the
-others take what it made, or how it failed.
+Nothing but a C++ compiler and torch's own headers is needed. If many processes ask at once, one compiles, and the
+others take its result or its error.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ logger = logging.getLogger("fmoe")
 
 @dataclass(frozen=True)
 class Sources:
-    """What a library is made of.
+    """Source files of a library.
 
     Attributes:
         folder: all its files count, so that headers do.
@@ -54,7 +54,7 @@ SHIPPED = Sources(Path(__file__).parent / "src", once=("moe.cpp",), by_isa=("ker
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A library that is wanted: key of what it is made of, and the compiler, or why there is none."""
+    """A requested library: the key of its inputs, and the compiler or the reason why it is missing."""
 
     sources: Sources
     sanitize: tuple[str, ...]
@@ -82,8 +82,8 @@ def library(
     Args:
         sources: what to compile; None for `SHIPPED`.
         sanitize: sanitizers of gcc, e.g. ``("address", "undefined")``: an entry of its own, slow and with checks.
-        force: compile, whatever is in the cache.
-        instead_of: `cache.identity` of a library that did not load, and is not to be given again.
+        force: compile even if the cache has an entry.
+        instead_of: `cache.identity` of a library that did not load, and must not be returned again.
         echo: is called with each command before it is run.
 
     Raises:
@@ -101,7 +101,7 @@ def library(
 
 
 def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> Path | None:
-    """What `library` would give without compiling; None if it would have to.
+    """The result of `library` if it needs no compiler, else None.
 
     Raises:
         BuildError: another system than Linux.
@@ -178,7 +178,7 @@ def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], 
 
 
 class _CompilerError(Exception):
-    """A command failed. ``first``: the line that says why."""
+    """A command failed. ``first``: the line with the reason."""
 
     def __init__(self, command: Sequence[str], code: int, output: str):
         self.command, self.output = shlex.join(command), output

@@ -1,4 +1,4 @@
-"""The C++ compiler of this machine, and what it is told."""
+"""The C++ compiler of this machine, and its flags."""
 
 import ctypes
 import os
@@ -63,7 +63,7 @@ def find() -> Compiler:
     """The compiler that the environment variable CXX names, else the first of `CANDIDATES` that suits this torch.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no compiler was found.
     """
     named = os.environ.get("CXX", "").strip()
     if named:
@@ -102,9 +102,8 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 def isas() -> dict[str, tuple[str, ...]]:
     """Instruction sets of this architecture and their flags, from the least to the most.
 
-    What is compiled for several of them is to be linked in this order: of an inline function that was not inlined,
-    e.g. one of the standard library's, the linker keeps the first copy, which so is of the least of the instruction
-    sets that use it.
+    Objects for several of them must be linked in this order: the linker keeps the first copy of an inline function that
+    was not inlined, e.g. one of the standard library's, which then uses the least of their instruction sets.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 
@@ -178,13 +177,13 @@ def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
 
 
 def include_flags() -> list[str]:
-    """Where torch's headers are."""
+    """Flags for the folders of torch's headers."""
     include = Path(torch.__path__[0]) / "include"
     return ["-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def library_flags(names: Sequence[str]) -> list[str]:
-    """Those of torch's libraries. They need no rpath: torch is imported, hence they are loaded, before ours."""
+    """Flags that link torch's libraries. They need no rpath: torch is imported, hence they are loaded, before ours."""
     return ["-L", str(_torch_libraries()), *(f"-l{name}" for name in names)] if names else []
 
 
@@ -218,7 +217,7 @@ def _unsuitable(compiler: Compiler) -> str:
 
 @cache
 def _openmp() -> frozenset[str]:
-    """Which entry points the OpenMP library that torch runs on has; empty for a torch without OpenMP."""
+    """Known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
     if not torch.backends.openmp.is_available():
         return frozenset()
     loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # looks into all that it needs

@@ -28,15 +28,15 @@ _outcome: _Outcome | None = None
 
 
 def load() -> bool:
-    """Builds the backend if this machine has not built it, and loads it; later calls return what the first did.
+    """Build the backend if the cache lacks it, and load it; later calls return what the first did.
 
-    If that cannot be, a line on the logger ``fmoe`` says why, and `why` tells it. Environment variables: FMOE_NATIVE=0
-    turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of built libraries;
-    FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA limits the instruction
-    set; CXX names the compiler.
+    On failure, one line on the logger ``fmoe`` gives the reason, and `why` returns it. Environment variables:
+    FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of
+    built libraries; FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA
+    limits the instruction set; CXX names the compiler.
 
     Returns:
-        Whether ``torch.ops.fmoe_native`` is there.
+        True if ``torch.ops.fmoe_native`` has the operations.
 
     Raises:
         UserError: FMOE_NATIVE, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA has an invalid value.
@@ -50,24 +50,24 @@ def load() -> bool:
 
 
 def is_loaded() -> bool:
-    """Whether `load` was called and succeeded."""
+    """Return whether `load` was called and succeeded."""
     return _outcome is not None and _outcome.path is not None
 
 
 def available() -> bool:
-    """Whether `load` would succeed without compiling: loaded, or in the cache. Loads nothing."""
+    """Return whether the library is loaded or in the cache, so that `load` need not compile. Loads nothing."""
     if _outcome is not None:
         return _outcome.path is not None
     return not is_off() and _cached() is not None
 
 
 def why() -> str | None:
-    """Why `load` returned False; None if it returned True or was not called."""
+    """The reason why `load` returned False; None if it returned True or was not called."""
     return None if _outcome is None else _outcome.reason
 
 
 def is_off() -> bool:
-    """Whether FMOE_NATIVE=0 turns the backend off.
+    """Return whether FMOE_NATIVE=0 turns the backend off.
 
     Raises:
         UserError: FMOE_NATIVE is neither 0 nor 1.
@@ -84,7 +84,7 @@ def _switch(name: str) -> bool:
 
 
 def describe() -> str:
-    """What runs, or would: the line of ``fmoe info``. Compiles nothing."""
+    """The state of the backend: a line of ``fmoe info``. Compiles nothing."""
     from fmoe.kernels.native import build, compiler
 
     if is_off():
@@ -166,7 +166,7 @@ def _check_isa() -> None:
 
 
 def _sanitizers() -> tuple[str, ...]:
-    """Of FMOE_SANITIZE."""
+    """Sanitizers in FMOE_SANITIZE."""
     value = os.environ.get("FMOE_SANITIZE", "")
     if not value:
         return ()
