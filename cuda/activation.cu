@@ -5,7 +5,7 @@
 #include "common.cuh"
 
 namespace fmoe {
-// Each gives act(x) and its derivative; the numbers are those of fmoe/native/src/kernels.h.
+// Each gives act(x) and its derivative; the numbers are those of fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 

@@ -1,10 +1,10 @@
 """fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
 
 from fmoe.convert import fmoefy, register_family
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import MissingPackageError, UserError
 from fmoe.experts import register_expert
 from fmoe.gates import attach_end_step, end_step, register_gate
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.losses import collect_losses, set_loss_scale
 from fmoe.metrics import metrics
 from fmoe.moe import MoE

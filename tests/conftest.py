@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 def native_backend():
     """Built before the first test, so that none waits for a compiler; without one all take the torch path."""
     from fmoe.errors import BuildError
-    from fmoe.native import build
+    from fmoe.kernels.native import build
 
     with suppress(BuildError):
         build.library()

@@ -12,7 +12,7 @@ import torch
 
 from bench import frame
 from bench.layer.problem import Problem, forced_choices
-from fmoe.ops.cuda import kernels
+from fmoe.kernels.cuda import calls
 
 COPY = "copy on the device"
 _COPIED = 1 << 30  # bytes: more than any cache holds
@@ -38,23 +38,23 @@ def kernels_of(problem: Problem) -> Iterator[Kernel]:
     t, d, h, p, e, k = shape.tokens, shape.d_model, shape.d_hidden, shape.height, shape.num_experts, shape.top_k
     n, size = shape.rows, dtype.itemsize
     expert_TK = forced_choices(shape, 1.0, torch.Generator().manual_seed(0)).to(device)
-    order, place_N, _, _, end, kept = kernels.place(expert_TK.view(-1), e)
+    order, place_N, _, _, end, kept = calls.place(expert_TK.view(-1), e)
     place_TK, code = place_N.view(t, k), 3 if shape.gated else 0
     new = functools.partial(torch.randn, dtype=dtype, device=device)
     x_TD, rows_ND, hidden_NP, active_NH = new(t, d), new(n, d), new(n, p), new(n, h)
     weight_TK = torch.rand(t, k, device=device)
     logits_TE = torch.randn(t, e, device=device)
     call = functools.partial
-    yield Kernel("route", 4 * t * (2 * e + k + 2) + 8 * n, call(kernels.route, logits_TE, None, None, k))
-    yield Kernel("place", 25 * n + 12 * e, call(kernels.place, expert_TK.view(-1), e))
-    yield Kernel("gather", size * d * (t + n) + 8 * n, call(kernels.gather, x_TD, order, k, n, limit=kept))
-    activate = call(kernels.activate, hidden_NP, None, end, kept, code, shape.gated)
+    yield Kernel("route", 4 * t * (2 * e + k + 2) + 8 * n, call(calls.route, logits_TE, None, None, k))
+    yield Kernel("place", 25 * n + 12 * e, call(calls.place, expert_TK.view(-1), e))
+    yield Kernel("gather", size * d * (t + n) + 8 * n, call(calls.gather, x_TD, order, k, n, limit=kept))
+    activate = call(calls.activate, hidden_NP, None, end, kept, code, shape.gated)
     yield Kernel("activate", size * n * (p + h), activate)
-    backward = call(kernels.activate_backward, hidden_NP, active_NH, weight_TK.view(-1), order, kept, code, shape.gated)
+    backward = call(calls.activate_backward, hidden_NP, active_NH, weight_TK.view(-1), order, kept, code, shape.gated)
     yield Kernel("activate_backward", size * n * 2 * (p + h) + 16 * n, backward)
-    combine = call(kernels.combine, rows_ND, place_TK, weight_TK, kept)
+    combine = call(calls.combine, rows_ND, place_TK, weight_TK, kept)
     yield Kernel("combine", size * d * (n + t) + 12 * n, combine)
-    backward = call(kernels.combine_backward, x_TD, rows_ND, place_TK, weight_TK, kept)
+    backward = call(calls.combine_backward, x_TD, rows_ND, place_TK, weight_TK, kept)
     yield Kernel("combine_backward", size * d * (2 * n + t) + 16 * n, backward)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import nn
 
 from bench.samples import Tokens
-from fmoe import native
+from fmoe.kernels.native import loader as native
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.model import build_model

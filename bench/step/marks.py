@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from bench.step.regions import LAYER, Mark
-from fmoe.dispatch.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from megatron_patch import MegatronMoE
 from pretrain.engine import Engine
 

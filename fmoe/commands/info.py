@@ -6,7 +6,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import torch
 
-from fmoe import cuda, native
 from fmoe.cli import Parser, commands, extras
 
 _REPORTED = ("pretrain", "tensorboard")  # extras

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.exchange.base import GroupExchange
 from fmoe.exchange.collectives import all_gather, all_to_all
 from fmoe.exchange.hops import join_graph, tie
 from fmoe.experts.call import ExpertCall
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

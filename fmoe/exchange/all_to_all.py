@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.exchange import base
 from fmoe.exchange.collectives import all_gather, all_reduce, all_to_all
 from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.call import ExpertCall
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 _DEPTHS = 3  # number of depths of `base.GroupExchange.open`

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe import collectives
-from fmoe.ops import memory
+from fmoe.kernels import memory
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.dispatch.plan import chunk_counts
 from fmoe.exchange.collectives import Pending, all_to_all
-from fmoe.ops import reorder
-from fmoe.ops.cuda import kernels
+from fmoe.kernels import backends, reorder
+from fmoe.kernels.cuda import calls
+from fmoe.kernels.rows import chunk_counts
 
 Counts = list[list[int]]
 
@@ -110,8 +110,8 @@ def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:
 def segment_order(receive_PX: Tensor, key_PX: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the permutation of rows that sorts their segments by key, and its inverse."""
     receive_S, order_S = receive_PX.reshape(-1), key_PX.reshape(-1).argsort(stable=True)
-    if kernels.takes(receive_S) and len(receive_S) <= kernels.MOST_SEGMENTS:
-        return kernels.segment_order(receive_S.contiguous(), order_S, num_rows)
+    if backends.cuda_takes_segments(receive_S):
+        return calls.segment_order(receive_S.contiguous(), order_S, num_rows)
     sorted_S = receive_S[order_S]
     shift_S = (receive_S.cumsum(0) - receive_S)[order_S] - (sorted_S.cumsum(0) - sorted_S)
     row_R = torch.arange(num_rows, device=receive_S.device, dtype=torch.int64)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.exchange.collectives import Traffic
 from fmoe.experts.call import ExpertCall
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

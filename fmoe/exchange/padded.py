@@ -10,13 +10,13 @@ Shape letters: S places that an expert has for one worker's rows, P = E * S plac
 import torch
 import torch.distributed as dist
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import ChunkedDispatch, Dispatch, hop_counts
 from fmoe.exchange.base import GroupExchange
 from fmoe.exchange.collectives import all_reduce
 from fmoe.exchange.hops import HopCounts
-from fmoe.ops.padded import PaddedPlan
+from fmoe.kernels.padded import PaddedPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
+from fmoe.kernels.rows import DispatchPlan
 
 # Hooks of a module that see rows or outputs between permutation and combination.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

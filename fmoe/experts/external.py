@@ -12,18 +12,14 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.ops import expert_ffn
-from fmoe.ops.activations import gate
-
-if TYPE_CHECKING:
-    from fmoe.dispatch.plan import DispatchPlan
+from fmoe.kernels.ffn import expert_ffn, gate
+from fmoe.kernels.rows import combine, permute
 
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
@@ -84,28 +80,29 @@ def ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
     *,
-    plan: "DispatchPlan | None" = None,
+    perm_N: Tensor | None = None,
+    inverse_TK: Tensor | None = None,
     weight_TK: Tensor | None = None,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`fmoe.ops.expert_ffn`; with a plan and ``weight_TK``, of tokens: gathered, computed and combined, [T, D] to
-    [T, D]. The host waits for the counts.
+    """`fmoe.kernels.expert_ffn`; with ``perm_N``, ``inverse_TK`` and ``weight_TK``, of tokens: gathered, computed and
+    combined, [T, D] to [T, D]. The host waits for the counts.
 
     Raises:
         UserError: rows that are not in 16 bits on a GPU.
     """
     _check_rows(backend, rows_MD)
-    counts = counts if plan is None else plan.counts
     counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     total = sum(counts)
     if total and backend == "sonicmoe":
-        return _by_sonic(rows_MD, stacks, counts, plan, weight_TK)
-    rows = rows_MD if plan is None else plan.permute(rows_MD, total)
+        return _by_sonic(rows_MD, stacks, counts, inverse_TK, weight_TK)
+    rows = rows_MD if perm_N is None else permute(rows_MD, perm_N, inverse_TK, total)
     if total:
         out = _by_te(rows, stacks, counts, activation, gated)
     else:  # gradients of zero, not None
         out = expert_ffn(rows, *stacks, counts, activation, gated)
-    return out if plan is None else plan.combine(out, weight_TK)
+    return out if perm_N is None else combine(out, weight_TK, inverse_TK)
 
 
 def _check_rows(backend: str, rows: Tensor) -> None:
@@ -136,13 +133,13 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
     return _module("te").GroupedLinear(experts, width, height, **options)
 
 
-def _by_sonic(rows, stacks, counts, plan, weight_TK) -> Tensor:
+def _by_sonic(rows, stacks, counts, inverse_TK, weight_TK) -> Tensor:
     """It has rows of gate and value in turn where ours follow each other: a pass over the first matrices, and over
     their gradients."""
     package = _module("sonicmoe")
     w_in, b_in, w_out, b_out = stacks
     experts, device = len(counts), rows.device
-    if plan is None:
+    if inverse_TK is None:
         token = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
         expert = torch.repeat_interleave(
             torch.arange(experts, dtype=torch.int64, device="cpu"),
@@ -150,10 +147,11 @@ def _by_sonic(rows, stacks, counts, plan, weight_TK) -> Tensor:
         ).to(device, torch.int32)
         score = torch.ones(rows.shape[0], device=device, dtype=torch.float32)
     else:
-        kept = plan.kept_TK.reshape(-1).nonzero().squeeze(1)  # in the order of tokens, as it wants them
-        end_E, _ = plan.offsets
-        expert = torch.searchsorted(end_E, plan.place_TK.reshape(-1)[kept], right=True).to(torch.int32)
-        token = (kept // plan.top_k).to(torch.int32)
+        row_N = inverse_TK.reshape(-1)
+        kept = (row_N < sum(counts)).nonzero().squeeze(1)  # in the order of tokens, as it wants them
+        end_E = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0).to(device)
+        expert = torch.searchsorted(end_E, row_N[kept], right=True).to(torch.int32)
+        token = (kept // inverse_TK.shape[1]).to(torch.int32)
         score = weight_TK.float().reshape(-1)[kept]
     out, _frequency = package.moe_general_routing_inputs(
         rows.contiguous(),

@@ -6,23 +6,22 @@ Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import cuda, native, ownership, random
+from fmoe import ownership, random
 from fmoe.errors import UserError
 from fmoe.experts import external
-from fmoe.ops import expert_ffn, grouped_linear
-from fmoe.ops import native as native_ops
-from fmoe.ops.activations import gate
-from fmoe.ops.cuda import ffn as cuda_ops
-from fmoe.ops.cuda import gemm as cuda_gemm
-
-if TYPE_CHECKING:
-    from fmoe.dispatch.plan import DispatchPlan
+from fmoe.kernels import backends
+from fmoe.kernels.cuda import ffn as cuda_ops
+from fmoe.kernels.cuda import gemm as cuda_gemm
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.ffn import expert_ffn, gate, grouped_linear
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops as native_ops
+from fmoe.kernels.rows import DispatchPlan
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -87,7 +86,7 @@ class FFNExperts(Stacked):
             1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
     """
 
-    into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.ops.native.expert_ffn`)
+    into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.kernels.native.ops.expert_ffn`)
     hidden_parts = 1  # ranks that the hidden units are spread over (`ShardedFFNExperts`)
 
     def __init__(
@@ -131,7 +130,7 @@ class FFNExperts(Stacked):
     def _prepare_backend(self) -> None:
         if self.backend not in BACKENDS:
             raise UserError(f"backend={self.backend!r} is not one of {', '.join(BACKENDS)}")
-        cuda_gemm.asked_way(self.gemm)
+        cuda_gemm.requested(self.gemm)
         if self.backend == "auto":
             if self.weight_in.device.type == "cuda" or torch.cuda.is_available():
                 device = self.weight_in.device
@@ -142,7 +141,7 @@ class FFNExperts(Stacked):
             sizes = {"num_experts": self.num_experts, "d_model": self.d_model, "d_hidden": self.d_hidden}
             external.check(self.backend, self.activation, gated=self.gated, dropout=self.dropout, **sizes)
         elif self.backend != "torch":
-            if not native_ops.knows(self.activation):
+            if backends.activation_code(self.activation) is None:
                 raise UserError(
                     f"backend={self.backend!r} has no activation {self.activation!r}, only {', '.join(ACTIVATIONS)}"
                 )
@@ -246,7 +245,7 @@ class FFNExperts(Stacked):
                 hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: "DispatchPlan") -> Tensor | None:
+    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
         """All of a worker that has every expert, in one operation; None where the backend has none.
 
         Returns:
@@ -257,7 +256,8 @@ class FFNExperts(Stacked):
         fused = self._fused(x_TD, parameters)
         if fused is None:
             return None
-        return fused(*(x_TD, *parameters, plan.count_E, self.activation, self.gated), plan=plan, weight_TK=weight_TK)
+        arguments = plan.fused_arguments(weight_TK)
+        return fused(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
 
     def _fused(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
         """The backend's operation for these; None for the torch path."""
@@ -265,11 +265,11 @@ class FFNExperts(Stacked):
             return None
         if self.backend in external.BACKENDS:
             return functools.partial(external.ffn, self.backend)
-        if self.backend != "cuda" and native.is_loaded() and native_ops.takes(rows_RD, self.activation, *parameters):
+        if self.backend != "cuda" and backends.native_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
-        if self.backend != "native" and cuda_ops.takes(rows_RD, self.activation, *parameters):
+        if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
-        if self.backend == "cuda" or (self.backend == "native" and native.is_loaded()):
+        if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
             raise UserError(
                 f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "

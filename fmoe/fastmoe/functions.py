@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe import collectives
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import hop_counts
 from fmoe.exchange.collectives import all_to_all
 from fmoe.exchange.hops import Hop
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.layout import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
 
@@ -74,7 +74,7 @@ def count_by_gate(
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
-    pos = plan.order_N[: int(plan.count_E.sum())] if require_pos else None
+    pos = plan.perm_N[: int(plan.count_E.sum())] if require_pos else None
     return pos, plan.count_E, exchange_counts(plan.count_E, world_size)
 
 

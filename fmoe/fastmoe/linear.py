@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe.experts.ffn import Stacked
-from fmoe.ops import grouped_linear
+from fmoe.kernels import grouped_linear
 
 
 class FMoELinear(Stacked):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fmoe.gates.router import Choice, Scores, TopKRouter
-from fmoe.ops.cuda.routing import Rule
+from fmoe.kernels.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.gates.router import Choice, Scores, TopKRouter
-from fmoe.ops.cuda.routing import Rule
+from fmoe.kernels.cuda.routing import Rule
 from fmoe.routing import RoutingGroups
 
 

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from fmoe import collectives
 from fmoe.errors import UserError
+from fmoe.kernels import backends
+from fmoe.kernels.cuda import routing
+from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.losses import load_balancing_loss, router_z_loss
-from fmoe.ops.cuda import kernels, routing
-from fmoe.ops.cuda import rows as cuda_rows
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
@@ -216,7 +217,7 @@ class TopKRouter(Router):
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """How `choose` chooses, where one kernel can do it (`fmoe.ops.cuda.routing`), and what it adds to the ranks;
+        """How `choose` chooses, where one kernel can do it (`kernels.cuda.routing`), and what it adds to the ranks;
         None where it cannot. A gate tells it where it `decides_as` its own class."""
         return None
 
@@ -260,7 +261,7 @@ class TopKRouter(Router):
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Scores, choice and the entropy of each token's probabilities."""
-        chosen = self.rule() if routing.may_take(x_TD, self.num_experts) else None
+        chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
         if chosen is None:
             scores = self.scores(x_TD, groups)
             choice = self.choose(scores, groups)
@@ -350,7 +351,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     """
     if not expert_TK.numel():
         return expert_TK
-    if kernels.takes(expert_TK) and num_experts <= kernels.MOST_EXPERTS:
+    if backends.cuda_takes_choices(expert_TK, num_experts):
         shape = groups.layout
         return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *shape, factor)
     expert_GSK = groups.split(expert_TK, pad=-1)

@@ -10,8 +10,8 @@ from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.naive import check_groups, check_score, limit_to_groups, normalize_scores
 from fmoe.gates.router import Choice, Scores, TopKRouter, count_by_group, leave_out_padding
+from fmoe.kernels.cuda.routing import Rule
 from fmoe.losses import sequence_balance_loss
-from fmoe.ops.cuda.routing import Rule
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
 
 

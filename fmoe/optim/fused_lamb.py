@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe import cuda
-from fmoe.cuda.kernels import DTYPES
-from fmoe.cuda.launch import Geometry
+from fmoe.kernels import backends
+from fmoe.kernels.cuda import launch
+from fmoe.kernels.cuda.instances import DTYPES
+from fmoe.kernels.cuda.launch import Geometry
 from fmoe.optim.trust import Slot
 
 CHUNK = 1 << 16  # elements that a block of threads takes
@@ -25,7 +26,7 @@ _WORDS = 6  # of a chunk, see docs/kernels.md
 def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
     """Whether the kernels run on the device of these tensors, and take all of them."""
     device = slots[0].tensor.device
-    if not cuda.is_loaded(device):
+    if not backends.cuda_is_loaded(device):
         return False
     for tensor in {slot.tensor: None for slot in slots}:
         gradient, moments = tensor.grad, [state[tensor][name] for name in ("exp_avg", "exp_avg_sq")]
@@ -77,7 +78,7 @@ class FusedLamb:
             squares: float64 [2, O], for the squares of norms; ``reduce`` then sums them over ranks.
             ratios: float32 [O], for the trust ratios of what is stepped.
         """
-        launch, device = cuda.launcher(squares.device), squares.device
+        start, device = launch.launcher(squares.device), squares.device
         num_blocks = squares.shape[1]
         self._update_tables(slots, state, num_blocks)
         options = [_to(_options(table.slots, state), device) for table in self._tables]
@@ -85,17 +86,17 @@ class FusedLamb:
             count = len(table.chunks)
             partial = squares.new_empty(count, 2)
             name = f"fmoe::lamb_measure<{DTYPES[table.dtype]}, {DTYPES[table.grad_dtype]}>"
-            launch(name, _blocks_of(count, 512, 256), (table.chunks, rows, partial), device)
+            start(name, _blocks_of(count, 512, 256), (table.chunks, rows, partial), device)
             if num_blocks:
                 sums = squares if number == 0 else torch.empty_like(squares)
                 arguments = (partial, table.first, num_blocks, sums)
-                launch("fmoe::lamb_norms", _blocks_of(-(-num_blocks // 8), 256), arguments, device)
+                start("fmoe::lamb_norms", _blocks_of(-(-num_blocks // 8), 256), arguments, device)
                 if number:  # of other dtypes: zero for the blocks of this one
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):
             arguments = (table.chunks, rows, squares, num_blocks, ratios)
-            launch(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
+            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
 
     def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
         addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]

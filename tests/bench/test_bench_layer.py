@@ -362,12 +362,12 @@ def test_goals_on_a_gpu():
 def test_bytes_of_the_kernels_by_hand(monkeypatch):
     """Gathered and combined rows of one expert, as wide as two elements."""
     from bench.layer import bandwidth
-    from fmoe.ops.cuda import kernels
+    from fmoe.kernels.cuda import calls
 
     def place(expert_N, experts):
         return torch.empty_like(expert_N), torch.empty_like(expert_N), None, None, torch.zeros(experts), torch.zeros(1)
 
-    monkeypatch.setattr(kernels, "place", place)
+    monkeypatch.setattr(calls, "place", place)
     moved = {k.name: k.bytes_moved for k in bandwidth.kernels_of(Problem(Shape("G1", 3, 2, 4, 1, 1), torch.bfloat16))}
     assert moved["gather"] == 3 * (4 + 4 + 8) and moved["combine"] == 3 * (4 + 4 + 12)
     assert moved["activate"] == 3 * (8 + 8) and set(moved) == {

@@ -13,8 +13,8 @@ from bench.intervals import Interval
 from bench.step import main
 from bench.step.goals import Comparison, bound
 from bench.step.regions import BLOCK, LAYER, OTHER, REGIONS, Regions
-from fmoe import native
 from fmoe.errors import UserError
+from fmoe.kernels.native import loader as native
 
 
 class Work(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Has `fmoe.ops.cuda` run its kernels on the CPU, through `emulator`. Not a test itself."""
+"""Has `fmoe.kernels.cuda` run its kernels on the CPU, through `emulator`. Not a test itself."""
 
 import contextlib
 import ctypes
@@ -8,12 +8,12 @@ import torch
 from emulator import EmulationError, Library
 from torch import Tensor
 
-from fmoe import cuda
-from fmoe.cuda.launch import Argument, Geometry
+from fmoe.kernels.cuda import launch, loader
+from fmoe.kernels.cuda.launch import Argument, Geometry
 
 
 class CpuLauncher:
-    """An `fmoe.cuda.launch.Launcher` for tensors of the CPU, in orders of threads that follow from the seed.
+    """An `fmoe.kernels.cuda.launch.Launcher` for tensors of the CPU, in orders of threads that follow from the seed.
 
     Attributes:
         launched: name expressions, in order.
@@ -53,9 +53,11 @@ def _value(argument: Argument) -> ctypes._SimpleCData:
 def on_cpu(libraries: Mapping[str, Library], seed: int = 0) -> Iterator[CpuLauncher]:
     """Within, the cuda backend is there, on the CPU, and fresh memory is poisoned."""
     launcher = CpuLauncher(libraries, seed)
-    before, was_fill = dict(cuda._outcomes), torch.utils.deterministic.fill_uninitialized_memory
+    before, was_fill = dict(loader._reasons), torch.utils.deterministic.fill_uninitialized_memory
+    launchers = dict(launch.launchers)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    cuda._outcomes.update(dict.fromkeys(("cpu", "none"), cuda._Outcome(launcher)))
+    launch.launchers.update(cpu=launcher, none=launcher)
+    loader._reasons.update(cpu=None, none=None)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -63,5 +65,6 @@ def on_cpu(libraries: Mapping[str, Library], seed: int = 0) -> Iterator[CpuLaunc
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = was_fill
         torch.use_deterministic_algorithms(was_deterministic)
-        cuda._outcomes.clear()
-        cuda._outcomes.update(before)
+        for registry, entries in ((launch.launchers, launchers), (loader._reasons, before)):
+            registry.clear()
+            registry.update(entries)

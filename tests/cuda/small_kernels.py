@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from fmoe.cuda import build
-from fmoe.cuda.build import Sources
+from fmoe.kernels.cuda import build
+from fmoe.kernels.cuda.build import Sources
 
 FILL = """#include "value.cuh"
 namespace small {
@@ -27,7 +27,7 @@ def sources(folder: Path, code: str = FILL) -> Sources:
 
 def build_in(cache: str, folder: str, arch: str, log: str) -> str:
     """For another process: the path of what was built there; each compilation adds a line to ``log``."""
-    from fmoe.cuda import nvrtc
+    from fmoe.kernels.cuda import nvrtc
 
     os.environ["FMOE_CACHE"] = cache
     compile_file = nvrtc.compile_file

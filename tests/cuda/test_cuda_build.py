@@ -10,17 +10,25 @@ import torch
 from forks import values
 from small_kernels import FILL, build_in, sources
 
-from fmoe import cuda, info
+from fmoe import info
 from fmoe.cli import run
-from fmoe.cuda import build, nvrtc
-from fmoe.cuda.launch import DeviceLauncher, Geometry
+from fmoe.commands import build as cli
 from fmoe.errors import BuildError, UserError
-from fmoe.native import cache, cli
-from fmoe.ops.cuda import trial
+from fmoe.kernels import backends, cache
+from fmoe.kernels.cuda import build, launch, nvrtc, tuning
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda.launch import DeviceLauncher, Geometry
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed", exc_type=ImportError)
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+def fresh(monkeypatch):
+    """As a process that has loaded nothing."""
+    monkeypatch.setattr(cuda, "_reasons", {})
+    monkeypatch.setattr(launch, "launchers", {})
+    monkeypatch.setattr(launch, "_arch_of_device", {})
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +39,7 @@ def folder(tmp_path, monkeypatch, caplog):
     for name in ("FMOE_CUDA", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src"))
-    monkeypatch.setattr(cuda, "_outcomes", {})
-    monkeypatch.setattr(cuda, "_of_device", {})
+    fresh(monkeypatch)
     monkeypatch.setattr(cuda, "_warned", False)
     return tmp_path / "cache"
 
@@ -206,36 +213,35 @@ def on_a_gpu(monkeypatch, capability=(9, 0)):
 
 def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
     loaded = []
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
-    monkeypatch.setattr(trial, "failure", lambda device: None)
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", lambda codes: loaded.append(codes) or len(loaded))
+    monkeypatch.setattr(tuning, "self_check", lambda device: None)
     on_a_gpu(monkeypatch)
     device = torch.device("cuda", 0)
-    assert not cuda.is_loaded(device) and cuda.why() is None
-    assert cuda.load(device) and cuda.load() and cuda.is_loaded(device) and cuda.launcher(device) == 1
+    assert not backends.cuda_is_loaded(device) and cuda.why() is None
+    assert cuda.load(device) and cuda.load() and backends.cuda_is_loaded(device) and launch.launcher(device) == 1
     assert compiled == [("fill.cu", "sm_90")] and len(loaded) == 1 and cuda.why() is None
-    assert not cuda.is_loaded(torch.device("cpu"))
+    assert not backends.cuda_is_loaded(torch.device("cpu"))
 
 
 def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled, caplog):
     def refuse(codes):
         raise BuildError("the driver does not take the kernels: CUDA_ERROR_INVALID_IMAGE")
 
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", refuse)
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", refuse)
     on_a_gpu(monkeypatch)
     assert not cuda.load() and len(compiled) == 2 and "CUDA_ERROR_INVALID_IMAGE" in cuda.why()
 
 
-def test_kernels_that_fail_their_trial_are_not_used(monkeypatch, compiled, caplog):
+def test_kernels_that_fail_their_self_check_are_not_used(monkeypatch, compiled, caplog):
     def crash(device):
         raise RuntimeError("CUDA error:\nan illegal memory access")
 
-    monkeypatch.setattr("fmoe.cuda.launch.DeviceLauncher", lambda codes: "a launcher")
+    monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", lambda codes: "a launcher")
     for outcome, told in ((lambda device: "the output is off", "the output is off"), (crash, "illegal memory access")):
-        monkeypatch.setattr(cuda, "_outcomes", {})
-        monkeypatch.setattr(cuda, "_of_device", {})
-        monkeypatch.setattr(trial, "failure", outcome)
+        fresh(monkeypatch)
+        monkeypatch.setattr(tuning, "self_check", outcome)
         on_a_gpu(monkeypatch)
-        assert not cuda.load() and not cuda.is_loaded(torch.device("cuda", 0))
+        assert not cuda.load() and not backends.cuda_is_loaded(torch.device("cuda", 0))
         assert told in cuda.why() and "\n" not in cuda.why()
     loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([line for line in loud if "no CUDA kernels" in line]) == 1

@@ -9,8 +9,8 @@ import emulator
 import pytest
 from kernel_list import KERNELS
 
-from fmoe.cuda import nvrtc
 from fmoe.errors import BuildError
+from fmoe.kernels.cuda import nvrtc
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 TUNED = "13.0"  # NVRTC's version that the kernels are held against; others allot registers otherwise

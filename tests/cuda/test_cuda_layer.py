@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe import cuda
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
-from fmoe.ops.cuda import kernels as kernels_of_torch
-from fmoe.ops.cuda import trial
+from fmoe.kernels.cuda import calls, selfcheck
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -52,15 +51,15 @@ def assert_same(options, x=X, dtype=torch.float32, run=None):
     return found
 
 
-def test_the_trial_that_kernels_pass_before_they_are_used(on, monkeypatch):
-    assert trial.failure(torch.device("cpu")) is None
+def test_the_self_check_before_kernels_are_used(on, monkeypatch):
+    assert selfcheck.failure(torch.device("cpu")) is None
     assert {"place", "gather", "activate", "activate_backward", "combine"} <= on.names()
-    monkeypatch.setattr(kernels_of_torch, "combine", lambda rows, *_: rows[: X.shape[0] * 15].clone())
-    assert trial.failure(torch.device("cpu")).startswith("the output in torch.float32 is ")
+    monkeypatch.setattr(calls, "combine", lambda rows, *_: rows[: X.shape[0] * 15].clone())
+    assert selfcheck.failure(torch.device("cpu")).startswith("the output in torch.float32 is ")
     monkeypatch.undo()
-    place = kernels_of_torch.place
-    monkeypatch.setattr(kernels_of_torch, "place", lambda *a: tuple(t.flip(0) for t in place(*a)))
-    assert trial.failure(torch.device("cpu")) == "the plan's order_N is another"
+    place = calls.place
+    monkeypatch.setattr(calls, "place", lambda *a: tuple(t.flip(0) for t in place(*a)))
+    assert selfcheck.failure(torch.device("cpu")) == "the plan's perm_N is another"
 
 
 FUSED = {"route", "route_backward", "place", "gather", "combine", "activate", "activate_backward"}
@@ -180,7 +179,7 @@ def test_what_cannot_be(on):
 
 
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(cuda, "_outcomes", {})
+    monkeypatch.setattr(cuda, "_reasons", {})
     with pytest.raises(UserError, match="backend='cuda' cannot be: there is no CUDA device"):
         layer_of("cuda")
 

@@ -10,16 +10,15 @@ from compare import assert_close, relative_error
 from cpu_launcher import on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
-from fmoe import ops
-from fmoe.cuda import build
-from fmoe.cuda.kernels import DTYPES, KERNELS
-from fmoe.dispatch.plan import DispatchPlan
+from fmoe import kernels
 from fmoe.errors import UserError
 from fmoe.exchange.hops import Hop
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import reference
-from fmoe.ops.cuda import ffn, gemm, routing, rows
-from fmoe.ops.cuda.choices import Choices
+from fmoe.kernels import reference
+from fmoe.kernels.cuda import build, ffn, gemm, routing, rows
+from fmoe.kernels.cuda.instances import DTYPES, KERNELS
+from fmoe.kernels.cuda.tuning import TuningCache
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 T, D, H, E, K = 29, 16, 24, 5, 3
@@ -63,13 +62,13 @@ def test_rows(dropped, chunks, on):
     num_rows = int(plan.count_E.sum())
     x, weight = draw(T, D), draw(T, K, seed=1)
     x64, weight64 = doubled(x, weight)
-    assert_like(ops.permute(x, plan, num_rows), reference.permute(x64, plan, num_rows), [x], [x64])
+    assert_like(plan.permute(x, num_rows), reference.permute(x64, plan.perm_N, plan.inverse_TK, num_rows), [x], [x64])
     given, given64 = draw(num_rows, D, seed=2), None
     (given64,) = doubled(given)
-    found, expected = ops.combine(given, weight, plan), reference.combine(given64, weight64, plan)
+    found, expected = plan.combine(given, weight), reference.combine(given64, weight64, plan.inverse_TK)
     assert_like(found, expected, [given, weight], [given64, weight64])
     index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(3))
-    found, expected = ops.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
+    found, expected = kernels.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
     assert_like(found, expected, [given], [given64])
     assert on.names() >= {"gather", "combine", "combine_backward"}
 
@@ -93,10 +92,10 @@ def test_rows_are_packed_for_a_wire_in_one_pass(dtype, wire, on):
     assert len(on.launched) == 4
 
 
-@pytest.mark.parametrize("way", ["grouped", "loop"])
+@pytest.mark.parametrize("variant", ["grouped", "loop"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])
-def test_rows_that_came_from_elsewhere(activation, gated, bias, way):
+def test_rows_that_came_from_elsewhere(activation, gated, bias, variant):
     """Counts on the host, as after an exchange."""
     counts = [7, 0, 11, 1, 0]
     height = 2 * H if gated else H
@@ -106,7 +105,7 @@ def test_rows_that_came_from_elsewhere(activation, gated, bias, way):
         given[2] = given[4] = None
     given64 = doubled(*given)
     call = (counts, ACTIVATIONS[activation], gated)
-    found, expected = ffn.expert_ffn(*given, *call, gemm=way), reference.expert_ffn(*given64, *call)
+    found, expected = ffn.expert_ffn(*given, *call, gemm=variant), reference.expert_ffn(*given64, *call)
     assert_like(found, expected, [t for t in given if t is not None], [t for t in given64 if t is not None])
 
 
@@ -144,11 +143,11 @@ def test_second_derivatives_of_the_experts(planned):
             counts = [T - 9, 0, 4, 5, 0]
             y = run.expert_ffn(x, *stacks, counts, ACTIVATIONS["silu"], True)
         elif run is ffn:
-            y = run.expert_ffn(x, *stacks, None, ACTIVATIONS["silu"], True, plan=plan, weight_TK=weight)
+            y = run.expert_ffn(x, *stacks, None, ACTIVATIONS["silu"], True, **plan.fused_arguments(weight))
         else:
-            rows_MD = run.permute(x, plan, sum(plan.counts))
+            rows_MD = run.permute(x, plan.perm_N, plan.inverse_TK, sum(plan.counts))
             rows_MD = run.expert_ffn(rows_MD, *stacks, plan.counts, ACTIVATIONS["silu"], True)
-            y = run.combine(rows_MD, weight, plan)
+            y = run.combine(rows_MD, weight, plan.inverse_TK)
         wanted = list(inputs.values())[: 6 if planned else 5]
         first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
         results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)])
@@ -161,9 +160,9 @@ def test_what_has_no_second_derivatives_says_so():
     num_rows = sum(plan.counts)
     moved = draw(num_rows, D)
     for y, given in (
-        (rows.permute(x, plan.order_N, plan.place_TK, num_rows), x),
-        (rows.combine(moved, weight, plan.place_TK), moved),
-        (rows.combine(moved, weight, plan.place_TK), weight),
+        (rows.permute(x, plan.perm_N, plan.inverse_TK, num_rows), x),
+        (rows.combine(moved, weight, plan.inverse_TK), moved),
+        (rows.combine(moved, weight, plan.inverse_TK), weight),
     ):
         (first,) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
         with pytest.raises(RuntimeError, match="no autograd formula was registered"):
@@ -180,7 +179,7 @@ def test_flops_are_counted_as_those_of_the_torch_path(frozen):
     counts = [7, 0, 11, 1, 0]
     shapes = {"x": (sum(counts), D), "w_in": (E, H, D), "b_in": (E, H), "w_out": (E, D, H), "b_out": (E, D)}
     totals = []
-    for run in (ffn.expert_ffn, ops.expert_ffn):
+    for run in (ffn.expert_ffn, kernels.expert_ffn):
         t = [draw(*shape, requires_grad=name not in frozen) for name, shape in shapes.items()]
         with FlopCounterMode(display=False) as counter:
             run(*t, counts, ACTIVATIONS["gelu"]).sum().backward()
@@ -193,13 +192,13 @@ def test_only_what_is_needed(on):
     plan = plan_of()
     x, weight = draw(T, D, requires_grad=False), draw(T, K, seed=1, requires_grad=False)
     w_in, w_out = draw(E, H, D, seed=2, requires_grad=False), draw(E, D, H, seed=3)
-    out = ffn.expert_ffn(x, w_in, None, w_out, None, None, ACTIVATIONS["relu"], plan=plan, weight_TK=weight)
+    out = ffn.expert_ffn(x, w_in, None, w_out, None, None, ACTIVATIONS["relu"], **plan.fused_arguments(weight))
     out.sum().backward()
     assert w_out.grad is not None and x.grad is None and w_in.grad is None
     exact = w_out.detach().double().requires_grad_()
-    given = reference.permute(x.double(), plan, int(plan.count_E.sum()))
+    given = reference.permute(x.double(), plan.perm_N, plan.inverse_TK, int(plan.count_E.sum()))
     rows_MD = reference.expert_ffn(given, w_in.double(), None, exact, None, plan.counts, torch.relu)
-    reference.combine(rows_MD, weight.double(), plan).sum().backward()
+    reference.combine(rows_MD, weight.double(), plan.inverse_TK).sum().backward()
     assert_close(w_out.grad, exact.grad, 1e-5, "w_out")
 
 
@@ -226,14 +225,14 @@ def cases():
     end, kept = plan.offsets
     x, weight = draw(T, D), draw(T, K, seed=1)
     stacks = draw(E, 2 * H, D, seed=2), draw(E, 2 * H, seed=3), draw(E, D, H, seed=4), draw(E, D, seed=5)
-    fused = (x, plan.order_N, plan.place_TK, weight, end, kept, *stacks, None, 3, True, "grouped", False)
+    fused = (x, plan.perm_N, plan.inverse_TK, weight, end, kept, *stacks, None, 3, True, "grouped", False)
     num_rows = int(plan.count_E.sum())
     given = draw(num_rows, D, seed=6)
     yield ffn._expert_ffn, fused
     ends, counts = torch.tensor([4, 4, 9, 9, 9]).int(), [4, 0, 5, 0, 0]
     yield ffn._expert_ffn, (draw(9, D), None, None, None, ends, None, *stacks, counts, 3, True, "loop", False)
-    yield rows._permute, (x, plan.order_N, plan.place_TK, num_rows)
-    yield rows._combine, (given, weight, plan.place_TK)
+    yield rows._permute, (x, plan.perm_N, plan.inverse_TK, num_rows)
+    yield rows._combine, (given, weight, plan.inverse_TK)
     yield rows._reorder, (given, torch.arange(num_rows), torch.arange(num_rows), torch.bfloat16)
     yield rows.place, (torch.randint(-1, E, (T, K), generator=torch.Generator().manual_seed(0)), E)
     yield routing._route, (draw(T, 40), draw(40, requires_grad=False), None, K, True, False, True, 2.5, 4, 2, 2, True)
@@ -251,19 +250,19 @@ def test_torch_takes_the_operations(number):
 
 
 def test_gemm_of_the_environment(monkeypatch):
-    assert gemm.asked_way("auto") == "auto" and gemm.asked_way("loop") == "loop"
+    assert gemm.requested("auto") == "auto" and gemm.requested("loop") == "loop"
     monkeypatch.setenv("FMOE_GEMM", "grouped")
-    assert gemm.asked_way("auto") == "grouped" and gemm.asked_way("loop") == "loop"
+    assert gemm.requested("auto") == "grouped" and gemm.requested("loop") == "loop"
     monkeypatch.setenv("FMOE_GEMM", "fast")
     with pytest.raises(UserError, match=r"FMOE_GEMM='fast' is not one of auto, grouped, loop, triton"):
-        gemm.asked_way("auto")
+        gemm.requested("auto")
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: "triton is not installed: pip install triton")
     monkeypatch.setenv("FMOE_GEMM", "triton")
     with pytest.raises(UserError, match=r"^FMOE_GEMM='triton' cannot be: triton is not installed"):
-        gemm.asked_way("auto")
+        gemm.requested("auto")
     monkeypatch.delenv("FMOE_GEMM")
     with pytest.raises(UserError, match=r"^gemm='triton' cannot be: triton is not installed: pip install triton$"):
-        gemm.asked_way("triton")
+        gemm.requested("triton")
 
 
 class OnCuda(torch.Tensor):
@@ -274,24 +273,24 @@ class OnCuda(torch.Tensor):
 
 def fresh():
     """What a new process knows."""
-    return Choices("gemms.json", lambda way: way in gemm.WAYS[1:])
+    return TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:])
 
 
 @pytest.fixture
 def choosing(monkeypatch, tmp_path):
     """`gemm.choose` for tokens on a GPU; what is measured there takes as many ms as its name has letters."""
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gemm, "_choices", fresh())
-    monkeypatch.setattr(gemm, "_tried", {})
+    monkeypatch.setattr(gemm, "_tuned", fresh())
+    monkeypatch.setattr(gemm, "_checked", {})
     monkeypatch.setattr(gemm, "_key", lambda x, num_rows, *_: f"a GPU, {num_rows}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: "triton is not installed: pip install triton")
     measured = []
 
-    def fastest(ways, run, key):
-        for way in ways:
-            run(way)
-        return min(ways, key=len)
+    def fastest(variants, run, key):
+        for variant in variants:
+            run(variant)
+        return min(variants, key=len)
 
     monkeypatch.setattr(gemm, "_fastest", fastest)
 
@@ -309,7 +308,7 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     assert choosing() == choosing() == "loop" and choosing.measured == ["grouped", "loop"]
     assert choosing("grouped") == "grouped" and len(choosing.measured) == 2
     assert json.loads(choosing.file.read_text()) == {"a GPU, 8, forward": "loop"}
-    monkeypatch.setattr(gemm, "_choices", fresh())
+    monkeypatch.setattr(gemm, "_tuned", fresh())
     assert choosing() == "loop" and len(choosing.measured) == 2
     assert choosing(step="backward") == "loop" and len(choosing.measured) == 4
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -317,15 +316,15 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     assert choosing("grouped", width=33) == "loop"  # rows of 132 bytes
 
 
-def test_choices_of_several_processes(monkeypatch, tmp_path):
+def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
-    (tmp_path / "gemms.json").write_text('{"a": "loop", "b": "no way", "c": 3}')
+    (tmp_path / "gemms.json").write_text('{"a": "loop", "b": "no variant", "c": 3}')
     one, other = fresh(), fresh()
     assert (one.get("a"), one.get("b"), one.get("c")) == ("loop", None, None) and other.get("d") is None
     one.put("d", "grouped")
     other.put("e", "triton")
     assert json.loads((tmp_path / "gemms.json").read_text()) == {
-        **{"a": "loop", "b": "no way", "c": 3},
+        **{"a": "loop", "b": "no variant", "c": 3},
         **{"d": "grouped", "e": "triton"},
     }
     (tmp_path / "gemms.json").write_text("[damaged")
@@ -343,29 +342,29 @@ def test_what_is_not_a_multiple_of_16_bytes_is_not_grouped(monkeypatch):
     assert gemm.choose("grouped", "forward", x, 4, w_in, torch.zeros(2, 16, 24), None) == "grouped"
 
 
-def test_triton_is_measured_where_it_passes_a_trial(choosing, monkeypatch, caplog):
+def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, caplog):
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: None)
     tried = []
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: tried.append(gemm))
-    monkeypatch.setattr(gemm, "_fastest", lambda ways, run, key: ways[-1])
+    monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: tried.append(gemm))
+    monkeypatch.setattr(gemm, "_fastest", lambda variants, run, key: variants[-1])
     assert choosing() == "triton" and choosing("triton") == "triton" and tried == ["triton"]
     assert json.loads(choosing.file.read_text()) == {"a GPU, 8, forward": "triton"}
     # A process in which it fails does not take what another has measured.
-    monkeypatch.setattr(gemm, "_tried", {})
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: "the output is 3e-01 off")
+    monkeypatch.setattr(gemm, "_checked", {})
+    monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: "the output is 3e-01 off")
     assert choosing() == "loop"
-    assert caplog.messages == ["no GEMMs by Triton on cuda:0: they fail a trial (the output is 3e-01 off)"]
-    with pytest.raises(UserError, match=r"gemm='triton' cannot be on cuda:0: its kernels fail a trial"):
+    assert caplog.messages == ["no GEMMs by Triton on cuda:0: they fail a self-check (the output is 3e-01 off)"]
+    with pytest.raises(UserError, match=r"gemm='triton' cannot be on cuda:0: its kernels fail a self-check"):
         choosing("triton")
-    monkeypatch.setattr(gemm, "_tried", {})
-    monkeypatch.setattr("fmoe.ops.cuda.trial.failure", lambda device, gemm: 1 / 0)
-    with pytest.raises(UserError, match=r"a trial \(ZeroDivisionError: division by zero\)"):
+    monkeypatch.setattr(gemm, "_checked", {})
+    monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: 1 / 0)
+    with pytest.raises(UserError, match=r"a self-check \(ZeroDivisionError: division by zero\)"):
         choosing("triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", ["grouped", "loop"])
-def test_gradients_are_added_to_main_grad(way, dtype):
+@pytest.mark.parametrize("variant", ["grouped", "loop"])
+def test_gradients_are_added_to_main_grad(variant, dtype):
     """As Megatron wants them; what has no main_grad gets its gradient as ever."""
     plan, limit = plan_of(), 1e-5 if dtype is torch.float32 else 1e-2
 
@@ -376,7 +375,7 @@ def test_gradients_are_added_to_main_grad(way, dtype):
         if options:
             t["w_in"].main_grad, t["w_in"].grad_added_to_main_grad = torch.ones(E, 2 * H, D), False
         call = (None, t["w_out"], None, None, ACTIVATIONS["silu"], True)
-        y = ffn.expert_ffn(t["x"], t["w_in"], *call, plan=plan, weight_TK=weight, gemm=way, **options)
+        y = ffn.expert_ffn(t["x"], t["w_in"], *call, **plan.fused_arguments(weight), gemm=variant, **options)
         y.backward(draw(T, D, seed=5, requires_grad=False).to(dtype))
         return t
 

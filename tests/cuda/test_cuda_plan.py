@@ -1,4 +1,4 @@
-"""Kernels that make the integers of a dispatch, against fmoe.dispatch and fmoe.gates: equal, number by number."""
+"""Kernels that make the integers of a dispatch, against fmoe.kernels.rows and fmoe.gates: equal, number by number."""
 
 import random
 
@@ -8,9 +8,9 @@ import torch
 from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.exchange.hops import segment_order
 from fmoe.gates.router import count_by_group, drop_over_capacity
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
 INT64, INT32, BOOL = torch.int64, torch.int32, torch.bool
@@ -52,8 +52,8 @@ def test_place(launch, seed):
         Output((n,), INT64), Output(expert_TK.shape, INT64), Output(expert_TK.shape, BOOL) if has_all else None,
         Output((experts,), INT64), Output((experts,), INT32), Output((1,), INT64),
     )  # fmt: skip
-    assert torch.equal(order, plan.order_N)
-    assert torch.equal(place, plan.place_TK)
+    assert torch.equal(order, plan.perm_N)
+    assert torch.equal(place, plan.inverse_TK)
     assert torch.equal(counts, plan.count_E)
     assert torch.equal(end, plan.count_E.cumsum(0).int())
     assert num_kept.item() == plan.count_E.sum()

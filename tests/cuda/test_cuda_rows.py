@@ -1,4 +1,4 @@
-"""Kernels that move rows, against fmoe.ops.reference in float64 and its gradients."""
+"""Kernels that move rows, against fmoe.kernels.reference in float64 and its gradients."""
 
 import random
 
@@ -9,8 +9,8 @@ from compare import assert_close
 from emulator import InOut, Output
 from kernel_list import NAMES
 
-from fmoe.dispatch.plan import DispatchPlan
-from fmoe.ops import reference
+from fmoe.kernels import reference
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -53,11 +53,11 @@ def test_gather(launch, seed):
     limit, rows = (case.limit, total) if seed % 5 else (None, case.kept)
     (out,) = launch(
         f"fmoe::gather<{case.name}, {NAMES[out_dtype]}>", geometry.rows(rows, case.width, n),
-        x_TD, case.plan.order_N, case.top_k, scale, limit, rows, case.width, Output((rows, case.width), out_dtype),
+        x_TD, case.plan.perm_N, case.top_k, scale, limit, rows, case.width, Output((rows, case.width), out_dtype),
     )  # fmt: skip
-    expected = reference.permute(x_TD.double(), case.plan, case.kept)
+    expected = reference.permute(x_TD.double(), case.plan.perm_N, case.plan.inverse_TK, case.kept)
     if scale is not None:
-        expected = expected * scale.double().reshape(-1, 1)[case.plan.order_N[: case.kept]]
+        expected = expected * scale.double().reshape(-1, 1)[case.plan.perm_N[: case.kept]]
     assert not out[case.kept :].any()  # the dropped tail
     if scale is None:
         assert torch.equal(out[: case.kept], expected.to(case.dtype).to(out_dtype))
@@ -124,11 +124,11 @@ def test_combine(launch, seed):
     weight = case.weight_TK if seed % 4 else None
     (out,) = launch(
         f"fmoe::combine<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once), rows_MD,
-        case.plan.place_TK, weight, limit, case.tokens, case.top_k, rows, case.width,
+        case.plan.inverse_TK, weight, limit, case.tokens, case.top_k, rows, case.width,
         Output((case.tokens, case.width), case.dtype),
     )  # fmt: skip
     weight = torch.ones_like(case.weight_TK) if weight is None else weight
-    expected = reference.combine(rows_MD[: case.kept].double(), weight.double(), case.plan)
+    expected = reference.combine(rows_MD[: case.kept].double(), weight.double(), case.plan.inverse_TK)
     assert_close(out, expected, TOLERANCE[case.dtype], "out")
 
 
@@ -142,14 +142,14 @@ def test_combine_backward(launch, seed):
     has_weight = seed % 5 != 3
     found = launch(
         f"fmoe::combine_backward<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once, 4), d_out,
-        rows_MD if wants_weight else None, case.plan.place_TK, case.weight_TK if has_weight else None, limit,
+        rows_MD if wants_weight else None, case.plan.inverse_TK, case.weight_TK if has_weight else None, limit,
         case.tokens, case.top_k, rows, case.width,
         Output((rows, case.width), case.dtype) if wants_rows else None,
         Output((case.tokens, case.top_k), torch.float32) if wants_weight else None,
     )  # fmt: skip
     leaf = rows_MD.double().requires_grad_()
     weight = (case.weight_TK if has_weight else torch.ones_like(case.weight_TK)).double().requires_grad_()
-    reference.combine(leaf[: case.kept], weight, case.plan).backward(d_out.double())
+    reference.combine(leaf[: case.kept], weight, case.plan.inverse_TK).backward(d_out.double())
     if wants_weight:
         assert_close(found.pop(), weight.grad, 1e-5, "d_weight")  # from the same 16-bit numbers, in float
     if wants_rows:
@@ -181,11 +181,11 @@ def test_column_sums(launch, seed):
     scale = case.weight_TK if seed % 4 else None
     (out,) = launch(
         f"fmoe::column_sums<{case.name}, {NAMES[out_dtype]}>",
-        ((-(-case.width // 32), case.experts), (32, 32), 4 * 33 * 32), x, scale, case.plan.order_N, case.end(),
+        ((-(-case.width // 32), case.experts), (32, 32), 4 * 33 * 32), x, scale, case.plan.perm_N, case.end(),
         case.experts, case.width, Output((case.experts, case.width), out_dtype),
     )  # fmt: skip
     weighted = x[: case.kept].double()
     if scale is not None:
-        weighted = weighted * scale.double().reshape(-1, 1)[case.plan.order_N[: case.kept]]
+        weighted = weighted * scale.double().reshape(-1, 1)[case.plan.perm_N[: case.kept]]
     expected = torch.stack([part.sum(0) for part in weighted.split(case.plan.count_E.tolist())])
     assert_close(out, expected, TOLERANCE[out_dtype], "sums")

@@ -12,13 +12,13 @@ from compare import assert_close
 from cpu_launcher import on_cpu
 
 import fmoe
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.errors import UserError
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import reference
-from fmoe.ops.cuda import ffn, trial, triton_gemm
-from fmoe.ops.cuda.choices import Choices
-from fmoe.ops.cuda.triton_gemm import Config
+from fmoe.kernels import reference
+from fmoe.kernels.cuda import ffn, selfcheck, triton_gemm
+from fmoe.kernels.cuda.triton_gemm import Config
+from fmoe.kernels.cuda.tuning import TuningCache
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -77,13 +77,14 @@ class Case:
     def fused(self, *given, gemm="triton"):
         *inputs, weight = given
         activation = ACTIVATIONS[self.activation]
-        return ffn.expert_ffn(*inputs, None, activation, self.gated, plan=self.plan, weight_TK=weight, gemm=gemm)
+        return ffn.expert_ffn(*inputs, None, activation, self.gated, **self.plan.fused_arguments(weight), gemm=gemm)
 
     def plain(self, x, w_in, b_in, w_out, b_out, weight):
         counts = self.plan.counts
-        rows = reference.permute(x, self.plan, sum(counts))
+        rows = reference.permute(x, self.plan.perm_N, self.plan.inverse_TK, sum(counts))
         call = (counts, ACTIVATIONS[self.activation], self.gated)
-        return reference.combine(reference.expert_ffn(rows, w_in, b_in, w_out, b_out, *call), weight, self.plan)
+        out = reference.expert_ffn(rows, w_in, b_in, w_out, b_out, *call)
+        return reference.combine(out, weight, self.plan.inverse_TK)
 
 
 @pytest.mark.one_in(4)
@@ -194,7 +195,7 @@ def test_main_grad_and_frozen_weights(dtype):
             w.main_grad, w.grad_added_to_main_grad = torch.ones(w.shape), False
             sums[name] = w
         call = (None, ACTIVATIONS[case.activation], True)
-        options = {"plan": case.plan, "weight_TK": weight, "gemm": "triton", "into_main_grad": True}
+        options = {**case.plan.fused_arguments(weight), "gemm": "triton", "into_main_grad": True}
         return ffn.expert_ffn(x, w_in, b_in, w_out, b_out, *call, **options)
 
     found = case.results(accumulating, dtype)
@@ -227,7 +228,7 @@ def test_rows_that_came_from_elsewhere(on):
 
 
 def test_a_layer(on):
-    """The same as over torch's GEMMs, but for the sums' order; without the passes that are fused; the trial too."""
+    """As over torch's GEMMs, but for the sums' order; without the passes that are fused; the self-check too."""
     results = {}
     for way in ("loop", "triton"):
         layer = fmoe.FMoE(
@@ -248,13 +249,14 @@ def test_a_layer(on):
     for name, value in results["loop"].items():
         assert_close(results["triton"][name], value, 1e-5, name)
     assert "combine" in on.names() and not on.names() & {"gather", "activate", "activate_backward"}
-    assert trial.failure(torch.device("cpu"), gemm="triton") is None
+    assert selfcheck.failure(torch.device("cpu"), gemm="triton") is None
 
 
-def test_what_is_wrong_is_found_in_the_trial(monkeypatch):
+def test_what_is_wrong_is_found_in_the_self_check(monkeypatch):
     up = triton_gemm.TritonGemms.up_backward
     monkeypatch.setattr(triton_gemm.TritonGemms, "up_backward", lambda *a: 1.2 * up(*a))
-    assert trial.failure(torch.device("cpu"), gemm="triton").startswith("the gradient of tokens in torch.float32 is ")
+    wrong = selfcheck.failure(torch.device("cpu"), gemm="triton")
+    assert wrong.startswith("the gradient of tokens in torch.float32 is ")
 
 
 class OnCuda(torch.Tensor):
@@ -267,7 +269,7 @@ def test_configurations_are_measured_where_that_is_asked_for(monkeypatch, tmp_pa
     """Once for a size, the fastest kept; those that fail are left out; never while a graph is captured."""
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     valid = triton_gemm._tuned._is_valid
-    monkeypatch.setattr(triton_gemm, "_tuned", Choices("triton.json", valid))
+    monkeypatch.setattr(triton_gemm, "_tuned", TuningCache("triton.json", valid))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     best = Config(32, 64, 32, 4, 3)
@@ -307,7 +309,7 @@ def test_configurations_are_measured_where_that_is_asked_for(monkeypatch, tmp_pa
     assert choose(may_tune=False) == triton_on_cpu.SMALL
     assert choose() == best and len(launched) == 2 + 4 + 4 + 1
     assert choose() == best and len(launched) == 12
-    monkeypatch.setattr(triton_gemm, "_tuned", Choices("triton.json", valid))
+    monkeypatch.setattr(triton_gemm, "_tuned", TuningCache("triton.json", valid))
     monkeypatch.setenv("FMOE_TUNE", "0")
     assert choose() == best  # another process, which does not measure
     monkeypatch.setenv("FMOE_TUNE", "1")

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fmoe.ops.cuda import triton_gemm, triton_kernels
+from fmoe.kernels.cuda import triton_gemm, triton_kernels
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Rows an expert, columns and depth of what the tiles are for, and whether all of it is a multiple of 16.

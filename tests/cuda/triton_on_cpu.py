@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from fmoe.ops.cuda import triton_gemm
-from fmoe.ops.cuda.triton_gemm import Config
+from fmoe.kernels.cuda import triton_gemm
+from fmoe.kernels.cuda.triton_gemm import Config
 
 SMALL = Config(16, 16, 16, 4, 2, 2)  # many tiles of small shapes
 

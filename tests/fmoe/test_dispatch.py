@@ -10,10 +10,10 @@ from compare import relative_error
 from forks import values
 
 import fmoe
-from fmoe.dispatch.plan import DispatchPlan, chunk_counts
 from fmoe.exchange import EXCHANGES, Cost, build_exchange
 from fmoe.exchange.collectives import timeout_of
 from fmoe.exchange.shadow import choose
+from fmoe.kernels.rows import DispatchPlan, chunk_counts
 from fmoe.routing import Routing
 
 WIDTH, EXPERTS = 16, 4
@@ -62,9 +62,9 @@ def test_chunks_hold_every_row_once_in_the_order_of_experts(chunks):
     arranged = plan.arranged(chunks, expert_order=[2, 0, 3, 1], last=[3])
     flat = expert_TK.reshape(-1)
     kept = int((flat >= 0).sum())
-    assert sorted(arranged.order_N.tolist()) == list(range(60))
-    assert torch.equal(arranged.order_N[arranged.place_TK.reshape(-1)], torch.arange(60))
-    assert (flat[arranged.order_N[kept:]] == -1).all()
+    assert sorted(arranged.perm_N.tolist()) == list(range(60))
+    assert torch.equal(arranged.perm_N[arranged.inverse_TK.reshape(-1)], torch.arange(60))
+    assert (flat[arranged.perm_N[kept:]] == -1).all()
     expected = []
     for chunk in range(chunks):
         for expert in (2, 0, 1):
@@ -72,7 +72,7 @@ def test_chunks_hold_every_row_once_in_the_order_of_experts(chunks):
             sizes = chunk_counts(len(rows), chunks)
             expected += rows[sum(sizes[:chunk]) :][: sizes[chunk]]
     expected += (flat == 3).nonzero().view(-1).tolist()
-    assert arranged.order_N[:kept].tolist() == expected
+    assert arranged.perm_N[:kept].tolist() == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 12])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe.exchange import Cost, collectives
-from fmoe.ops import memory
+from fmoe.kernels import memory
 
 WIDTH, EXPERTS = 16, 4
 

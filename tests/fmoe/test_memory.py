@@ -15,9 +15,9 @@ import torch.multiprocessing  # its reductions of tensors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import fmoe
-from fmoe import native
+from fmoe.kernels import memory
+from fmoe.kernels.native import loader as native
 from fmoe.metrics import LayerMetrics
-from fmoe.ops import memory
 from fmoe.routing import RoutingStats
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe import ops
-from fmoe.dispatch.plan import DispatchPlan
+from fmoe import kernels
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import reference
-from fmoe.ops.padded import PaddedPlan
+from fmoe.kernels import reference
+from fmoe.kernels.padded import PaddedPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 
@@ -31,7 +31,7 @@ def test_permute_combine_grouped_linear(seed):
     top_k, num_experts, drop = 1 + seed % 3, [1, 3, 8][seed % 3], [0.0, 0.3, 1.0][seed // 10]
     plan, _, weight = random_plan(g, num_tokens, top_k, num_experts, drop)
     results = []
-    for module in (ops, reference):
+    for module in (kernels, reference):
         x = torch.randn(
             num_tokens, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
         )
@@ -42,8 +42,8 @@ def test_permute_combine_grouped_linear(seed):
             num_experts, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True
         )
         mix = weight.clone().requires_grad_()
-        rows = module.permute(x, plan, sum(plan.counts))
-        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan)
+        rows = module.permute(x, plan.perm_N, plan.inverse_TK, sum(plan.counts))
+        out = module.combine(module.grouped_linear(rows, w, b, plan.counts), mix, plan.inverse_TK)
         (out * torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))).sum().backward()
         results.append({"rows": rows, "out": out, "dx": x.grad, "dw": w.grad, "db": b.grad, "dmix": mix.grad})
     for name, expected in results[1].items():
@@ -54,15 +54,15 @@ def test_plan_is_sorted_stable_and_of_fixed_size():
     g = torch.Generator().manual_seed(0)
     plan, expert, _ = random_plan(g, 50, 2, 4, 0.3)
     flat = expert.flatten()
-    assert plan.order_N.shape == (100,)
+    assert plan.perm_N.shape == (100,)
     assert plan.counts == [int((flat == e).sum()) for e in range(4)]
-    sorted_experts = flat[plan.order_N]
+    sorted_experts = flat[plan.perm_N]
     kept = sorted_experts[: sum(plan.counts)]
     assert (kept >= 0).all() and (sorted_experts[sum(plan.counts) :] == -1).all()
     for e in range(4):
-        mine = plan.order_N[: sum(plan.counts)][kept == e]
+        mine = plan.perm_N[: sum(plan.counts)][kept == e]
         assert (mine.diff() > 0).all(), "token order within an expert"
-    assert torch.equal(plan.order_N[plan.place_TK.flatten()], torch.arange(100))
+    assert torch.equal(plan.perm_N[plan.inverse_TK.flatten()], torch.arange(100))
 
 
 def test_grouped_linear_poisons_nothing():
@@ -75,7 +75,7 @@ def test_grouped_linear_poisons_nothing():
         rows = torch.randn(5, 6, requires_grad=True)
         w = torch.randn(4, 5, 6, requires_grad=True)
         b = torch.randn(4, 5, requires_grad=True)
-        ops.grouped_linear(rows, w, b, counts).sum().backward()
+        kernels.grouped_linear(rows, w, b, counts).sum().backward()
         assert all(t.grad.isfinite().all() for t in (rows, w, b))
         assert (w.grad[0] == 0).all() and (b.grad[2] == 0).all()
 
@@ -92,7 +92,7 @@ def test_expert_ffn(gated, bias, activation):
     counts, width, hidden = [3, 0, 5, 1], 6, 7
     height = hidden * (1 + gated)
     results = []
-    for module in (ops, reference):
+    for module in (kernels, reference):
         g = torch.Generator().manual_seed(0)
         shapes = {"rows": (9, width), "w_in": (4, height, width), "b_in": (4, height)}
         shapes |= {"w_out": (4, width, hidden), "b_out": (4, width)}
@@ -110,8 +110,8 @@ def test_reorder_is_its_inverse_backward():
     index = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     inverse = index.argsort()
     x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(ops.reorder(x, index, inverse), x[index])
-    assert torch.autograd.gradcheck(lambda x: ops.reorder(x, index, inverse), x)
+    assert torch.equal(kernels.reorder(x, index, inverse), x[index])
+    assert torch.autograd.gradcheck(lambda x: kernels.reorder(x, index, inverse), x)
 
 
 def drawn(*shapes):
@@ -124,11 +124,11 @@ def drawn(*shapes):
 def test_second_derivatives_of_the_experts(activation, gated):
     counts, height = [2, 0, 1], 3 * (1 + gated)
     inputs = drawn((3, 2), (3, height, 2), (3, height), (3, 2, 3), (3, 2))
-    run = functools.partial(ops.expert_ffn, counts=counts, activation=activation, gated=gated)
+    run = functools.partial(kernels.expert_ffn, counts=counts, activation=activation, gated=gated)
     assert torch.autograd.gradgradcheck(run, inputs)
     inputs[1].requires_grad_(False)  # a frozen matrix still is what others' derivatives depend on
     assert torch.autograd.gradgradcheck(run, inputs)
-    linear = functools.partial(ops.grouped_linear, counts=counts)
+    linear = functools.partial(kernels.grouped_linear, counts=counts)
     assert torch.autograd.gradgradcheck(linear, drawn((3, 2), (3, 4, 2), (3, 4)))
 
 
@@ -149,7 +149,7 @@ def test_second_derivatives_of_moving_rows(slots, drop):
 def test_one_tensor_may_be_two_inputs_of_second_derivatives():
     (weight,) = drawn((2, 3, 3))
     rows = drawn((4, 3))[0]
-    run = functools.partial(ops.expert_ffn, counts=[1, 3], activation=F.silu)
+    run = functools.partial(kernels.expert_ffn, counts=[1, 3], activation=F.silu)
     assert torch.autograd.gradgradcheck(lambda rows, weight: run(rows, weight, None, weight, None), [rows, weight])
 
 

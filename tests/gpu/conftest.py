@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmoe import cuda
+from fmoe.kernels.cuda import loader as cuda
 
 HERE = Path(__file__).parent
 

@@ -5,7 +5,7 @@ from compare import assert_close
 from torch import Tensor
 
 import fmoe
-from fmoe.dispatch.plan import DispatchPlan
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -1,4 +1,4 @@
-"""The ways of multiplying on a GPU: Triton's GEMMs, what is chosen, main_grad; and backends of other packages."""
+"""Variants of GEMMs on a GPU: Triton's GEMMs, what is chosen, main_grad; and backends of other packages."""
 
 import json
 from importlib.util import find_spec
@@ -9,8 +9,8 @@ from compare import assert_close
 from gpu_layers import LIMITS, assert_like_float64, layer_of, results, tokens
 
 import fmoe
-from fmoe.ops.cuda import gemm, trial, triton_gemm
-from fmoe.ops.cuda.choices import Choices
+from fmoe.kernels.cuda import gemm, selfcheck, triton_gemm
+from fmoe.kernels.cuda.tuning import TuningCache
 
 needs_triton = pytest.mark.skipif(triton_gemm.why() is not None, reason=str(triton_gemm.why()))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,13 +24,13 @@ OPTIONS = [
 ]
 
 
-def by(way, options):
-    return {**options, "expert_options": {**options.get("expert_options", {}), "gemm": way}}
+def by(variant, options):
+    return {**options, "expert_options": {**options.get("expert_options", {}), "gemm": variant}}
 
 
 @needs_triton
-def test_trial(device):
-    assert trial.failure(device, gemm="triton") is None
+def test_self_check(device):
+    assert selfcheck.failure(device, gemm="triton") is None
 
 
 @needs_triton
@@ -120,22 +120,22 @@ def test_triton_compiled(mode):
 
 def test_the_choice_is_measured_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gemm, "_choices", Choices("gemms.json", lambda way: way in gemm.WAYS[1:]))
+    monkeypatch.setattr(gemm, "_tuned", TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:]))
     layer, x = layer_of(expert="swiglu"), tokens(4096)
     results(layer, x)
     kept = json.loads((tmp_path / "gemms.json").read_text())
     assert {key.rpartition(", ")[2] for key in kept} == {"forward", "backward"}
-    assert set(kept.values()) <= set(gemm.WAYS[1:])
+    assert set(kept.values()) <= set(gemm.VARIANTS[1:])
     monkeypatch.setattr(gemm, "_fastest", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(gemm, "_choices", Choices("gemms.json", lambda way: way in gemm.WAYS[1:]))
+    monkeypatch.setattr(gemm, "_tuned", TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:]))
     results(layer, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", ["grouped", "loop", pytest.param("triton", marks=needs_triton), "auto"])
-def test_gradients_are_added_to_main_grad(way, dtype):
-    """Once, also where ways are timed first."""
-    options = by(way, {"expert": "swiglu"})
+@pytest.mark.parametrize("variant", ["grouped", "loop", pytest.param("triton", marks=needs_triton), "auto"])
+def test_gradients_are_added_to_main_grad(variant, dtype):
+    """Once, also where variants are timed first."""
+    options = by(variant, {"expert": "swiglu"})
     layer, x = layer_of(dtype=dtype, **options), tokens(dtype=dtype)
     plain = results(layer, x)
     layer.experts.into_main_grad = True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fmoe.native import cache
+from fmoe.kernels import cache
 from pretrain.exit_codes import EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 

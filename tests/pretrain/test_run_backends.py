@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from forks import only
 
-from fmoe import native
+from fmoe.kernels.native import loader as native
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="the native extension cannot be built here")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fmoe.native import cache
+from fmoe.kernels import cache
 from pretrain.config import load_recipe
 from pretrain.tracking import read_metrics
 

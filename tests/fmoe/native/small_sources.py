@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from fmoe.native import build
-from fmoe.native.build import Sources
+from fmoe.kernels.native import build
+from fmoe.kernels.native.build import Sources
 
 ANSWER = '#define SEEN __attribute__((visibility("default")))\nextern "C" SEEN int answer() { return 42; }\n'
 

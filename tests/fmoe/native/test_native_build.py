@@ -14,8 +14,9 @@ from forks import DIED, values
 from small_sources import ANSWER, build_in, compiler, num_compiles, sources
 
 from fmoe.errors import BuildError, UserError
-from fmoe.native import build, cache
-from fmoe.native import compiler as compilers
+from fmoe.kernels import cache
+from fmoe.kernels.native import build
+from fmoe.kernels.native import compiler as compilers
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 

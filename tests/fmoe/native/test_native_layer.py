@@ -9,9 +9,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe import native
 from fmoe.errors import UserError
-from fmoe.ops import native as ops
+from fmoe.kernels import backends
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,12 @@ def loaded():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The plans that the native operation was called with; None where it got rows."""
+    """The permutations that the native operation was called with; None where it got rows."""
     seen = []
     native_ffn = ops.expert_ffn
 
     def counted(*arguments, **options):
-        seen.append(options.get("plan"))
+        seen.append(options.get("perm_N"))
         return native_ffn(*arguments, **options)
 
     monkeypatch.setattr(ops, "expert_ffn", counted)
@@ -71,7 +72,7 @@ X = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
 )
 def test_layers(options, calls):
     assert_same(options, X)
-    assert sum(plan is not None for plan in calls) == 1
+    assert sum(perm_N is not None for perm_N in calls) == 1
 
 
 @pytest.fixture(params=[True, False], ids=["float GEMMs", "bf16 GEMMs"])
@@ -137,7 +138,7 @@ def test_a_subclass_that_computes_otherwise_is_asked(calls):
 
     options = {"d_model": 24, "num_experts": 6, "d_hidden": 20, "top_k": 2, "seed": 3}
     assert_close(Doubled(**options)(X), 2 * fmoe.FMoE(**options)(X), 1e-6, "y")
-    assert [plan is None for plan in calls] == [True, False]
+    assert [perm_N is None for perm_N in calls] == [True, False]
 
 
 def test_dropout_of_hidden_units_goes_the_torch_way(calls):
@@ -189,7 +190,7 @@ def test_native_without_a_backend_is_one_line(monkeypatch):
     monkeypatch.setattr(native, "why", lambda: "no C++ compiler")
     with pytest.raises(UserError, match="backend='native' cannot be: no C"):
         layer_of("native")
-    monkeypatch.setattr(native, "is_loaded", lambda: False)
+    monkeypatch.setattr(backends, "native_is_loaded", False)
     layer_of("auto")(X)
 
 

@@ -10,11 +10,13 @@ import threading
 import pytest
 from small_sources import compiler, num_compiles, sources
 
-from fmoe import native
 from fmoe.cli import run
+from fmoe.commands import build as cli
 from fmoe.commands import info
 from fmoe.errors import UserError
-from fmoe.native import build, cache, cli
+from fmoe.kernels import cache
+from fmoe.kernels.native import build
+from fmoe.kernels.native import loader as native
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -184,9 +186,9 @@ def test_command_tells_what_failed(tmp_path, monkeypatch, capsys):
 def test_importing_fmoe_neither_builds_nor_loads():
     code = """
 import sys, fmoe
-from fmoe import native
+from fmoe.kernels.native import loader as native
 assert not native.is_loaded()
-assert not [name for name in ("build", "cache", "compiler") if f"fmoe.native.{name}" in sys.modules]
+assert not [name for name in ("native.build", "cache", "native.compiler") if f"fmoe.kernels.{name}" in sys.modules]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

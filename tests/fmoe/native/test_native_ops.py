@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fmoe
-from fmoe import native
-from fmoe.dispatch.plan import DispatchPlan
 from fmoe.experts.ffn import ACTIVATIONS
-from fmoe.ops import native as ops
-from fmoe.ops import reference
+from fmoe.kernels import reference
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 FLOAT32_LIMIT = 1e-5
@@ -99,14 +99,14 @@ class Case:
 
 
 def by_reference(case, x, w_in, b_in, w_out, b_out, weight):
-    rows = reference.permute(x, case.plan, sum(case.plan.counts))
+    rows = reference.permute(x, case.plan.perm_N, case.plan.inverse_TK, sum(case.plan.counts))
     out = reference.expert_ffn(rows, w_in, b_in, w_out, b_out, case.plan.counts, case.activation, case.gated)
-    return reference.combine(out, weight, case.plan)
+    return reference.combine(out, weight, case.plan.inverse_TK)
 
 
 def fused(case, x, w_in, b_in, w_out, b_out, weight, **options):
     sizes = (case.plan.count_E, case.activation, case.gated)
-    return ops.expert_ffn(x, w_in, b_in, w_out, b_out, *sizes, plan=case.plan, weight_TK=weight, **options)
+    return ops.expert_ffn(x, w_in, b_in, w_out, b_out, *sizes, **case.plan.fused_arguments(weight), **options)
 
 
 def by_rows(case, x, w_in, b_in, w_out, b_out, weight):
@@ -191,7 +191,7 @@ def test_second_derivatives(compute, dtype):
 @pytest.mark.parametrize("seed", [2, 3, 4, 5])  # with a bias and without, gated and not
 def test_flops_are_counted_as_those_of_the_torch_path(seed, frozen):
     totals = []
-    for run in (ops.expert_ffn, fmoe.ops.expert_ffn):
+    for run in (ops.expert_ffn, fmoe.kernels.expert_ffn):
         case = Case(seed, sizes=(50, 4, 2, 24, 20))
         t = {n: None if v is None else v.clone().requires_grad_(n not in frozen) for n, v in case.inputs.items()}
         rows = case.plan.permute(t["x"], sum(case.plan.counts))
@@ -295,7 +295,7 @@ def test_memory_that_was_used_before_is_written_whole(dtype):
             torch.randn(s, generator=g).to(dtype).requires_grad_()
             for s in ((3000, 128), (5, 256, 128), (5, 128, 256), (3000, 2))
         ]
-        y = ops.expert_ffn(t[0], t[1], None, t[2], None, plan.count_E, F.gelu, plan=plan, weight_TK=t[3])
+        y = ops.expert_ffn(t[0], t[1], None, t[2], None, plan.count_E, F.gelu, **plan.fused_arguments(t[3]))
         y.sum().backward()
         for v in (y.detach(), *(v.grad for v in t)):
             assert v.isfinite().all()
@@ -320,7 +320,7 @@ def test_torch_takes_them_as_its_own(gemms):
     case = next(c for c in map(Case, range(99)) if sum(c.plan.counts) > 20 and c.inputs["b_in"] is not None)
     t = {name: v.clone().requires_grad_() for name, v in case.inputs.items()}
     weights = (t["w_in"], t["b_in"], t["w_out"], t["b_out"], 3, case.gated, True)
-    routed = (case.plan.order_N, case.plan.place_TK, t["weight"], case.plan.count_E)
+    routed = (case.plan.perm_N, case.plan.inverse_TK, t["weight"], case.plan.count_E)
     torch.library.opcheck(torch.ops.fmoe_native.expert_ffn.default, (t["x"], *routed, *weights))
     rows = torch.randn(sum(case.plan.counts), t["x"].shape[1], requires_grad=True)
     torch.library.opcheck(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from forks import values
 
-from fmoe import native
 from fmoe.errors import UserError
-from fmoe.native import compiler
-from fmoe.ops import native as native_ops
+from fmoe.kernels.native import compiler
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import ops as native_ops
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -22,9 +22,9 @@ CODE = r"""
 import re
 from pathlib import Path
 import torch
-from fmoe import native
-from fmoe.native import compiler
-from fmoe.ops import native as native_ops
+from fmoe.kernels.native import loader as native
+from fmoe.kernels.native import compiler
+from fmoe.kernels.native import ops as native_ops
 
 assert native.load(), native.why()
 assert native.available() and native.describe().startswith("built (")
@@ -50,7 +50,7 @@ def test_it_builds_and_loads_beside_one_openmp_library():
 @pytest.mark.parametrize("isa", ["default", "avx2"])
 def test_torch_lowers_the_instruction_set(isa):
     """Of its own kernels and ours alike, so that all can be tested on one machine."""
-    code = "import torch; from fmoe import native; native.load(); print(torch.ops.fmoe_native.isa())"
+    code = "import torch; from fmoe.kernels.native import loader; loader.load(); print(torch.ops.fmoe_native.isa())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": isa}
     environment.pop("FMOE_NATIVE_ISA", None)  # of `make ISA=... test`
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560)

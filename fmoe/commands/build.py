@@ -1,0 +1,126 @@
+"""``fmoe build``: compile the native CPU backend ahead, and the CUDA kernels where there is a GPU or ``--arch``."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fmoe.cli import Parser
+from fmoe.errors import BuildError, UserError
+from fmoe.kernels import cache
+from fmoe.kernels.cuda import build as cuda_build
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.cuda import nvrtc
+from fmoe.kernels.native import build, compiler
+from fmoe.kernels.native import loader as native
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build and load the library, and print a report.
+
+    Returns:
+        Exit code: 0, or 1 if no library loads.
+
+    Raises:
+        UserError: an unknown sanitizer, an architecture that NVRTC does not support.
+    """
+    parser = Parser(prog="fmoe build", description=__doc__)
+    parser.add_argument("--force", action="store_true", help="compile, whatever is in the cache")
+    parser.add_argument("--clean", action="store_true", help="remove what is in the cache, and end")
+    parser.add_argument("--sanitize", default="", metavar="address,undefined", help="a build for tests, with checks")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="sm_90", help="the CUDA kernels for these architectures instead, without a GPU too"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the commands, or registers and spills of kernels")
+    arguments = parser.parse_args(argv)
+    sanitize = compiler.sanitizers(arguments.sanitize)
+    try:
+        if arguments.clean:
+            print(f"{cache.clean()} entries removed from {', '.join(map(str, cache.folders()))}")
+            return 0
+        if arguments.arch:
+            if sanitize:
+                raise UserError(f"--sanitize {arguments.sanitize} is for the native CPU backend, not for --arch")
+            return build_cuda(arguments.arch, arguments.force, arguments.verbose)
+        code = _build_native(sanitize, arguments.force, arguments.verbose)
+        if not sanitize:
+            _build_cuda_here(arguments.force, arguments.verbose)
+        return code
+    except (BuildError, OSError) as error:
+        print(f"fmoe build: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
+    before = build.cached(sanitize=sanitize)
+    begin = time.monotonic()
+    path = build.library(sanitize=sanitize, force=force, echo=print if verbose else None)
+    seconds = time.monotonic() - begin
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    if before == path and not force:
+        print(f"there already: {path} ({size})")
+    else:
+        print(f"built in {seconds:.1f} s with {compiler.find().name}: {path} ({size})")
+    if sanitize:
+        print("to run with it:", *_variables(sanitize), "python ...")
+        return 0
+    if native.is_off():
+        print("not used while FMOE_NATIVE=0 is set")
+        return 0
+    begin = time.monotonic()
+    if not native.load():
+        raise BuildError(native.why())
+    print(f"loaded in {1e3 * (time.monotonic() - begin):.0f} ms; this processor runs {compiler.current_isa()}")
+    return 0
+
+
+def _variables(sanitize: tuple[str, ...]) -> list[str]:
+    """Environment variables of a process that runs the sanitized build."""
+    words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
+    if "address" in sanitize:
+        cxx = shlex.join(compiler.find().command)
+        words += [
+            "ASAN_OPTIONS=detect_leaks=0",
+            f'LD_PRELOAD="$({cxx} -print-file-name=libasan.so) $({cxx} -print-file-name=libstdc++.so.6)"',
+        ]
+    return words
+
+
+def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False) -> int:
+    """Compile the CUDA kernels for each architecture, on machines without a GPU too, and print a report.
+
+    Returns:
+        Exit code: 0.
+
+    Raises:
+        UserError: an architecture that NVRTC does not support; before any is compiled.
+        BuildError: NVRTC is missing, a compile error, no cache folder.
+    """
+    found = nvrtc.find()
+    for arch in archs:
+        cuda_build.check_arch(arch, found)
+    for arch in dict.fromkeys(archs):
+        before = cuda_build.cached(arch)
+        begin = time.monotonic()
+        path = cuda_build.library(arch, force=force, echo=print if verbose else None)
+        seconds = time.monotonic() - begin
+        size = f"{path.stat().st_size / 1e6:.1f} MB"
+        if before == path and not force:
+            print(f"{arch}: there already: {path} ({size})")
+        else:
+            print(f"{arch}: built in {seconds:.1f} s with {found.name}: {path} ({size})")
+    if cuda.is_off():
+        print("not used while FMOE_CUDA=0 is set")
+    return 0
+
+
+def _build_cuda_here(force: bool, verbose: bool) -> None:
+    """Compile the kernels for the GPUs of this machine, if it has any."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        build_cuda(cuda.architectures(), force, verbose)
+    except BuildError as error:
+        print(f"no CUDA kernels: {error}")

@@ -1,0 +1,9 @@
+"""Every hot operation once: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
+
+`reference` has the same operations in plain differentiable torch; the tests compare values and gradients with it.
+"""
+
+from fmoe.kernels.ffn import expert_ffn, grouped_linear
+from fmoe.kernels.rows import combine, permute, reorder
+
+__all__ = ["combine", "expert_ffn", "grouped_linear", "permute", "reorder"]

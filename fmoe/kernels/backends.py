@@ -1,0 +1,86 @@
+"""Choice of the backend: the one place that says which kernels take which tensors.
+
+The answer depends on the kernels loaded for a device, never on the device's type: tests load CUDA kernels for the CPU.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fmoe.kernels.cuda import launch
+from fmoe.kernels.cuda.instances import DTYPES, MAX_EXPERTS, MAX_SEGMENTS
+
+# The activations that both backends have, by their number in the kernels (native/src/kernels.h, cuda/activation.cu).
+ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu)
+
+native_is_loaded = False  # set by `fmoe.kernels.native.ops.register`
+
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
+    """The number of an activation in `ACTIVATIONS`; None for one that no kernel computes."""
+    if activation is F.gelu:
+        return 0
+    if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
+        return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
+    if activation is F.relu:
+        return 2
+    return 3 if activation is F.silu else None
+
+
+def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
+    """Return whether `native.ops.expert_ffn` takes these: one dtype, float32 or bfloat16, on the CPU."""
+    given = [rows, *(p for p in parameters if p is not None)]
+    return (
+        native_is_loaded
+        and activation_code(activation) is not None
+        and all(t.device.type == "cpu" and t.dtype == rows.dtype and t.dtype in _NATIVE_DTYPES for t in given)
+    )
+
+
+def cuda_is_loaded(device: torch.device) -> bool:
+    """Return whether CUDA kernels are loaded for a device. A constant for torch.compile."""
+    return bool(launch.launchers) and launch.launcher(device) is not None
+
+
+# torch.compiler.assume_constant_result sets this, but importing torch._dynamo takes as long again as importing torch.
+cuda_is_loaded._dynamo_marked_constant = True
+
+
+def cuda_takes(*tensors: Tensor | None) -> bool:
+    """Return whether these are on one device with CUDA kernels, in float32 or 16 bits (or integers)."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    return cuda_is_loaded(first.device) and all(
+        t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None
+    )
+
+
+def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
+    """Return whether `cuda.ffn.expert_ffn` takes these: a known activation and one dtype, as `cuda_takes`."""
+    given = [rows, *(p for p in parameters if p is not None)]
+    return activation_code(activation) is not None and cuda_takes(*given) and all(t.dtype == rows.dtype for t in given)
+
+
+def cuda_takes_rows(rows: Tensor, *others: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether `cuda.rows` moves these rows, and writes them in ``dtype`` (None: their own)."""
+    is_matrix = rows.dim() == 2 and rows.is_floating_point()
+    return is_matrix and cuda_takes(rows, *others) and (dtype is None or dtype in DTYPES)
+
+
+def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
+    """Return whether CUDA kernels sort assignments to this many experts, and drop those over capacity."""
+    return cuda_takes(expert_TK) and num_experts <= MAX_EXPERTS
+
+
+def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
+    """Return whether `cuda.routing` takes the logits of these tokens: float32, where kernels are loaded."""
+    return x_TD.dtype == torch.float32 and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
+
+
+def cuda_takes_segments(receive_S: Tensor) -> bool:
+    """Return whether `cuda.calls.segment_order` takes this many segments."""
+    return cuda_takes(receive_S) and len(receive_S) <= MAX_SEGMENTS

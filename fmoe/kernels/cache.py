@@ -1,0 +1,313 @@
+"""The cache of built libraries: its folders, the lock of their writers, entries that prove to be intact.
+
+An entry is one file, ``KEY-SHA256.so`` (of the CUDA kernels: ``.zip``), with the SHA-256 of its bytes. A rename
+publishes it, so no reader sees it half written, and damage by a full or bad disk is detected before it is loaded. A
+builder holds the lock of its key, which the operating system releases with the process.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fmoe.errors import BuildError
+
+with suppress(ImportError):  # on Windows, where `build` ends before it is needed
+    import fcntl
+
+KEEP = 8  # entries of a folder and a kind; the least recently used go
+SUFFIXES = (".so", ".zip")
+
+logger = logging.getLogger("fmoe")
+
+_BUILDING = "building-"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of some network file systems
+
+
+def folders() -> list[Path]:
+    """Folders of entries in the order of search: only FMOE_CACHE if it is set, else the user's cache folder and, for a
+    home that cannot be written, one in the folder for temporary files."""
+    named = os.environ.get("FMOE_CACHE")
+    if named:
+        return [Path(named).absolute()]
+    found = []
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        found.append(Path(base) / "fmoe")
+    else:
+        with suppress(RuntimeError):  # a user without a home
+            found.append(Path.home() / ".cache" / "fmoe")
+    return [*found, _temporary()]
+
+
+def get(
+    key: str,
+    make: Callable[[Path, bool], Path],
+    *,
+    suffix: str = ".so",
+    what: str = "the native CPU backend",
+    cannot: BuildError | None = None,
+    force: bool = False,
+    instead_of: tuple[int, int] | None = None,
+) -> Path:
+    """The entry of ``key``, made under its lock if it is missing. If many processes ask at once, one makes it, and
+    the others take its result or its error.
+
+    Args:
+        make: called with the folder and whether its lock is held; builds in a `workplace`, and ends with `publish` or
+            with `publish_failure` and a BuildError.
+        what: is made, for messages.
+        cannot: why it cannot be made here, raised where it would have to be.
+        force: make it even if there is one.
+        instead_of: `identity` of an entry that did not load, and must not be returned again.
+
+    Raises:
+        BuildError: one line: it cannot be made, or no cache folder can be written.
+    """
+    if not force:
+        found = find(key, suffix)
+        if found is not None and identity(found) != instead_of:
+            return found
+    if cannot is not None:
+        raise cannot
+    folder = writable()
+    failed = failure(folder, key)
+    known_failure = identity(failed)
+    try:
+        with locked(folder, key, what) as is_locked:
+            if not force:  # whom we waited for has built it, or has failed
+                found = find_in(folder, key, suffix)
+                if found is not None and identity(found) != instead_of:
+                    return found
+                if identity(failed) not in (None, known_failure):
+                    raise BuildError(failed.read_text(encoding="utf-8").partition("\n")[0])
+            return make(folder, is_locked)
+    except OSError as error:
+        raise BuildError(f"cache folder {folder}: {error.strerror or error}; FMOE_CACHE names another") from error
+
+
+def find(key: str, suffix: str = ".so") -> Path | None:
+    """The newest intact entry whose name begins with ``key``, in any of the folders that can be trusted."""
+    for folder in folders():
+        if folder.is_dir() and _distrust(folder) is None:
+            found = find_in(folder, key, suffix)
+            if found is not None:
+                return found
+    return None
+
+
+def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
+    """The newest intact entry of one folder."""
+    for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
+        with suppress(OSError):  # somebody removes it at this moment
+            if sha256(path) == path.stem.rpartition("-")[2]:
+                _mark_used(path)
+                return path
+    return None
+
+
+def writable() -> Path:
+    """The first of `folders` that entries can be written to, made if it is missing.
+
+    Raises:
+        BuildError: no folder can be written; gives the reason for each.
+    """
+    reasons = []
+    for folder in folders():
+        try:
+            # Others have no business in a folder that is made unasked; one that is named may be for many.
+            folder.mkdir(mode=0o755 if os.environ.get("FMOE_CACHE") else 0o700, parents=True, exist_ok=True)
+            reason = _distrust(folder)
+            if reason is None:
+                if os.access(folder, os.W_OK | os.X_OK):
+                    return folder
+                reason = "cannot be written"
+        except OSError as error:
+            reason = error.strerror
+        reasons.append(f"{folder}: {reason}")
+    raise BuildError(f"no cache folder: {'; '.join(reasons)}; FMOE_CACHE names another")
+
+
+@contextmanager
+def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iterator[bool]:
+    """Waits for the lock of ``key`` in ``folder`` and holds it; False where the file system has no locks, which costs
+    nothing but work done twice."""
+    handle, is_locked = _lock(folder / f"{key}.lock", what)
+    try:
+        yield is_locked
+    finally:
+        if is_locked:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also where a fork has the handle too
+        os.close(handle)
+
+
+def workplace(folder: Path, key: str, is_locked: bool) -> Path:
+    """A new folder to build in. Those of builders that died are removed: under the lock none is alive."""
+    if is_locked:
+        _remove_workplaces(folder, key)
+    return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
+
+
+def publish(library: Path, folder: Path, key: str) -> Path:
+    """Makes a built library the one entry of its key, and removes its failure and the oldest entries."""
+    suffix = library.suffix
+    library.chmod(0o755 if suffix == ".so" else 0o644)
+    digest = sha256(library)
+    _sync(library)
+    entry = folder / f"{key}-{digest}{suffix}"
+    os.replace(library, entry)
+    _sync(folder)
+    with suppress(OSError):
+        failure(folder, key).unlink()
+    for old in folder.glob(f"{key}-*{suffix}"):
+        if old != entry:
+            _remove(old)
+    for old in sorted(folder.glob(f"*{suffix}"), key=_used, reverse=True)[KEEP:]:
+        if old != entry:
+            _remove(old)
+    return entry
+
+
+def failure(folder: Path, key: str) -> Path:
+    """The file about the failure of the last build of ``key``: one line, then the compiler's whole output."""
+    return folder / f"{key}.failed"
+
+
+def publish_failure(folder: Path, key: str, text: str) -> None:
+    """Writes `failure`; old ones go."""
+    path = failure(folder, key)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    for old in sorted(folder.glob("*.failed"), key=_modified, reverse=True)[KEEP:]:
+        _remove(old)
+
+
+def last_failure(key: str) -> str | None:
+    """The first line of the newest `failure` of ``key`` in any of the folders."""
+    for folder in folders():
+        try:
+            return failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
+        except OSError:
+            continue
+    return None
+
+
+def clean() -> int:
+    """Removes all entries, failures and what dead builders left, in each of `folders`; waits for who builds there.
+    Returns how many entries there were."""
+    count = 0
+    for folder in folders():
+        if not folder.is_dir() or _distrust(folder) is not None:
+            continue
+        for lock in folder.glob("*.lock"):
+            with locked(folder, lock.stem) as is_locked:
+                if is_locked:
+                    _remove_workplaces(folder, lock.stem)
+                    lock.unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.suffix in (*SUFFIXES, ".failed"):
+                path.unlink(missing_ok=True)
+                count += path.suffix in SUFFIXES
+    return count
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from one that took its name; None for none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def sha256(path: Path) -> str:
+    """Hash of the bytes of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"fmoe-{os.getuid()}"
+
+
+def _distrust(folder: Path) -> str | None:
+    """Why libraries of a folder are not loaded, where others could have put them there."""
+    found = folder.lstat() if folder == _temporary() else folder.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a folder"
+    if found.st_mode & stat.S_IWOTH:
+        return f"everybody can write there (mode {stat.S_IMODE(found.st_mode):o})"
+    # A folder that is named may be another's, who builds for many; not where anybody could have taken the name.
+    may_be_anothers = os.environ.get("FMOE_CACHE") and not folder.parent.stat().st_mode & stat.S_IWOTH
+    if not may_be_anothers and found.st_uid not in (os.getuid(), 0):
+        return f"belongs to user {found.st_uid}, not to {os.getuid()}"
+    if folder == _temporary() and found.st_mode & 0o077:
+        return f"others have access to it (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+def _lock(path: Path, what: str) -> tuple[int, bool]:
+    """(handle of the locked file, whether it could be locked). Compilers do not inherit the handle, so that they do not
+    outlive us with the lock."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("another process compiles %s: waiting for it (%s)", what, path)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return handle, False
+            os.close(handle)
+            raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(handle)):
+                return handle, True
+        os.close(handle)  # `clean` removed the file that we waited for
+
+
+def _remove_workplaces(folder: Path, key: str) -> None:
+    for left in folder.glob(f"{_BUILDING}{key}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _mark_used(path: Path) -> None:
+    with suppress(OSError):  # the folder may be for reading alone
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _used(path: Path) -> int:
+    try:
+        return path.stat().st_atime_ns
+    except OSError:
+        return 0
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,171 @@
+"""From the CUDA sources to machine code for one architecture: out of the cache, or compiled now.
+
+An entry of the cache (`fmoe.kernels.cache`) is a zip file: the cubin of each source file, and what its kernels are
+called in it. Nothing of torch's is compiled in, so an entry fits every torch.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fmoe.errors import BuildError, UserError, known_names
+from fmoe.kernels import cache
+from fmoe.kernels.cuda import nvrtc
+from fmoe.kernels.cuda.instances import KERNELS
+from fmoe.kernels.cuda.nvrtc import Nvrtc
+
+logger = logging.getLogger("fmoe")
+
+WHAT = "the CUDA kernels"
+_SUFFIX = ".zip"
+_INDEX = "kernels.json"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files to compile.
+
+    Attributes:
+        folder: all its files count, so that headers do.
+        kernels: of each file that is compiled, the kernels that are kept: name expressions of NVRTC.
+    """
+
+    folder: Path
+    kernels: Mapping[str, tuple[str, ...]] = field(hash=False)
+
+
+SHIPPED = Sources(Path(__file__).parent / "src", KERNELS)
+
+
+def library(
+    arch: str,
+    sources: Sources | None = None,
+    *,
+    force: bool = False,
+    instead_of: tuple[int, int] | None = None,
+    echo: Callable[[str], None] | None = None,
+) -> Path:
+    """The path of the compiled kernels for an architecture, from the cache or compiled now.
+
+    Args:
+        arch: e.g. ``"sm_90"``.
+        sources: what to compile; None for `SHIPPED`.
+        force: compile even if the cache has an entry.
+        instead_of: `cache.identity` of an entry that did not load, and must not be returned again.
+        echo: is called with the compiler's output for each file: registers, spills, shared memory.
+
+    Raises:
+        UserError: NVRTC does not support the architecture.
+        BuildError: one line: NVRTC or headers are missing, a compile error, no cache folder that can be written.
+    """
+    sources = sources or SHIPPED
+    found = _find()
+    if isinstance(found, Nvrtc):
+        check_arch(arch, found)
+
+    def make(folder: Path, is_locked: bool) -> Path:
+        return _build(sources, arch, found, folder, is_locked, echo)
+
+    cannot = found if isinstance(found, BuildError) else None
+    return cache.get(
+        _key(sources, arch, found),
+        make,
+        suffix=_SUFFIX,
+        what=f"{WHAT} for {arch}",
+        cannot=cannot,
+        force=force,
+        instead_of=instead_of,
+    )
+
+
+def check_arch(arch: str, found: Nvrtc) -> None:
+    """Raises UserError where NVRTC does not compile for an architecture."""
+    if arch not in found.architectures:
+        raise UserError(f"arch={arch!r} is not known to {found.name}; {known_names(arch, found.architectures)}")
+
+
+def cached(arch: str, sources: Sources | None = None) -> Path | None:
+    """The result of `library` if it needs no compiler, else None."""
+    return cache.find(_key(sources or SHIPPED, arch, _find()), _SUFFIX)
+
+
+def last_failure(arch: str, sources: Sources | None = None) -> str | None:
+    """The line that the last build ended with, if it failed and nothing it was made of has changed since."""
+    return cache.last_failure(_key(sources or SHIPPED, arch, _find()))
+
+
+def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
+    """The machine code of each file, and the symbols of its kernels.
+
+    Raises:
+        BuildError: the entry is not one of ours.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            index = json.loads(archive.read(_INDEX))
+            return [(archive.read(f"{name}.cubin"), symbols) for name, symbols in index.items()]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise BuildError(f"{path} does not load: {error}") from error
+
+
+def _find() -> Nvrtc | BuildError:
+    try:
+        return nvrtc.find()
+    except BuildError as error:
+        return error
+
+
+def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
+    """Without NVRTC what any NVRTC made will do: images are built where there is one, and run where not."""
+    digest = hashlib.sha256()
+    for path in sorted(sources.folder.iterdir()):
+        if path.is_file():
+            digest.update(f"{path.name}\0{cache.sha256(path)}\0".encode())
+    digest.update(json.dumps(sorted((name, list(kernels)) for name, kernels in sources.kernels.items())).encode())
+    version = "" if isinstance(found, BuildError) else found.version.replace(".", "_")
+    return f"cuda-{arch}-{digest.hexdigest()[:16]}-{version}"
+
+
+def _build(
+    sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
+) -> Path:
+    """Compiles and publishes, under the lock of the key."""
+    begin = time.monotonic()
+    logger.warning(
+        "compiling %s for %s with %s, once on this machine; fmoe build does it ahead", WHAT, arch, found.name
+    )
+    key = _key(sources, arch, found)
+    place = cache.workplace(folder, key, is_locked)
+
+    def compile_one(name: str) -> nvrtc.Code:
+        return nvrtc.compile_file(sources.folder / name, sources.kernels[name], arch, verbose=echo is not None)
+
+    try:
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+            codes = dict(zip(sources.kernels, pool.map(compile_one, sources.kernels), strict=True))
+    except BuildError as error:
+        line, _, rest = str(error).partition("\n")
+        cache.publish_failure(folder, key, f"{found.name} failed: {line}\n{rest}")
+        raise BuildError(f"{found.name} failed: {line} (all of it: {cache.failure(folder, key)})") from error
+    else:
+        for name, code in codes.items():
+            if echo is not None:
+                echo(f"{name} for {arch}: {len(code.cubin)} bytes\n{code.log.strip()}")
+        result = place / f"library{_SUFFIX}"
+        index = json.dumps({name: code.symbols for name, code in codes.items()})
+        with zipfile.ZipFile(result, "w") as archive:
+            for name, data in ((_INDEX, index), *((f"{name}.cubin", code.cubin) for name, code in codes.items())):
+                archive.writestr(zipfile.ZipInfo(name), data)  # without a date: the same code makes the same bytes
+        entry = cache.publish(result, folder, key)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    logger.info("compiled %s for %s in %.1f s: %s", WHAT, arch, time.monotonic() - begin, entry)
+    return entry

@@ -1,0 +1,43 @@
+"""The kernels (docs/kernels.md): source files, the instances that are compiled of them, and their limits."""
+
+import itertools
+
+import torch
+
+DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "fmoe::bf16"}
+
+ROUTE_WIDTHS = (1, 2, 4, 8)  # experts a lane, of up to 32 times as many; 0 for more
+MAX_EXPERTS = 4096  # whose counters fit into the shared memory of a block
+MAX_SEGMENTS = 4080
+
+
+def _each(kernel: str, *arguments) -> tuple[str, ...]:
+    return tuple(f"fmoe::{kernel}<{', '.join(map(str, words))}>" for words in itertools.product(*arguments))
+
+
+_T = tuple(DTYPES.values())
+_SAME = tuple(f"{t}, {t}" for t in _T)
+
+# What `fmoe.kernels.cuda` and `fmoe.optim` call. Routers run in float32.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
+    "plan.cu": tuple(
+        f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity", "segment_order")
+    ),
+    "rows.cu": (
+        *_each("gather", _T, _T),
+        *_each("combine", _T),
+        *_each("combine_backward", _T),
+        *_each("add_bias", _T),
+        *_each("column_sums", _SAME),
+    ),
+    "activation.cu": (
+        *_each("activate", _T, range(4), ("false", "true")),
+        *_each("activate_backward", _T, range(4), ("false", "true")),
+    ),
+    "lamb.cu": (
+        *_each("lamb_measure", sorted({*_SAME, *(f"{t}, float" for t in _T)})),
+        "fmoe::lamb_norms",
+        *_each("lamb_update", _T),
+    ),
+}

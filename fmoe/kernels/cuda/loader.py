@@ -1,0 +1,137 @@
+"""The CUDA backend: kernels that NVRTC compiles for the GPU at hand, when the first layer is made (docs/cuda.md).
+
+Importing this compiles and loads nothing, and needs neither cuda.core nor a GPU. `load` does.
+"""
+
+import logging
+import os
+import threading
+
+import torch
+
+from fmoe.errors import BuildError, UserError
+from fmoe.kernels.cuda import launch, selfcheck, tuning
+from fmoe.kernels.cuda.launch import architecture
+
+logger = logging.getLogger("fmoe")
+tuning.self_check = selfcheck.failure
+
+_lock = threading.Lock()
+_reasons: dict[str, str | None] = {}  # by architecture that `load` was called for: why it has no kernels, or None
+_warned = False
+
+
+def load(device: torch.device | int | str | None = None) -> bool:
+    """Compile the kernels for a GPU if the cache lacks them, and load them; later calls return what the first did.
+
+    On failure, one line on the logger ``fmoe`` gives the reason, once, and `why` returns it. Environment variables:
+    FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
+
+    Args:
+        device: a CUDA device; None for the current one.
+
+    Returns:
+        True if there are kernels for it.
+
+    Raises:
+        UserError: FMOE_CUDA is neither 0 nor 1.
+    """
+    arch = architecture(device)
+    if arch not in _reasons:
+        with _lock:
+            if arch not in _reasons:
+                _reasons[arch] = _load(arch, device)
+    return _reasons[arch] is None
+
+
+def why(device: torch.device | int | str | None = None) -> str | None:
+    """The reason why `load` returned False; None if it returned True or was not called."""
+    return _reasons.get(architecture(device))
+
+
+def is_off() -> bool:
+    """Return whether FMOE_CUDA=0 turns the backend off.
+
+    Raises:
+        UserError: FMOE_CUDA is neither 0 nor 1.
+    """
+    value = os.environ.get("FMOE_CUDA", "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"FMOE_CUDA={value!r} is neither 0 (off) nor 1")
+    return value == "0"
+
+
+def describe() -> str:
+    """The state of the backend: a line of ``fmoe info``. Compiles nothing."""
+    from fmoe.kernels.cuda import build, nvrtc
+
+    if is_off():
+        return "off (FMOE_CUDA=0): torch path"
+    here = architectures()
+    built = [arch for arch in dict.fromkeys((*here, *AHEAD)) if build.cached(arch) is not None]
+    parts = [f"built for {', '.join(built)}" if built else "nothing built"]
+    try:
+        parts.append(nvrtc.find().name)
+    except BuildError as error:
+        parts.append(str(error))
+    if not here:
+        return ", ".join([*parts, "no GPU here"])
+    missing = [arch for arch in here if arch not in built]
+    for arch in missing:
+        failed = build.last_failure(arch)
+        if failed is not None:
+            parts.append(f"{arch} was not built, {failed}: torch path; the next start tries again")
+        else:
+            parts.append(f"{arch} is built when the first layer is made, or by fmoe build --arch {arch}")
+    return ", ".join(parts)
+
+
+def architectures() -> list[str]:
+    """Architectures of the GPUs of this machine."""
+    if not torch.cuda.is_available():
+        return []
+    return sorted({architecture(number) for number in range(torch.cuda.device_count())})
+
+
+AHEAD = ("sm_80", "sm_90", "sm_100")  # what `describe` looks for beside the GPUs that are here
+
+
+def _load(arch: str, device: torch.device | int | str | None) -> str | None:
+    """Register a launcher that passes the self-check, or return the reason why there is none."""
+    if is_off():
+        return "FMOE_CUDA=0 turns it off"
+    if arch in ("cpu", "none"):
+        return "there is no CUDA device"
+    try:
+        launch.launchers[arch] = _launcher(arch)
+    except (BuildError, UserError) as error:
+        return _give_up(arch, str(error))
+    wrong = tuning.failure(torch.device("cuda" if device is None else device))
+    if wrong is None:
+        return None
+    del launch.launchers[arch]
+    return _give_up(arch, f"they fail a self-check on this device ({wrong})")
+
+
+def _give_up(arch: str, reason: str) -> str:
+    """Log the reason: one process of a machine does so as a warning, once."""
+    global _warned
+    is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
+    _warned = True
+    level = logging.WARNING if is_loud else logging.INFO
+    logger.log(level, "no CUDA kernels for %s: %s; layers run on the torch path", arch, reason)
+    return reason
+
+
+def _launcher(arch: str) -> launch.Launcher:
+    from fmoe.kernels import cache
+    from fmoe.kernels.cuda import build
+
+    path = build.library(arch)
+    failed = cache.identity(path)
+    try:
+        return launch.DeviceLauncher(build.read(path))
+    except BuildError as error:
+        logger.info("%s: compiling it again", error)
+        path = build.library(arch, instead_of=failed)
+    return launch.DeviceLauncher(build.read(path))

@@ -1,0 +1,149 @@
+"""From logits to experts and weights in one kernel (`fmoe.kernels.cuda.calls.route`), differentiable.
+
+Shape letters: T tokens, E experts, K choices.
+"""
+
+from dataclasses import dataclass
+from typing import Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+
+import torch
+from torch import Tensor
+
+from fmoe.kernels.cuda import calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A gate's rule of this form: choose the K largest ranks, weight them by their scores.
+
+    Args:
+        is_sigmoid: scores are sigmoids of the logits, not their softmax.
+        by_logits: ranks are the logits, not the scores; with ``bias_E`` of `route` added to either.
+        normalize: weights are scores over the sum of the K.
+        scale: factor of the weights.
+        groups, kept_groups, best_of: choose only within the best ``kept_groups`` of so many groups of experts, each
+            worth the sum of its ``best_of`` best ranks; ``groups`` 0 for no such limit.
+    """
+
+    is_sigmoid: bool = False
+    by_logits: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 0
+    kept_groups: int = 1
+    best_of: int = 1
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Result of `route`. All but ``expert_TK`` and ``entropy_T`` are differentiable.
+
+    Attributes:
+        expert_TK: -1 where the mask is False.
+        score_TE: softmax or sigmoid; None unless it was asked for.
+        entropy_T: of the softmax, or of the sigmoids over their sum.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    score_TE: Tensor | None
+    logsumexp_T: Tensor
+    entropy_T: Tensor
+
+
+def route(
+    logits_TE: Tensor,
+    top_k: int,
+    rule: Rule,
+    *,
+    bias_E: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    with_scores: bool = True,
+) -> Routed:
+    """Experts and weights of each token by a rule."""
+    bias_E = None if bias_E is None else bias_E.float().contiguous()
+    mask_T = None if mask_T is None else mask_T.contiguous()
+    flags = (rule.is_sigmoid, rule.by_logits, rule.normalize, rule.scale)
+    expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T = _route(
+        *(logits_TE.contiguous(), bias_E, mask_T, top_k, *flags, rule.groups, rule.kept_groups, rule.best_of),
+        with_scores,
+    )
+    return Routed(expert_TK, weight_TK, score_TE if with_scores else None, logsumexp_T, entropy_T)
+
+
+@torch.library.custom_op("fmoe_cuda::route", mutates_args=())
+def _route(
+    logits: Tensor,
+    bias: Optional[Tensor],  # noqa: UP045
+    mask: Optional[Tensor],  # noqa: UP045
+    top_k: int,
+    is_sigmoid: bool,
+    by_logits: bool,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    kept_groups: int,
+    best_of: int,
+    with_scores: bool,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
+    expert, weight, score, logsumexp, entropy = calls.route(
+        *(logits, bias, mask, top_k),
+        is_sigmoid=is_sigmoid,
+        by_logits=by_logits,
+        normalize=normalize,
+        scale=scale,
+        groups=groups,
+        kept_groups=kept_groups,
+        best_of=best_of,
+        with_scores=with_scores,
+    )
+    return expert, weight, logits.new_empty(0) if score is None else score, logsumexp, entropy
+
+
+@_route.register_fake
+def _(logits, bias, mask, top_k, is_sigmoid, by_logits, normalize, scale, groups, kept_groups, best_of, with_scores):
+    tokens, new = logits.shape[0], logits.new_empty
+    score = torch.empty_like(logits, dtype=torch.float32) if with_scores else new(0)
+    return new(tokens, top_k, dtype=torch.int64), new(tokens, top_k), score, new(tokens), new(tokens)
+
+
+@torch.library.custom_op("fmoe_cuda::route_backward", mutates_args=())
+def _route_backward(
+    logits: Tensor,
+    expert: Tensor,
+    logsumexp: Tensor,
+    d_weight: Optional[Tensor],  # noqa: UP045
+    d_score: Optional[Tensor],  # noqa: UP045
+    d_logsumexp: Optional[Tensor],  # noqa: UP045
+    is_sigmoid: bool,
+    normalize: bool,
+    scale: float,
+) -> Tensor:
+    given = (logits, expert, logsumexp, d_weight, d_score, d_logsumexp)
+    return calls.route_backward(*given, is_sigmoid=is_sigmoid, normalize=normalize, scale=scale)
+
+
+@_route_backward.register_fake
+def _(logits, expert, logsumexp, d_weight, d_score, d_logsumexp, is_sigmoid, normalize, scale):
+    return torch.empty_like(logits)
+
+
+def _keep(ctx, inputs, output):
+    logits, _, _, _, is_sigmoid, _, normalize, scale, *_, with_scores = inputs
+    expert, _, _, logsumexp, entropy = output
+    ctx.save_for_backward(logits, expert, logsumexp)
+    ctx.rule, ctx.with_scores = (is_sigmoid, normalize, scale), with_scores
+    ctx.mark_non_differentiable(expert, entropy)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, _expert, d_weight, d_score, d_logsumexp, _entropy):
+    nothing = (None,) * 11
+    if d_weight is None and d_score is None and d_logsumexp is None:
+        return None, *nothing
+    d_score = d_score if ctx.with_scores else None
+    gradients = [None if d is None else d.contiguous() for d in (d_weight, d_score, d_logsumexp)]
+    return _route_backward(*ctx.saved_tensors, *gradients, *ctx.rule), *nothing
+
+
+_route.register_autograd(_backward, setup_context=_keep)

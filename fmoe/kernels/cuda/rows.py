@@ -1,0 +1,177 @@
+"""`fmoe.kernels.rows` and the plan's integers on a GPU (`calls`), differentiable, for torch.compile too.
+
+Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
+"""
+
+from typing import List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+
+import torch
+from torch import Tensor
+
+from fmoe.kernels.cuda import calls
+
+
+def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
+    """A row for each of the first ``num_rows`` assignments of the order: [M, D]."""
+    return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
+
+
+def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
+    """``sum_k weight_tk * row of (t, k)`` in float32, over places below M: [T, D]."""
+    return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
+
+
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """``rows[index]`` for a permutation, in a dtype: packs rows for a transfer, or unpacks them."""
+    return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
+
+
+@torch.library.custom_op("fmoe_cuda::permute", mutates_args=())
+def _permute(x: Tensor, perm: Tensor, inverse: Tensor, num_rows: int) -> Tensor:
+    return calls.gather(x, perm, inverse.shape[1], num_rows)
+
+
+@_permute.register_fake
+def _(x, perm, inverse, num_rows):
+    return x.new_empty(num_rows, x.shape[1])
+
+
+@torch.library.custom_op("fmoe_cuda::gather_sum", mutates_args=())
+def _gather_sum(rows: Tensor, inverse: Tensor) -> Tensor:
+    return calls.combine(rows, inverse)
+
+
+@_gather_sum.register_fake
+def _(rows, inverse):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+def _keep_permute(ctx, inputs, output):
+    ctx.save_for_backward(inputs[2])
+
+
+def _permute_backward(ctx, grad):
+    (inverse,) = ctx.saved_tensors
+    return _gather_sum(grad.contiguous(), inverse), None, None, None
+
+
+_permute.register_autograd(_permute_backward, setup_context=_keep_permute)
+
+
+@torch.library.custom_op("fmoe_cuda::combine", mutates_args=())
+def _combine(rows: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    return calls.combine(rows, inverse, weight)
+
+
+@_combine.register_fake
+def _(rows, weight, inverse):
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("fmoe_cuda::combine_backward", mutates_args=())
+def _combine_backward(grad: Tensor, rows: Tensor, weight: Tensor, inverse: Tensor, needs: List[bool]) -> List[Tensor]:  # noqa: UP006
+    found = calls.combine_backward(grad, rows, inverse, weight, needs_rows=needs[0], needs_weight=needs[1])
+    return [rows.new_empty(0) if gradient is None else gradient for gradient in found]
+
+
+@_combine_backward.register_fake
+def _(grad, rows, weight, inverse, needs):
+    return [
+        torch.empty_like(t) if needed else rows.new_empty(0) for t, needed in zip((rows, weight), needs, strict=True)
+    ]
+
+
+def _keep_combine(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_of_combine(ctx, grad):
+    needs = list(ctx.needs_input_grad[:2])
+    found = _combine_backward(grad.contiguous(), *ctx.saved_tensors, needs)
+    return (*(gradient if needed else None for gradient, needed in zip(found, needs, strict=True)), None)
+
+
+_combine.register_autograd(_backward_of_combine, setup_context=_keep_combine)
+
+
+@torch.library.custom_op("fmoe_cuda::reorder", mutates_args=())
+def _reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return calls.gather(rows, index, 1, index.shape[0], dtype=dtype)
+
+
+@_reorder.register_fake
+def _(rows, index, inverse, dtype):
+    return torch.empty_like(rows, dtype=dtype)
+
+
+def _keep_reorder(ctx, inputs, output):
+    rows, index, inverse, _ = inputs
+    ctx.save_for_backward(index, inverse)
+    ctx.dtype = rows.dtype
+
+
+def _backward_of_reorder(ctx, grad):
+    index, inverse = ctx.saved_tensors
+    return _reorder(grad.contiguous(), inverse, index, ctx.dtype), None, None, None
+
+
+_reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
+
+
+@torch.library.custom_op("fmoe_cuda::place", mutates_args=())
+def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
+    """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_TK, kept_TK, count_E, end_E in int32,
+    rows kept [1])."""
+    perm_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
+    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
+
+
+@place.register_fake
+def _(expert_TK, num_experts):
+    new = expert_TK.new_empty
+    return (
+        new(expert_TK.numel()),
+        torch.empty_like(expert_TK),
+        torch.empty_like(expert_TK, dtype=torch.bool),
+        new(num_experts),
+        new(num_experts, dtype=torch.int32),
+        new(1),
+    )
+
+
+@torch.library.custom_op("fmoe_cuda::drop_over_capacity", mutates_args=())
+def _drop_over_capacity(
+    expert_TK: Tensor,
+    mask_T: Optional[Tensor],  # noqa: UP045
+    num_experts: int,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    factor: float,
+) -> Tensor:
+    sizes = (num_experts, group_size, sequences, sequence_length, factor)
+    return calls.drop_over_capacity(expert_TK, mask_T, *sizes)
+
+
+@_drop_over_capacity.register_fake
+def _(expert_TK, mask_T, num_experts, group_size, sequences, sequence_length, factor):
+    return torch.empty_like(expert_TK)
+
+
+def drop_over_capacity(
+    expert_TK: Tensor,
+    mask_T: Tensor | None,
+    num_experts: int,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    factor: float,
+) -> Tensor:
+    """``expert_TK`` with -1 where the expert is full (`fmoe.gates.router.drop_over_capacity`).
+
+    Args:
+        sequences, sequence_length: sizes of tokens in the layout [length, sequences]; else 1 and T.
+    """
+    mask_T = None if mask_T is None else mask_T.contiguous()
+    sizes = (num_experts, group_size, sequences, sequence_length, factor)
+    return _drop_over_capacity(expert_TK.contiguous(), mask_T, *sizes)

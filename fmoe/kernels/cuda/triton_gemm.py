@@ -1,0 +1,379 @@
+"""The experts' GEMMs by Triton (`fmoe.kernels.cuda.triton_kernels`): rows are gathered as they are loaded, activated as
+they are stored, and counts stay on the device.
+
+Triton comes with torch for CUDA. It is imported on first use; `why` gives the reason where it is unusable.
+
+Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
+first map (2 H where gated, else H).
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from fmoe.kernels.cuda.tuning import TuningCache, milliseconds
+
+logger = logging.getLogger("fmoe")
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """Tiles of a GEMM, all powers of two from 16 on.
+
+    Attributes:
+        rows, columns: of a tile of the output.
+        depth: of a tile along the summed axis.
+        warps: that share a tile.
+        stages: loads under way.
+        group: tiles of rows that follow each other, for the sake of the L2 cache.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+
+
+KINDS = ("up", "multiply", "down_backward", "weights")
+
+
+@functools.cache
+def why() -> str | None:
+    """Why there is no Triton here; None where there is."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    try:
+        _kernels()
+    except Exception as error:  # whatever an installation that does not fit raises
+        return f"triton cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+    return None
+
+
+def version() -> str:
+    """Version of Triton, for keys of the tuning cache."""
+    return "no triton" if why() is not None else f"triton {_kernels().triton.__version__}"
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from fmoe.kernels.cuda import triton_kernels
+
+    return triton_kernels
+
+
+def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> Config:
+    """The configuration without a measurement.
+
+    Args:
+        kind: of `KINDS`.
+        rows: of an expert, on average; of "weights" the height of the matrix.
+        columns: of the output.
+        depth: that is summed over.
+    """
+    is_wide = dtype == torch.float32
+    most = 64 if is_wide else 128
+    tile_rows = _clipped(rows, most)
+    tile_columns = _clipped(columns, most)
+    sums = 1
+    if (kind == "up" and gated) or kind == "down_backward":  # two sums, or a sum and two tiles of hidden units
+        tile_columns, sums = min(tile_columns, most // 2), 2
+    warps = 8 if tile_rows * tile_columns * sums >= most * most else 4
+    return Config(tile_rows, tile_columns, _clipped(depth, 32 if is_wide else 64), warps, stages=3)
+
+
+def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> list[Config]:
+    """The default one first, then what else is worth being measured: all fit into 160 KiB of shared memory."""
+    first = default_config(kind, dtype, rows, columns, depth, gated)
+    found = [first]
+    size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
+    for tile_rows in (64, 128):
+        for tile_columns in (64, 128, 256):
+            for tile_depth in (32, 64):
+                for stages in (3, 4):
+                    config = Config(
+                        _clipped(rows, tile_rows),
+                        _clipped(columns, tile_columns),
+                        _clipped(depth, tile_depth),
+                        8 if tile_rows * tile_columns * products >= 128 * 128 else 4,
+                        stages,
+                    )
+                    held = size * stages * config.depth * (config.rows + products * config.columns)
+                    if held <= 160 * 1024 and config.rows * config.columns * products <= 256 * 128:
+                        found.append(config)
+    return list(dict.fromkeys(found))
+
+
+_tuned = TuningCache("triton.json", lambda v: isinstance(v, list) and len(v) == 6 and all(type(n) is int for n in v))
+
+
+def is_tuning() -> bool:
+    """Return whether FMOE_TUNE=1 turns measuring on.
+
+    Raises:
+        UserError: it is neither 0 nor 1.
+    """
+    value = os.environ.get("FMOE_TUNE", "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (configurations of Triton's GEMMs are measured)")
+    return value == "1"
+
+
+def _clipped(extent: int, most: int) -> int:
+    return max(16, min(most, _power(extent)))
+
+
+def _power(number: int) -> int:
+    """The power of two from a number on."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+class TritonGemms:
+    """The products of a stack of feed-forward experts for one batch of rows, whose counts stay on the device.
+
+    Args:
+        end_L: int32, where the rows of each expert end.
+        rows: M. Rows past the last end are neither read nor written.
+        tuned: configurations by kind, instead of measured and default ones.
+    """
+
+    def __init__(self, end_L: Tensor, rows: int, tuned: dict[str, Config] | None = None):
+        self._end, self._rows, self._tuned = end_L, rows, tuned or {}
+        self._schedules: dict[int, tuple[Tensor, int]] = {}
+
+    def up(
+        self,
+        x: Tensor,
+        index_M: Tensor | None,
+        per: int,
+        w_in_LPD: Tensor,
+        b_in_LP: Tensor | None,
+        activation: int,
+        gated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` itself."""
+        _experts, height, width = w_in_LPD.shape
+        hidden = height // 2 if gated else height
+        out = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
+        bias, index = _or(b_in_LP, x), _or(index_M, x)
+        flags = {"A": activation, "GATED": gated, "HAS_BIAS": b_in_LP is not None, "IS_GATHERED": index_M is not None}
+
+        def launch(config: Config) -> tuple[Tensor, Tensor]:
+            tiles, count = self._tiles(config.rows)
+            given = (x, index, w_in_LPD, bias, *out, tiles, self._end, count, width, hidden, per)
+            self._start("up", (count * _ceil(hidden, config.columns),), given, config, x.dtype, width, **flags)
+            return out
+
+        return self._with_config(launch, x, "up", self._mean_rows, hidden, width, gated)
+
+    def down(self, active_MH: Tensor, w_out_LDH: Tensor, b_out_LD: Tensor | None) -> Tensor:
+        """``active @ w_out[e].T + b_out[e]``: [M, D]."""
+        return self._multiply(active_MH, w_out_LDH, b_out_LD, transposed=True)
+
+    def up_backward(self, d_hidden_MP: Tensor, w_in_LPD: Tensor) -> Tensor:
+        """``d_hidden @ w_in[e]``: [M, D]."""
+        return self._multiply(d_hidden_MP, w_in_LPD, None, transposed=False)
+
+    def _multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+        _experts, height, width = w.shape
+        columns, depth = (height, width) if transposed else (width, height)
+        strides = (height * width, width, 1) if transposed else (height * width, 1, width)
+        out = x.new_empty(self._rows, columns)
+
+        def launch(config: Config) -> Tensor:
+            tiles, count = self._tiles(config.rows)
+            given = (x, w, _or(bias, x), out, tiles, self._end, count, depth, columns, *strides)
+            grid = (count * _ceil(columns, config.columns),)
+            self._start("multiply", grid, given, config, x.dtype, depth, HAS_BIAS=bias is not None)
+            return out
+
+        return self._with_config(launch, x, "multiply", self._mean_rows, columns, depth, False)
+
+    def down_backward(
+        self,
+        grad: Tensor,
+        index_M: Tensor | None,
+        per: int,
+        w_out_LDH: Tensor,
+        hidden_MP: Tensor,
+        weight_N: Tensor | None,
+        activation: int,
+        gated: bool,
+        *,
+        needs_active: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """From the outputs' gradient ``grad[index // per]``: (weight * active [M, H], gradient of hidden [M, P],
+        <active, gradient of active over its weight> [N])."""
+        _experts, width, hidden = w_out_LDH.shape
+        needs_weight = needs_weight and weight_N is not None
+        scaled = hidden_MP.new_empty(self._rows, hidden) if needs_active else None
+        d_hidden = torch.empty_like(hidden_MP) if needs_hidden else None
+        flags = {
+            "A": activation,
+            "GATED": gated,
+            "IS_GATHERED": index_M is not None,
+            "HAS_WEIGHT": weight_N is not None,
+            "NEEDS_ACTIVE": needs_active,
+            "NEEDS_HIDDEN": needs_hidden,
+            "NEEDS_WEIGHT": needs_weight,
+        }
+
+        def launch(config: Config) -> Tensor | None:
+            tiles, count = self._tiles(config.rows)
+            columns = _ceil(hidden, config.columns)
+            # Of dropped assignments: zero.
+            dots = weight_N.new_zeros(columns, weight_N.shape[0]) if needs_weight else None
+            outputs = (_or(scaled, hidden_MP), _or(d_hidden, hidden_MP), _or(dots, hidden_MP))
+            given = (grad, _or(index_M, grad), w_out_LDH, hidden_MP, _or(weight_N, grad), *outputs, tiles, self._end)
+            sizes = (count, width, hidden, per, 0 if dots is None else dots.shape[1])
+            self._start("down_backward", (count * columns,), (*given, *sizes), config, grad.dtype, width, **flags)
+            return None if dots is None else dots.sum(0)
+
+        dot_N = self._with_config(launch, grad, "down_backward", self._mean_rows, hidden, width, gated)
+        return scaled, d_hidden, dot_N
+
+    def weights(
+        self,
+        left: Tensor,
+        right: Tensor,
+        index_M: Tensor | None = None,
+        per: int = 1,
+        *,
+        gathered: str = "",
+        total: Tensor | None = None,
+    ) -> Tensor:
+        """``left.T @ right`` of the rows of each expert: [L, O, I]; zero for one without rows.
+
+        Args:
+            gathered: "left" or "right" where row i of that one is ``[index[i] // per]``.
+            total: float32 [L, O, I], which the products are added to and which is returned.
+        """
+        height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
+        out = left.new_empty(experts, height, width) if total is None else total
+        given = (left, right, _or(index_M, left), out, self._end, height, width, per)
+        is_left, is_right = (index_M is not None and gathered == side for side in ("left", "right"))
+        flags = {"GATHERS_LEFT": is_left, "GATHERS_RIGHT": is_right, "ADDS": total is not None}
+
+        def launch(config: Config) -> Tensor:
+            grid = (_ceil(height, config.rows) * _ceil(width, config.columns), experts)
+            self._start("weights", grid, given, config, left.dtype, None, **flags)
+            return out
+
+        sizes = (height, width, self._mean_rows)
+        return self._with_config(launch, left, "weights", *sizes, False, may_tune=total is None)
+
+    def column_sums(self, rows: Tensor, index_M: Tensor | None, per: int, weight_N: Tensor | None) -> Tensor:
+        """``sum of weight[index[i]] * rows[index[i] // per]`` over the rows i of each expert: [L, D]."""
+        experts, width = self._end.shape[0], rows.shape[1]
+        out = rows.new_empty(experts, width)
+        columns = _clipped(width, 128)
+        _kernels().column_sums[(_ceil(width, columns), experts)](
+            *(rows, _or(index_M, rows), _or(weight_N, rows), out, self._end, width, per),
+            IS_GATHERED=index_M is not None,
+            HAS_WEIGHT=weight_N is not None,
+            BLOCK_M=32,
+            BLOCK_N=columns,
+        )
+        return out
+
+    @property
+    def _mean_rows(self) -> int:
+        return max(1, self._rows // max(1, self._end.shape[0]))
+
+    def _with_config(
+        self,
+        launch: Callable[[Config], Tensor],
+        like: Tensor,
+        kind: str,
+        rows: int,
+        columns: int,
+        depth: int,
+        gated: bool,
+        may_tune: bool = True,
+    ):
+        """``launch`` with the given, measured or default configuration; FMOE_TUNE=1 measures it now."""
+        sizes = (kind, like.dtype, rows, columns, depth, gated)
+        if kind in self._tuned:
+            return launch(self._tuned[kind])
+        if like.device.type != "cuda":
+            return launch(default_config(*sizes))
+        per_expert = depth if kind == "weights" else rows
+        bucket = {"weights": (rows, columns, _power(per_expert))}.get(kind, (_power(per_expert), columns, depth))
+        name = torch.cuda.get_device_name(like.device)
+        key = f"{name}, {version()}, {kind}, {like.dtype}, {'x'.join(map(str, bucket))}{', gated' if gated else ''}"
+        found = _tuned.get(key)
+        if found is None and may_tune and is_tuning() and not torch.cuda.is_current_stream_capturing():
+            found = list(astuple(_fastest(configs(*sizes), launch, key)))
+            _tuned.put(key, found)
+        return launch(default_config(*sizes) if found is None else Config(*found))
+
+    def _tiles(self, block: int) -> tuple[Tensor, int]:
+        """The expert of each tile, and the largest number of tiles: one of each expert may be partly filled."""
+        if block not in self._schedules:
+            experts = self._end.shape[0]
+            count = self._rows // block + min(experts, self._rows)
+            tiles = self._end.new_empty(max(1, count), 2)
+            _kernels().schedule[(experts + 1,)](
+                self._end, tiles, experts, count, BLOCK_M=block, EXPERTS=_power(experts), BLOCK=128
+            )
+            self._schedules[block] = tiles, count
+        return self._schedules[block]
+
+    def _start(
+        self,
+        kind: str,
+        grid: tuple[int, ...],
+        given: tuple,
+        config: Config,
+        dtype: torch.dtype,
+        depth: int | None,
+        **flags,
+    ) -> None:
+        if depth is not None:
+            flags["EVEN"] = depth % config.depth == 0
+        getattr(_kernels(), kind)[grid](
+            *given,
+            **flags,
+            PRECISION="tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            BLOCK_M=config.rows,
+            BLOCK_N=config.columns,
+            BLOCK_K=config.depth,
+            GROUP=config.group,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+
+def _fastest(space: list[Config], launch: Callable[[Config], object], key: str) -> Config:
+    """Configurations that the device has no room for are left out."""
+    times = {}
+    for config in space:
+        try:
+            times[config] = milliseconds(functools.partial(launch, config))
+        except Exception as error:  # triton's own, of shared memory or registers
+            logger.info("%s: %s is left out (%s)", key, config, " ".join(str(error).split())[:120])
+    if not times:
+        return space[0]
+    best = min(times, key=times.__getitem__)
+    logger.info("%s: %s, %.3f ms; the default takes %.3f", key, best, times[best], times.get(space[0], 0))
+    return best
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A missing tensor, replaced by one whose pointer is not read."""
+    return other if tensor is None else tensor
+
+
+def _ceil(number: int, step: int) -> int:
+    return -(-number // step)

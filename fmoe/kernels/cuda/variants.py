@@ -1,0 +1,199 @@
+"""The experts' feed-forward blocks by each of the variants of `fmoe.kernels.cuda.gemm`, forward and backward.
+
+Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
+first map (H, twice that where it is gated).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fmoe.kernels.cuda import calls
+from fmoe.kernels.cuda.gemm import Gemms
+from fmoe.kernels.cuda.triton_gemm import TritonGemms
+
+NAMES = ("x", "weight", "w_in", "b_in", "w_out", "b_out")  # what there are gradients of
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows grouped by expert and the experts that they are for.
+
+    Attributes:
+        x: rows [M, D]; with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan, tokens [T, D].
+        end: int32, where the rows of each expert end.
+        counts: rows of each expert, where the host knows them.
+        activation: its number in the kernels.
+    """
+
+    x: Tensor
+    perm: Tensor | None
+    inverse: Tensor | None
+    weight: Tensor | None
+    end: Tensor
+    limit: Tensor | None
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+    b_out: Tensor | None
+    counts: list[int] | None
+    activation: int
+    gated: bool
+
+    @property
+    def num_rows(self) -> int:
+        """M, the dropped tail of a plan included."""
+        return (self.x if self.perm is None else self.perm).shape[0]
+
+    @property
+    def per(self) -> int:
+        """Assignments of a token."""
+        return 1 if self.inverse is None else self.inverse.shape[1]
+
+    @property
+    def flat(self) -> Tensor | None:
+        """The weight of each assignment."""
+        return None if self.weight is None else self.weight.view(-1)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """The rows of ``x``, or of something like it."""
+        if self.perm is None:
+            return tokens
+        return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
+
+    def mixed(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        """Rows -> what ``x`` is like."""
+        return rows if self.inverse is None else calls.combine(rows, self.inverse, weight, self.limit)
+
+
+def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
+    """(outputs, pre-activations [M, P])."""
+    if variant == "triton":
+        fused = TritonGemms(batch.end, batch.num_rows)
+        hidden, active = fused.up(
+            *(batch.x, batch.perm, batch.per, batch.w_in, batch.b_in, batch.activation, batch.gated)
+        )
+        out = fused.down(active, batch.w_out, batch.b_out)
+    else:
+        gemms = Gemms(batch.end, variant, batch.counts)
+        # Added after the product is rounded to 16 bits, a bias that nearly cancels it costs digits, and ReLU the sign.
+        in_gemm = (batch.b_in, batch.b_out) if gemms.adds_bias else (None, None)
+        after = (None, None) if gemms.adds_bias else (batch.b_in, batch.b_out)
+        hidden = gemms.forward(batch.rows(batch.x), batch.w_in, in_gemm[0])
+        active = calls.activate(hidden, after[0], batch.end, batch.limit, batch.activation, batch.gated)
+        out = gemms.forward(active, batch.w_out, in_gemm[1])
+        if after[1] is not None:
+            calls.add_bias(out, batch.b_out, batch.end)
+    return batch.mixed(out, batch.weight), hidden
+
+
+class Backward:
+    """The gradients of a batch.
+
+    Args:
+        grad: of the outputs.
+        hidden: what `forward` returned.
+        needs: of which of `NAMES`.
+        sum_in, sum_out: float32; the gradients of the two matrices are added to them, and not returned.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        grad: Tensor,
+        hidden: Tensor,
+        needs: Sequence[bool],
+        sum_in: Tensor | None = None,
+        sum_out: Tensor | None = None,
+    ):
+        self._batch, self._grad, self._hidden = batch, grad, hidden
+        self._sums = {"w_in": sum_in, "w_out": sum_out}
+        self._needs = dict(zip(NAMES, needs, strict=True))
+        self._needs_hidden = any(self._needs[name] for name in ("x", "w_in", "b_in"))
+        self._needs_inner = self._needs_hidden or self._needs["weight"] or self._needs["w_out"]
+
+    def returned(self) -> list[bool]:
+        """For each of `NAMES`, whether `run` returns its gradient."""
+        return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
+
+    def run(self, variant: str, adds: bool = True) -> dict[str, Tensor]:
+        """By name.
+
+        Args:
+            adds: whether sums are added to; not in runs that are but timed.
+        """
+        sums = self._sums if adds else dict.fromkeys(self._sums)
+        found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
+        batch = self._batch
+        if "x" in found:
+            found["x"] = batch.mixed(found["x"], None)
+        if "weight" in found:
+            found["weight"] = found["weight"].view_as(batch.weight)
+            if batch.b_out is not None:
+                found["weight"] += _of_bias(self._grad, batch.b_out, batch.inverse, batch.end)
+        return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
+
+    def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        batch, needs, found = self._batch, self._needs, {}
+        gemms = Gemms(batch.end, variant, batch.counts)
+        d_out = batch.rows(self._grad)
+        if needs["b_out"]:
+            found["b_out"] = calls.column_sums(d_out, batch.end, d_out.dtype, batch.flat, batch.perm)
+        if self._needs_inner:
+            d_active = gemms.backward(d_out, batch.w_out)
+            scaled, d_hidden, found["weight"] = calls.activate_backward(
+                *(self._hidden, d_active, batch.flat, batch.perm, batch.limit, batch.activation, batch.gated),
+                **self._needs_of_activation(),
+            )
+            del d_active
+            if needs["w_out"]:
+                found["w_out"] = gemms.weights(d_out, scaled, sums["w_out"])
+                del scaled
+        del d_out
+        if needs["b_in"]:
+            found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
+        if needs["w_in"]:
+            found["w_in"] = gemms.weights(d_hidden, batch.rows(batch.x), sums["w_in"])
+        if needs["x"]:
+            found["x"] = gemms.backward(d_hidden, batch.w_in)
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _by_triton(self, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        batch, needs, found = self._batch, self._needs, {}
+        gemms = TritonGemms(batch.end, batch.num_rows)
+        at = (batch.perm, batch.per)
+        if needs["b_out"]:
+            found["b_out"] = gemms.column_sums(self._grad, *at, batch.flat)
+        if self._needs_inner:
+            scaled, d_hidden, found["weight"] = gemms.down_backward(
+                *(self._grad, *at, batch.w_out, self._hidden, batch.flat, batch.activation, batch.gated),
+                **self._needs_of_activation(),
+            )
+            if needs["w_out"]:
+                found["w_out"] = gemms.weights(self._grad, scaled, *at, gathered="left", total=sums["w_out"])
+                del scaled
+        if needs["b_in"]:
+            found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
+        if needs["w_in"]:
+            found["w_in"] = gemms.weights(d_hidden, batch.x, *at, gathered="right", total=sums["w_in"])
+        if needs["x"]:
+            found["x"] = gemms.up_backward(d_hidden, batch.w_in)
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _needs_of_activation(self) -> dict[str, bool]:
+        needs = self._needs
+        return {
+            "needs_active": needs["w_out"],
+            "needs_hidden": self._needs_hidden,
+            "needs_weight": needs["weight"],
+        }
+
+
+def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:
+    """The second bias's part of the gradient of the weights, <dO, b_out>: for all experts, then for the chosen."""
+    dots_TL = grad_TD.float() @ b_out_LD.float().t()
+    expert_TK = torch.searchsorted(end_L, inverse_TK, right=True)
+    is_kept = expert_TK < len(end_L)
+    return torch.where(is_kept, dots_TL.gather(1, expert_TK.clamp(max=len(end_L) - 1)), 0)

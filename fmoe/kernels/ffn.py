@@ -1,0 +1,258 @@
+"""Experts in torch: linear maps over rows grouped by expert, and two of them with an activation between.
+
+Expert by expert, the buffers between the maps are small enough to stay in the cache and to come from malloc's own
+lists; for all rows at once, each step would clear fresh pages for a buffer of all rows. The backward pass computes a
+known activation again, so that only the pre-activations are kept. Known are the activations that the field uses: pure
+functions of each number, whose derivative is one kernel. Any other function may be random or have parameters, which
+only autograd's own graph of its one call handles correctly.
+
+Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
+height of the first map (H, twice that where it is gated).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fmoe.kernels import memory, reference
+
+_aten = torch.ops.aten
+
+
+def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """``rows @ weight[e].T + bias[e]`` where expert e has the ``counts[e]`` rows after those of expert e - 1: [M, O].
+
+    An expert without rows gets zero gradients, not None.
+    """
+    return _GroupedLinear.apply(rows_MI, weight_LOI, bias_LO, counts)
+
+
+def segments(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, each with the slice of its rows."""
+    begin = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(begin, begin + count)
+        begin += count
+
+
+def expert_ffn(
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
+) -> Tensor:
+    """``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
+
+    Args:
+        activation: [n, H] -> [n, H], any differentiable function. An unknown one, which may be random or learn, is left
+            to autograd.
+        gated: ``activation(first half) * second half`` of a first map of height 2 H instead.
+
+    An expert without rows gets zero gradients, not None.
+    """
+    if _kernels(activation) is not None:
+        return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
+    hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
+    active_MH = gate(activation, hidden_MP) if gated else activation(hidden_MP)
+    return grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
+
+
+def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
+    """``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H]."""
+    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # which an activation may change in place
+    return activation(gates) * values
+
+
+class _GroupedLinear(torch.autograd.Function):
+    # Autograd through `weight[e]` would make a gradient of the full stack for each expert: O(L^2), 32 to 83 times the
+    # time of the GEMMs. Here every expert's gradient is written once, into its slice.
+
+    @staticmethod
+    def forward(ctx, rows_MI, weight_LOI, bias_LO, counts):
+        ctx.save_for_backward(rows_MI, weight_LOI, bias_LO)
+        ctx.counts = counts
+        out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
+        weights_OI = weight_LOI.unbind(0)
+        biases_O = None if bias_LO is None else bias_LO.unbind(0)
+        for expert, rows in segments(counts):
+            if biases_O is None:
+                torch.mm(rows_MI[rows], weights_OI[expert].t(), out=out_MO[rows])
+            else:
+                torch.addmm(biases_O[expert], rows_MI[rows], weights_OI[expert].t(), out=out_MO[rows])
+        return out_MO
+
+    @staticmethod
+    def backward(ctx, grad_MO):
+        rows_MI, weight_LOI, bias_LO = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
+            plain = functools.partial(reference.grouped_linear, counts=ctx.counts)
+            inputs = (rows_MI, weight_LOI, bias_LO)
+            return *reference.gradients(plain, inputs, ctx.needs_input_grad[:3], grad_MO), None
+        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_MO = grad_MO.contiguous()
+        grad_rows_MI = torch.empty_like(rows_MI) if needs_rows else None
+        grad_weight_LOI = memory.empty_gradient(weight_LOI) if needs_weight else None
+        grad_bias_LO = grad_MO.new_empty(weight_LOI.shape[:2]) if needs_bias else None
+        empty = [expert for expert, count in enumerate(ctx.counts) if not count]
+        for grad in (grad_weight_LOI, grad_bias_LO):
+            if grad is not None:
+                for expert in empty:
+                    grad[expert].zero_()
+        weights_OI = weight_LOI.unbind(0)
+        for expert, rows in segments(ctx.counts):
+            if needs_rows:
+                torch.mm(grad_MO[rows], weights_OI[expert], out=grad_rows_MI[rows])
+            if needs_weight:
+                torch.mm(grad_MO[rows].t(), rows_MI[rows], out=grad_weight_LOI[expert])
+            if grad_bias_LO is not None:
+                torch.sum(grad_MO[rows], 0, out=grad_bias_LO[expert])
+        return grad_rows_MI, grad_weight_LOI, grad_bias_LO, None
+
+
+def _kernels(activation: Callable) -> tuple[Callable, Callable] | None:
+    """forward(x, out=) and backward(upstream, x, grad_input=) of a known activation."""
+    if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
+        return (
+            functools.partial(_aten.gelu.out, **activation.keywords),
+            functools.partial(_aten.gelu_backward.grad_input, **activation.keywords),
+        )
+    if activation is F.gelu:
+        return _aten.gelu.out, _aten.gelu_backward.grad_input
+    if activation is F.silu:
+        return _aten.silu.out, _aten.silu_backward.grad_input
+    if activation is F.relu:
+        return _aten.relu.out, _relu_backward
+    return None
+
+
+def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
+    return _aten.threshold_backward.grad_input(upstream, x, 0, grad_input=grad_input)
+
+
+class _Between:
+    """``activation(hidden)`` for up to ``most_rows`` rows of one expert, into memory that the next call writes again.
+
+    Args:
+        forward, backward: what `_kernels` returns.
+        like: of the dtype and device of the rows, and of their width after the activation.
+    """
+
+    def __init__(self, forward: Callable, backward: Callable, most_rows: int, like: Tensor):
+        self._forward, self._backward, self._most_rows, self._like = forward, backward, most_rows, like
+        self._active = self._buffer(like.shape[1])
+        self._d_hidden: Tensor | None = None  # made by the first `backward`
+
+    def _buffer(self, width: int) -> Tensor:
+        return memory.empty((self._most_rows, width), self._like)
+
+    def forward(self, hidden_nP: Tensor) -> Tensor:
+        """[n, P] -> [n, H]."""
+        return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
+
+    def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of `forward`, and the gradient of ``hidden_nP``."""
+        if self._d_hidden is None:
+            self._d_hidden = self._buffer(hidden_nP.shape[1])
+        d_hidden = self._d_hidden[: hidden_nP.shape[0]]
+        return self.forward(hidden_nP), self._backward(upstream_nH, hidden_nP, grad_input=d_hidden)
+
+
+class _GatedBetween(_Between):
+    """``activation(first half) * second half``."""
+
+    def __init__(self, forward: Callable, backward: Callable, most_rows: int, like: Tensor):
+        super().__init__(forward, backward, most_rows, like[:, : like.shape[1] // 2])
+        self._d_active: Tensor | None = None
+
+    def forward(self, hidden_nP: Tensor) -> Tensor:
+        gates, values = hidden_nP.chunk(2, dim=1)
+        return super().forward(gates).mul_(values)
+
+    def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
+        if self._d_hidden is None:
+            self._d_hidden = self._buffer(hidden_nP.shape[1])
+            self._d_active = self._buffer(upstream_nH.shape[1])
+        num_rows = hidden_nP.shape[0]
+        gates, values = hidden_nP.chunk(2, dim=1)
+        d_hidden = self._d_hidden[:num_rows]
+        d_gates, d_values = d_hidden.chunk(2, dim=1)
+        active = super().forward(gates)
+        torch.mul(upstream_nH, active, out=d_values)
+        upstream = torch.mul(upstream_nH, values, out=self._d_active[:num_rows])
+        self._backward(upstream, gates, grad_input=d_gates)
+        return active.mul_(values), d_hidden
+
+
+def _between(activation: Callable, gated: bool, most_rows: int, like: Tensor) -> _Between:
+    return (_GatedBetween if gated else _Between)(*_kernels(activation), most_rows, like)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+class _ExpertFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation, gated):
+        num_rows = rows_MD.shape[0]
+        out_MD = memory.empty((num_rows, w_out.shape[1]), rows_MD)
+        hidden_MP = memory.empty((num_rows, w_in.shape[1]), rows_MD)
+        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
+        b_ins = [None] * len(w_ins) if b_in is None else b_in.unbind(0)
+        b_outs = [None] * len(w_outs) if b_out is None else b_out.unbind(0)
+        middle = _between(activation, gated, max(counts, default=0), hidden_MP)
+        for expert, rows in segments(counts):
+            hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
+            _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
+        ctx.save_for_backward(rows_MD, w_in, b_in, w_out, b_out, hidden_MP)
+        ctx.counts, ctx.between = counts, (activation, gated)
+        return out_MD
+
+    @staticmethod
+    def backward(ctx, grad_MD):
+        rows_MD, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
+            plain = functools.partial(
+                reference.expert_ffn, counts=ctx.counts, activation=ctx.between[0], gated=ctx.between[1]
+            )
+            inputs = (rows_MD, w_in, b_in, w_out, b_out)
+            return *reference.gradients(plain, inputs, ctx.needs_input_grad[:5], grad_MD), None, None, None
+        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _, _ = ctx.needs_input_grad
+        grad_MD = grad_MD.contiguous()
+        d_rows = memory.empty(tuple(rows_MD.shape), rows_MD) if needs_rows else None
+        most_rows = max(ctx.counts, default=0)
+        d_active = memory.empty((most_rows, w_out.shape[2]), rows_MD)
+        middle = _between(*ctx.between, most_rows, hidden_MP)
+        d_w_in = memory.empty_gradient(w_in) if needs_w_in else None
+        d_w_out = memory.empty_gradient(w_out) if needs_w_out else None
+        d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in else None
+        d_b_out = w_out.new_empty(w_out.shape[:2]) if needs_b_out else None
+        for expert, count in enumerate(ctx.counts):
+            if not count:
+                for gradient in (d_w_in, d_w_out, d_b_in, d_b_out):
+                    if gradient is not None:
+                        gradient[expert].zero_()
+        w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
+        for expert, rows in segments(ctx.counts):
+            grad = grad_MD[rows]
+            upstream = torch.mm(grad, w_outs[expert], out=d_active[: grad.shape[0]])
+            active, d_hidden = middle.backward(hidden_MP[rows], upstream)
+            if d_w_out is not None:
+                torch.mm(grad.t(), active, out=d_w_out[expert])
+            if d_b_out is not None:
+                torch.sum(grad, 0, out=d_b_out[expert])
+            if d_w_in is not None:
+                torch.mm(d_hidden.t(), rows_MD[rows], out=d_w_in[expert])
+            if d_b_in is not None:
+                torch.sum(d_hidden, 0, out=d_b_in[expert])
+            if d_rows is not None:
+                torch.mm(d_hidden, w_ins[expert], out=d_rows[rows])
+        return d_rows, d_w_in, d_b_in, d_w_out, d_b_out, None, None, None

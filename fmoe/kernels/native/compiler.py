@@ -1,0 +1,228 @@
+"""The C++ compiler of this machine, and its flags."""
+
+import ctypes
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fmoe.errors import BuildError, UserError
+
+CANDIDATES = ("c++", "g++", "clang++")
+SANITIZERS = ("address", "undefined")
+
+_ALWAYS = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-pipe",
+)
+_OPTIMIZED = ("-O3", "-DNDEBUG")
+_SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
+# From the least to the most: what is compiled for several of them is linked in this order. See `isas`.
+_X86_64 = {
+    "default": (),
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that was found.
+
+    Attributes:
+        command: the words that call it, the program as an absolute path.
+        version: the first line of its ``--version``.
+        is_gnu: g++, and not one of the family of clang.
+    """
+
+    command: tuple[str, ...]
+    version: str
+    is_gnu: bool
+
+    @property
+    def name(self) -> str:
+        """For messages: ``g++ 12.2.0``."""
+        numbers = re.findall(r"\d+(?:\.\d+)+", self.version)
+        return " ".join([Path(self.command[-1]).name, *numbers[-1:]])
+
+
+def find() -> Compiler:
+    """The compiler that the environment variable CXX names, else the first of `CANDIDATES` that suits this torch.
+
+    Raises:
+        BuildError: no compiler was found.
+    """
+    named = os.environ.get("CXX", "").strip()
+    if named:
+        words = shlex.split(named)
+        program = shutil.which(words[0])
+        if program is None:
+            raise BuildError(f"no C++ compiler: CXX={named!r} is not a program on PATH")
+        found = _ask((program, *words[1:]))
+        if not _suits(found):
+            raise BuildError(_unsuitable(found))
+        return found
+    unsuitable = None
+    for candidate in CANDIDATES:
+        program = shutil.which(candidate)
+        if program is None:
+            continue
+        found = _ask((program,))
+        if _suits(found):
+            return found
+        unsuitable = unsuitable or found
+    if unsuitable is not None:
+        raise BuildError(_unsuitable(unsuitable))
+    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH, and CXX names none")
+
+
+def environment(folder: Path | None = None) -> dict[str, str]:
+    """Variables for a compiler: messages in English, its temporary files in ``folder``, no LD_PRELOAD (a sanitizer's
+    runtime is for the program under test)."""
+    variables = {**os.environ, "LC_ALL": "C"}
+    variables.pop("LD_PRELOAD", None)
+    if folder is not None:
+        variables["TMPDIR"] = str(folder)
+    return variables
+
+
+def isas() -> dict[str, tuple[str, ...]]:
+    """Instruction sets of this architecture and their flags, from the least to the most.
+
+    Objects for several of them must be linked in this order: the linker keeps the first copy of an inline function that
+    was not inlined, e.g. one of the standard library's, which then uses the least of their instruction sets.
+    """
+    return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
+
+
+def current_isa() -> str:
+    """The one of `isas` that runs: the processor's, as torch sees it (ATEN_CPU_CAPABILITY lowers both), or the one that
+    FMOE_NATIVE_ISA names.
+
+    Raises:
+        UserError: `isa_limit`.
+    """
+    limit = isa_limit()
+    return _processor_isa() if limit is None else limit.removesuffix("_bf16")
+
+
+def isa_limit() -> str | None:
+    """The instruction set that FMOE_NATIVE_ISA limits the native backend to; None where it is not set.
+
+    It is one of `isas`, which have no bf16 GEMMs then, or "avx512_bf16". src/processor.h reads the same variable.
+
+    Raises:
+        UserError: FMOE_NATIVE_ISA names an unknown instruction set, or one that this processor lacks.
+    """
+    named = os.environ.get("FMOE_NATIVE_ISA", "")
+    if not named:
+        return None
+    levels = [*isas(), "avx512_bf16"] if len(isas()) > 1 else [*isas()]
+    if named not in levels:
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} is not one of {', '.join(levels)}")
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    top = "avx512_bf16" if _processor_isa() == "avx512" and has_bf16 else _processor_isa()
+    if levels.index(named) > levels.index(top):
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, which is what this processor runs")
+    return named
+
+
+def _processor_isa() -> str:
+    name = torch.backends.cpu.get_cpu_capability().lower()
+    return name if name in isas() else "default"
+
+
+def sanitizers(text: str) -> tuple[str, ...]:
+    """``"address,undefined"`` as a tuple; nothing for an empty text.
+
+    Raises:
+        UserError: a name that is not one of `SANITIZERS`.
+    """
+    names = tuple(sorted({name.strip() for name in text.split(",")} - {""}))
+    for name in names:
+        if name not in SANITIZERS:
+            raise UserError(f"sanitize={name!r} is not one of {', '.join(SANITIZERS)}")
+    return names
+
+
+def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
+    """Flags of every source file, places of headers apart."""
+    flags = [*_ALWAYS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    if _openmp():
+        flags.append("-fopenmp")
+    if sanitize:
+        flags += [*_SANITIZED, *_sanitize_flags(sanitize)]
+    else:
+        flags += _OPTIMIZED
+    return flags
+
+
+def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
+    """Flags of the link. No -fopenmp: it would add a need of the compiler's OpenMP library, which is a second one, with
+    threads of its own, where torch brings its own under another name. The calls find the one that torch has loaded."""
+    return ["-shared", "-fvisibility=hidden", *_sanitize_flags(sanitize)]
+
+
+def include_flags() -> list[str]:
+    """Flags for the folders of torch's headers."""
+    include = Path(torch.__path__[0]) / "include"
+    return ["-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+
+
+def library_flags(names: Sequence[str]) -> list[str]:
+    """Flags that link torch's libraries. They need no rpath: torch is imported, hence they are loaded, before ours."""
+    return ["-L", str(_torch_libraries()), *(f"-l{name}" for name in names)] if names else []
+
+
+def _ask(command: tuple[str, ...]) -> Compiler:
+    try:
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, errors="replace", env=environment(), timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version: {error}") from error
+    if done.returncode or not done.stdout.strip():
+        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version ended with {done.returncode}")
+    return Compiler(command, done.stdout.strip().splitlines()[0], "Free Software Foundation" in done.stdout)
+
+
+def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
+    if not sanitize:
+        return []
+    # vptr looks for type information that libtorch does not export.
+    return [f"-fsanitize={','.join(sanitize)}", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
+
+
+def _suits(compiler: Compiler) -> bool:
+    """g++ calls GNU's OpenMP, which LLVM's and Intel's answer too; clang calls LLVM's, which GNU's does not."""
+    return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
+
+
+def _unsuitable(compiler: Compiler) -> str:
+    return f"{compiler.name} does not fit the OpenMP library that torch has loaded: install g++, or name one with CXX"
+
+
+@cache
+def _openmp() -> frozenset[str]:
+    """Known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
+    if not torch.backends.openmp.is_available():
+        return frozenset()
+    loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # looks into all that it needs
+    return frozenset(name for name in ("GOMP_parallel", "__kmpc_fork_call") if hasattr(loaded, name))
+
+
+def _torch_libraries() -> Path:
+    return Path(torch.__path__[0]) / "lib"

@@ -1,0 +1,175 @@
+"""The native CPU backend: C++ that is compiled once on a machine, when the first layer is made (docs/native.md).
+
+Importing this compiles and loads nothing. `load` does, and registers the operators ``torch.ops.fmoe_native``.
+"""
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fmoe.errors import BuildError, UserError
+from fmoe.kernels.native.ops import register
+
+logger = logging.getLogger("fmoe")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    path: Path | None = None
+    reason: str | None = None
+
+
+_lock = threading.Lock()
+_outcome: _Outcome | None = None
+
+
+def load() -> bool:
+    """Build the backend if the cache lacks it, and load it; later calls return what the first did.
+
+    On failure, one line on the logger ``fmoe`` gives the reason, and `why` returns it. Environment variables:
+    FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of
+    built libraries; FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA
+    limits the instruction set; CXX names the compiler.
+
+    Returns:
+        True if ``torch.ops.fmoe_native`` has the operations.
+
+    Raises:
+        UserError: FMOE_NATIVE, FMOE_HUGE_PAGES, FMOE_SANITIZE or FMOE_NATIVE_ISA has an invalid value.
+    """
+    global _outcome
+    if _outcome is None:
+        with _lock:
+            if _outcome is None:
+                _outcome = _load()
+    return is_loaded()
+
+
+def is_loaded() -> bool:
+    """Return whether `load` was called and succeeded."""
+    return _outcome is not None and _outcome.path is not None
+
+
+def available() -> bool:
+    """Return whether the library is loaded or in the cache, so that `load` need not compile. Loads nothing."""
+    if _outcome is not None:
+        return _outcome.path is not None
+    return not is_off() and _cached() is not None
+
+
+def why() -> str | None:
+    """The reason why `load` returned False; None if it returned True or was not called."""
+    return None if _outcome is None else _outcome.reason
+
+
+def is_off() -> bool:
+    """Return whether FMOE_NATIVE=0 turns the backend off.
+
+    Raises:
+        UserError: FMOE_NATIVE is neither 0 nor 1.
+    """
+    return not _switch("FMOE_NATIVE")
+
+
+def _switch(name: str) -> bool:
+    """An environment variable that is 0 or 1, by default 1."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"{name}={value!r} is neither 0 (off) nor 1")
+    return value != "0"
+
+
+def describe() -> str:
+    """The state of the backend: a line of ``fmoe info``. Compiles nothing."""
+    from fmoe.kernels.native import build, compiler
+
+    if is_off():
+        return "off (FMOE_NATIVE=0): torch path"
+    try:
+        path = build.cached(sanitize=_sanitizers())
+        if path is not None:
+            return f"built ({compiler.current_isa()}) at {path}"
+        failed = build.last_failure()
+        if failed is not None:
+            return f"not built, {failed}: torch path; the next start tries again"
+        found = compiler.find()
+    except BuildError as error:
+        return f"{error}: torch path"
+    return f"not built yet, {found.name} found: built when the first layer is made, or by fmoe build"
+
+
+def _load() -> _Outcome:
+    if is_off():
+        return _Outcome(reason="FMOE_NATIVE=0 turns it off")
+    sanitize, huge_pages = _sanitizers(), _switch("FMOE_HUGE_PAGES")
+    _check_isa()
+    try:
+        path = _load_library(sanitize)
+    except BuildError as error:
+        # Of the processes of a machine one says it aloud.
+        level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
+        logger.log(level, "no native CPU backend: %s; experts run on the torch path", error)
+        return _Outcome(reason=str(error))
+    register(huge_pages)
+    return _Outcome(path)
+
+
+def _load_library(sanitize: tuple[str, ...]) -> Path:
+    """The path of the library that was loaded."""
+    from fmoe.kernels import cache
+    from fmoe.kernels.native import build
+
+    if "address" in sanitize and "libasan" not in Path("/proc/self/maps").read_text():
+        raise BuildError(
+            "FMOE_SANITIZE=address needs the sanitizer's runtime in the process from its start: "
+            'LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"'
+        )
+    path = build.library(sanitize=sanitize)
+    failed = cache.identity(path)
+    try:
+        return _dlopen(path)
+    except BuildError as error:
+        logger.info("%s: building it again", error)
+        try:
+            path = build.library(sanitize=sanitize, instead_of=failed)
+        except BuildError as again:
+            raise BuildError(f"{error}, and is not built again: {again}") from again
+    return _dlopen(path)
+
+
+def _dlopen(path: Path) -> Path:
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise BuildError(f"{path} does not load: {' '.join(str(error.__cause__ or error).split())}") from error
+    return path
+
+
+def _cached() -> Path | None:
+    from fmoe.kernels.native import build
+
+    try:
+        return build.cached(sanitize=_sanitizers())
+    except BuildError:
+        return None
+
+
+def _check_isa() -> None:
+    """Raises UserError where FMOE_NATIVE_ISA, which the library reads, is invalid."""
+    from fmoe.kernels.native import compiler
+
+    compiler.isa_limit()
+
+
+def _sanitizers() -> tuple[str, ...]:
+    """Sanitizers in FMOE_SANITIZE."""
+    value = os.environ.get("FMOE_SANITIZE", "")
+    if not value:
+        return ()
+    from fmoe.kernels.native import compiler
+
+    return compiler.sanitizers(value)

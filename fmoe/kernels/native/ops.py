@@ -1,0 +1,245 @@
+"""Experts' feed-forward blocks by the native extension (`fmoe.kernels.native`): one operation forward, one backward.
+
+The operations are torch custom ops with fake kernels and a derivative, so that autocast, checkpointing and
+torch.compile take them like any other. `fmoe.kernels.native.loader.load` comes first.
+
+Shape letters: T tokens, K choices, M rows (assignments kept, sorted by expert), L experts, D width, H hidden width, P
+height of the first map (H, twice that where it is gated).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from fmoe.kernels import backends, reference
+from fmoe.kernels.backends import ACTIVATIONS, activation_code
+
+
+def expert_ffn(
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Tensor | Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
+    *,
+    perm_N: Tensor | None = None,
+    inverse_TK: Tensor | None = None,
+    weight_TK: Tensor | None = None,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
+    into_main_grad: bool = False,
+) -> Tensor:
+    """`fmoe.kernels.expert_ffn` of rows, or of tokens: gathered, computed and combined, [T, D] -> [T, D].
+
+    Args:
+        counts: rows of each expert, on the CPU.
+        perm_N, inverse_TK: of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
+        weight_TK: of the assignments, with the plan.
+        offsets: of the plan; for backends that read them on the device, unused here.
+        into_main_grad: gradients of the two matrices are added to their ``main_grad``, and marked as Megatron marks
+            them (``grad_added_to_main_grad``), where they have one in float32. Gradients of the same weights from
+            elsewhere are then lost: for callers without any.
+    """
+    check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
+    if perm_N is not None:
+        weight_TK = weight_TK.float().contiguous()
+    counts = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64, device="cpu")
+    out, _ = torch.ops.fmoe_native.expert_ffn(
+        rows_MD.contiguous(),
+        perm_N,
+        inverse_TK,
+        weight_TK,
+        counts,
+        w_in_LPD.contiguous(),
+        None if b_in_LP is None else b_in_LP.contiguous(),
+        w_out_LDH.contiguous(),
+        None if b_out_LD is None else b_out_LD.contiguous(),
+        activation_code(activation),
+        gated,
+        _is_wide,
+        into_main_grad,
+    )
+    return out
+
+
+def check_forward_mode(*tensors: Tensor | None) -> None:
+    """Raise where a tensor has a forward-mode tangent, which operations lose where none requires a gradient."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of any dual_level
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("fused experts have no forward-mode derivatives (torch.autograd.forward_ad, jvp)")
+
+
+def differentiable_gradients(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor,
+    *,
+    perm: Tensor | None,
+    counts: Sequence[int],
+    activation: int,
+    gated: bool,
+) -> list[Tensor | None]:
+    """Return gradients that can be differentiated again (create_graph), unlike the gradients from the kernels.
+
+    Args:
+        inputs: x, weight, w_in, b_in, w_out, b_out of the operation.
+        activation: its number.
+    """
+    plain = functools.partial(
+        reference.expert_ffn_of_tokens,
+        perm_N=perm,
+        counts=counts,
+        activation=ACTIVATIONS[activation],
+        gated=gated,
+    )
+    return reference.gradients(plain, inputs, needs, grad)
+
+
+# Whether bf16 is multiplied in float32: where the processor has no bf16 GEMMs, torch's are several times slower.
+_is_wide = False
+
+
+def register(huge_pages: bool = True) -> None:
+    """Derivatives and fake kernels; called once, when the extension is loaded.
+
+    Args:
+        huge_pages: whether weights and the memory of the operations use huge pages, where the system has them.
+    """
+    global _is_wide
+    torch.ops.fmoe_native.huge_pages(huge_pages)
+    _is_wide = not torch.ops.fmoe_native.has_bf16_gemm()
+    backends.native_is_loaded = True
+    torch.library.register_fake("fmoe_native::expert_ffn", _fake)
+    torch.library.register_fake("fmoe_native::expert_ffn_backward", _fake_backward)
+    torch.library.register_autograd("fmoe_native::expert_ffn", _backward, setup_context=_keep)
+    register_flop_formula(torch.ops.fmoe_native.expert_ffn)(_flops)
+    register_flop_formula(torch.ops.fmoe_native.expert_ffn_backward)(_flops_backward)
+
+
+def _fake(x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, into_main_grad=False):
+    rows = x.shape[0] if perm is None else torch.library.get_ctx().new_dynamic_size()
+    return torch.empty_like(x), x.new_empty(rows, w_in.shape[1])
+
+
+def _fake_backward(
+    grad,
+    x,
+    hidden,
+    perm,
+    inverse,
+    weight,
+    count,
+    w_in,
+    b_in,
+    w_out,
+    b_out,
+    activation,
+    gated,
+    wide,
+    needs,
+    sum_in,
+    sum_out,
+):
+    def like(needed, tensor):
+        return torch.empty_like(tensor) if needed and tensor is not None else x.new_empty(0)
+
+    return (
+        like(needs[0], x),
+        like(needs[1], weight),
+        like(needs[2] and sum_in is None, w_in),
+        like(needs[3], b_in),
+        like(needs[4] and sum_out is None, w_out),
+        like(needs[5], b_out),
+    )
+
+
+def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
+    """Count the FLOPs of the two GEMMs as `torch.utils.flop_counter` does; the CUDA operation uses this formula too.
+
+    Args:
+        w_in, w_out: shapes [L, P, D] and [L, D, H].
+    """
+    return 2 * rows * (w_in[1] * w_in[2] + w_out[1] * w_out[2])
+
+
+def backward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int], needs: Sequence[bool]) -> int:
+    """As `forward_flops`, of the GEMMs that the gradients of x, weight, w_in, b_in, w_out and b_out need."""
+    needs_x, _, needs_w_in, _, needs_w_out, _ = needs
+    first, second = 2 * rows * w_in[1] * w_in[2], 2 * rows * w_out[1] * w_out[2]
+    return second + needs_w_out * second + (needs_w_in + needs_x) * first
+
+
+def _flops(x, perm, inverse, weight, count, w_in, b_in, w_out, *others, out_shape=None, **options) -> int:
+    return forward_flops(out_shape[1][0], w_in, w_out)
+
+
+def _flops_backward(grad, x, hidden, perm, inverse, weight, count, w_in, b_in, w_out, *others, **options) -> int:
+    needs = others[4]  # after b_out, activation, gated, wide
+    return backward_flops(hidden[0], w_in, w_out, needs)
+
+
+def _keep(ctx, inputs, output):
+    x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, *ctx.options = inputs
+    ctx.save_for_backward(x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+_DIFFERENTIABLE = (0, 3, 5, 6, 7, 8)  # where x, weight, w_in, b_in, w_out, b_out are among the arguments
+
+
+def _backward(ctx, grad, _grad_hidden):
+    nothing = [None] * 13
+    if grad is None:
+        return tuple(nothing)
+    x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, hidden = ctx.saved_tensors
+    activation, gated, wide, into_main_grad = ctx.options
+    needs = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    if torch.is_grad_enabled():  # create_graph
+        options = {"perm": perm, "counts": count.tolist(), "activation": activation, "gated": gated}
+        gradients = differentiable_gradients((x, weight, w_in, b_in, w_out, b_out), needs, grad, **options)
+        for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
+            nothing[position] = gradient
+        return tuple(nothing)
+    sums = [None, None]
+    if into_main_grad:
+        sums = [main_grad(w) if n else None for w, n in ((w_in, needs[2]), (w_out, needs[4]))]
+    gradients = list(
+        torch.ops.fmoe_native.expert_ffn_backward(
+            grad.contiguous(),
+            *(x, hidden, perm, inverse, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, needs, *sums),
+        )
+    )
+    for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
+        if total is not None:
+            w.grad_added_to_main_grad = True
+            gradients[number] = torch.empty_like(w)  # Megatron's hooks wait for one; nobody reads it
+    for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
+        if needed:
+            nothing[position] = gradient
+    return tuple(nothing)
+
+
+def main_grad(weight: Tensor) -> Tensor | None:
+    """Return Megatron's accumulator of a parameter, or None where gradients cannot be added to it.
+
+    A gradient that is added here passes no tensor hook, so a parameter that has one gets its gradient from autograd.
+    """
+    total = getattr(weight, "main_grad", None)
+    usable = (
+        hasattr(weight, "grad_added_to_main_grad")
+        and not weight._backward_hooks
+        and isinstance(total, Tensor)
+        and total.dtype == torch.float32
+        and total.device == weight.device
+        and total.is_contiguous()
+        and total.shape == weight.shape
+    )
+    return total if usable else None

@@ -1,0 +1,96 @@
+"""Rows in fixed slots: every expert has S of them, filled or not. As in `fmoe.kernels.rows`, all moves are gathers.
+
+Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
+"""
+
+import torch
+from torch import Tensor
+
+from fmoe.kernels import memory
+from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
+
+
+class PaddedPlan:
+    """A plan whose rows are sorted by (chunk, expert, slot); has what transfers use of a `DispatchPlan`.
+
+    Args:
+        plan: sorted by expert, with at most ``slots`` rows for an expert.
+        slots: S, a multiple of ``num_chunks``.
+    """
+
+    @torch.no_grad()
+    def __init__(self, plan: DispatchPlan, slots: int, num_chunks: int):
+        count_E, device = plan.count_E, plan.count_E.device
+        num_experts, num_assignments = count_E.shape[0], plan.perm_N.shape[0]
+        begin_E = count_E.cumsum(0) - count_E
+        part = slots // num_chunks
+        position_CES = (
+            torch.arange(slots, device=device, dtype=torch.int64).view(num_chunks, 1, part).expand(-1, num_experts, -1)
+        )
+        valid_CES = position_CES < count_E.view(1, -1, 1)
+        self.valid_P = valid_CES.reshape(-1)
+        place_P = (begin_E.view(1, -1, 1) + position_CES).reshape(-1).clamp(max=max(num_assignments - 1, 0))
+        if num_assignments:
+            self.assignment_P = plan.perm_N[place_P]
+        else:
+            self.assignment_P = place_P
+        self.top_k = plan.inverse_TK.shape[1]
+        self.kept_TK = plan.kept_TK
+        # The inverse: the slot of assignment (t, k).
+        sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
+        expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
+        position_N = sorted_N - begin_E[expert_N]
+        place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
+        place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # of dropped ones, which nobody reads
+        self.inverse_TK = place_N[plan.inverse_TK]
+
+    def arranged(self, num_chunks: int, expert_order: None, last: tuple[()]) -> "PaddedPlan":
+        """Itself: it is made in its chunks."""
+        return self
+
+    def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        """[T, D] -> [P, D]. ``num_rows`` is P."""
+        return _Permute.apply(x_TD, self)
+
+    def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
+        """[P, D] -> [T, D]."""
+        return _Combine.apply(rows_PD, weight_TK, self)
+
+    def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
+        """The token of each slot, times its weight; zero in empty slots."""
+        if not x_TD.shape[0]:
+            return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
+        rows = memory.gather(x_TD, self.assignment_P // self.top_k)
+        if weight_TK is not None:
+            rows = rows * weight_TK.reshape(-1)[self.assignment_P].unsqueeze(1)
+        return rows.masked_fill_(~self.valid_P.unsqueeze(1), 0)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, plan: PaddedPlan):
+        ctx.plan = plan
+        return plan.rows_of(x_TD)
+
+    @staticmethod
+    def backward(ctx, grad_PD):
+        return gather_sum(grad_PD, None, ctx.plan.inverse_TK, ctx.plan.kept_TK), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_PD, weight_TK, plan: PaddedPlan):
+        ctx.plan = plan
+        ctx.save_for_backward(rows_PD, weight_TK)
+        return gather_sum(rows_PD, weight_TK, plan.inverse_TK, plan.kept_TK)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        rows_PD, weight_TK = ctx.saved_tensors
+        plan = ctx.plan
+        grad_weight_TK = None
+        if ctx.needs_input_grad[1]:
+            dtype = torch.promote_types(weight_TK.dtype, rows_PD.dtype)
+            dot_P = row_dots(plan.rows_of(grad_TD).to(dtype), rows_PD.to(dtype))
+            grad_weight_TK = torch.where(plan.kept_TK, dot_P[plan.inverse_TK], 0).to(weight_TK.dtype)
+        return plan.rows_of(grad_TD, weight_TK).to(rows_PD.dtype), grad_weight_TK, None

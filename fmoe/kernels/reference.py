@@ -1,0 +1,59 @@
+"""The operations of this package as plain differentiable torch: slow, obviously right. Tests compare with them, and
+autograd differentiates them a second time."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
+    return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
+
+
+def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
+    padded_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])  # for assignments without a row
+    rows_TKD = padded_MD[inverse_TK.clamp(max=len(rows_MD))]
+    return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
+
+
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return rows[index].to(rows.dtype if dtype is None else dtype)
+
+
+def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
+    parts = rows_MI.split(list(counts))
+    biases = [None] * len(parts) if bias_LO is None else bias_LO
+    return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
+
+
+def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated=False) -> Tensor:
+    hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
+    first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
+    return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)
+
+
+def expert_ffn_of_tokens(
+    x_TD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, *, perm_N, counts, activation, gated
+) -> Tensor:
+    """`permute`, `expert_ffn` and `combine` in one; with ``perm_N`` None, `expert_ffn` of rows."""
+    parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
+    if perm_N is None:
+        return expert_ffn(x_TD, *parameters, counts, activation, gated)
+    perm_M = perm_N[: sum(counts)]
+    token_M = perm_M // weight_TK.shape[1]
+    out_MD = expert_ffn(x_TD[token_M], *parameters, counts, activation, gated).to(weight_TK.dtype)
+    total_TD = out_MD.new_zeros(x_TD.shape)
+    return total_TD.index_add(0, token_M, out_MD * weight_TK.reshape(-1)[perm_M].unsqueeze(1)).to(x_TD.dtype)
+
+
+def gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients of ``function(*inputs)`` that are differentiable in turn, for those that are needed."""
+    with torch.enable_grad():
+        own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be two of the inputs
+        wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
+        found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True, materialize_grads=True))
+    return [next(found) if needed else None for needed in needs]

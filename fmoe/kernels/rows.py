@@ -1,0 +1,278 @@
+"""Rows between token order and expert order: the integers of a dispatch, and the operations that move rows by them.
+
+Forward and backward only gather. Autograd of plain indexing would add rows with ``index_add`` in the backward pass: a
+zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K rows are gathered
+and summed in the order of K.
+
+Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fmoe.kernels import backends, memory
+from fmoe.kernels.cuda import rows as cuda_rows
+from fmoe.routing import Routing
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan:
+    """Assignments sorted by expert, those of one expert in token order, dropped ones at the end.
+
+    The plan has the fixed size N whatever was dropped, so that the host need not wait for values of the device.
+
+    Attributes:
+        perm_N: the assignment (token * K + choice) of each row.
+        inverse_TK: the row of each assignment; the inverse of ``perm_N``. Dropped ones have the rows from M on.
+        kept_TK: whether the assignment was kept.
+        count_E: rows of each expert.
+        end_E, num_kept: ends of the experts' rows, int32, and the last one, int64 [1]; None until they are computed
+            (`offsets`).
+    """
+
+    perm_N: Tensor
+    inverse_TK: Tensor
+    kept_TK: Tensor
+    count_E: Tensor
+    end_E: Tensor | None = None
+    num_kept: Tensor | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def from_routing(cls, routing: Routing, num_experts: int) -> "DispatchPlan":
+        expert_TK = routing.expert_TK
+        if backends.cuda_takes_choices(expert_TK, num_experts):
+            return cls(*cuda_rows.place(expert_TK, num_experts))
+        kept_TK = expert_TK >= 0
+        queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
+        sorted_N, perm_N = queue_N.sort(stable=True)
+        # Where each expert begins among the sorted: no atomics, no host sync (torch.bincount on CUDA has both).
+        begin_E1 = torch.searchsorted(
+            sorted_N, torch.arange(num_experts + 1, device=sorted_N.device, dtype=torch.int64)
+        )
+        return cls(perm_N, _inverted(perm_N).view_as(expert_TK), kept_TK, begin_E1.diff())
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.inverse_TK.shape[1]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """``count_E`` on the host: one device-to-host copy."""
+        return self.count_E.tolist()
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """``end_E`` and ``num_kept``, on the device."""
+        if self.end_E is not None and self.num_kept is not None:
+            return self.end_E, self.num_kept
+        end_E = self.count_E.cumsum(0)
+        return end_E.int(), end_E[-1:]
+
+    def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        """`permute` by this plan."""
+        return permute(x_TD, self.perm_N, self.inverse_TK, num_rows)
+
+    def combine(self, rows_MD: Tensor, weight_TK: Tensor) -> Tensor:
+        """`combine` by this plan."""
+        return combine(rows_MD, weight_TK, self.inverse_TK)
+
+    def fused_arguments(self, weight_TK: Tensor) -> dict[str, object]:
+        """Arguments by which a backend's `expert_ffn` takes tokens, gathers their rows and combines the outputs."""
+        offsets = (self.end_E, self.num_kept)
+        return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
+
+    @torch.no_grad()
+    def arranged(
+        self, num_chunks: int = 1, expert_order: Iterable[int] | None = None, last: Sequence[int] = ()
+    ) -> "DispatchPlan":
+        """The same assignments in the order (chunk, expert, token): chunk c has the c-th part of each expert's.
+
+        Args:
+            num_chunks: C; `chunk_counts` computes the rows of an expert in each chunk.
+            expert_order: all experts in the order wanted; None for the order of their ids.
+            last: experts that are in no chunk but come after all of them, in this order.
+        """
+        if num_chunks == 1 and expert_order is None and not last:
+            return self
+        device = self.count_E.device
+        num_experts = self.count_E.shape[0]
+        end_E = self.count_E.cumsum(0)
+        row_N = torch.arange(len(self.perm_N), device=device, dtype=torch.int64)
+        expert_N = torch.searchsorted(end_E, row_N, right=True)  # E at the dropped tail
+        known_N = expert_N.clamp(max=num_experts - 1)
+        position_N = row_N - (end_E - self.count_E)[known_N]
+        chunk_N = position_N * num_chunks // self.count_E[known_N].clamp(min=1)
+        rank_E = torch.arange(num_experts, device=device, dtype=torch.int64)
+        if expert_order is not None:
+            rank_E = torch.tensor(list(expert_order), device=device, dtype=torch.int64).argsort()
+        key_N = chunk_N * num_experts + rank_E[known_N]
+        for rank, expert in enumerate(last):
+            key_N = torch.where(expert_N == expert, num_chunks * num_experts + rank, key_N)
+        key_N = torch.where(expert_N == num_experts, (num_chunks + 1) * num_experts, key_N)
+        perm_N = self.perm_N[key_N.argsort(stable=True)]
+        return DispatchPlan(perm_N, _inverted(perm_N).view_as(self.inverse_TK), self.kept_TK, self.count_E)
+
+
+def chunk_counts(count: int, num_chunks: int) -> list[int]:
+    """The number of an expert's ``count`` rows in each chunk of `DispatchPlan.arranged`."""
+    ends = [-(-count * c // num_chunks) for c in range(num_chunks + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
+    """A row for every assignment kept, in the order of ``perm_N``: [M, D].
+
+    Args:
+        perm_N, inverse_TK: of a `DispatchPlan`.
+        num_rows: M.
+    """
+    if backends.cuda_takes_rows(x_TD):
+        return cuda_rows.permute(x_TD, perm_N, inverse_TK, num_rows)
+    return _Permute.apply(x_TD, perm_N, inverse_TK, num_rows)
+
+
+def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
+    """``y_t = sum_k weight_tk * row of (t, k)`` over the assignments kept: [T, D] in the dtype of the rows.
+
+    The sum runs in the wider of the two dtypes, and at least float32.
+
+    Args:
+        inverse_TK: of a `DispatchPlan`; assignments whose row is not below M are left out.
+    """
+    if backends.cuda_takes_rows(rows_MD, weight_TK):
+        return cuda_rows.combine(rows_MD, weight_TK, inverse_TK)
+    return _Combine.apply(rows_MD, weight_TK, inverse_TK)
+
+
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``.
+
+    Args:
+        dtype: of the result; None for the dtype of the rows, which gradients always have.
+    """
+    dtype = rows.dtype if dtype is None else dtype
+    if backends.cuda_takes_rows(rows, dtype=dtype):
+        return cuda_rows.reorder(rows, index, inverse, dtype)
+    return _Reorder.apply(rows, index, inverse, dtype)
+
+
+def _inverted(perm_N: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    index_N = torch.arange(len(perm_N), device=perm_N.device, dtype=torch.int64)
+    return torch.empty_like(perm_N).scatter_(0, perm_N, index_N)
+
+
+def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
+    """``sum_k weight_tk * rows[inverse_tk]`` without dropped assignments; weight None is one."""
+    num_rows = rows_MD.shape[0]
+    if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
+        return _scatter_sum(rows_MD, weight_TK, inverse_TK)
+    return gather_sum(rows_MD, weight_TK, inverse_TK, inverse_TK < num_rows if num_rows < inverse_TK.numel() else None)
+
+
+def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    """``sum_k weight_tk * rows[inverse_tk]`` over the kept assignments (None: all); weight None is one."""
+    num_rows = rows_MD.shape[0]
+    num_tokens, top_k = inverse_TK.shape
+    if num_rows == 0:
+        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
+    if kept_TK is not None:
+        inverse_TK = inverse_TK.clamp(max=num_rows - 1)
+        weight_TK = kept_TK.to(rows_MD.dtype) if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
+    if _is_bag(rows_MD, weight_TK):
+        return torch.nn.functional.embedding_bag(inverse_TK, rows_MD, mode="sum", per_sample_weights=weight_TK)
+    dtype = torch.promote_types(rows_MD.dtype, torch.float32)
+    total_TD = None
+    for k in range(top_k):
+        row_TD = rows_MD.index_select(0, inverse_TK[:, k]).to(dtype)
+        if weight_TK is None:
+            total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)
+        else:
+            weight_T1 = weight_TK[:, k : k + 1].to(dtype)
+            total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
+    return total_TD.to(rows_MD.dtype)
+
+
+def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
+    """Return whether torch can sum the rows in one pass. In 16 bits it would round the sum at each step, in float64 it
+    has no kernel, and autograd through it would scatter."""
+    return (
+        rows_MD.dtype == torch.float32
+        and (weight_TK is None or weight_TK.dtype == torch.float32)
+        and memory.is_plain(rows_MD)
+        and not torch.is_grad_enabled()
+    )
+
+
+def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
+    """The dot product of each row with the same row of the other: [M]."""
+    if a_MD.device.type == "cpu":  # where vecdot makes the product of all first
+        return torch.bmm(a_MD.unsqueeze(1), b_MD.unsqueeze(2)).view(-1)
+    return torch.linalg.vecdot(a_MD, b_MD)
+
+
+def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
+    """`_gather_sum` of few rows over many assignments (expert choice). On the CPU, where rows are added one by one."""
+    perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
+    num_tokens, top_k = inverse_TK.shape
+    dtype = torch.promote_types(rows_MD.dtype, torch.float32)
+    wide_MD = rows_MD.to(dtype)
+    if weight_TK is not None:
+        wide_MD = wide_MD * weight_TK.reshape(-1).index_select(0, perm_M).unsqueeze(1).to(dtype)
+    total_TD = wide_MD.new_zeros(num_tokens, rows_MD.shape[1])
+    return total_TD.index_add_(0, perm_M // top_k, wide_MD).to(rows_MD.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, perm_N, inverse_TK, num_rows):
+        ctx.save_for_backward(inverse_TK)
+        return memory.gather(x_TD, perm_N[:num_rows] // inverse_TK.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad_MD):
+        (inverse_TK,) = ctx.saved_tensors
+        return _gather_sum(grad_MD, None, inverse_TK), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_MD, weight_TK, inverse_TK):
+        ctx.save_for_backward(rows_MD, weight_TK, inverse_TK)
+        return _gather_sum(rows_MD, weight_TK, inverse_TK)
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        rows_MD, weight_TK, inverse_TK = ctx.saved_tensors
+        perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
+        grad_MD = memory.gather(grad_TD, perm_M // inverse_TK.shape[1])
+        grad_weight_TK = None
+        if ctx.needs_input_grad[1]:
+            dtype = torch.promote_types(weight_TK.dtype, rows_MD.dtype)
+            dot_M = row_dots(grad_MD.to(dtype), rows_MD.to(dtype))
+            grad_weight_TK = torch.zeros(weight_TK.shape, dtype=weight_TK.dtype, device=weight_TK.device)
+            grad_weight_TK.view(-1)[perm_M] = dot_M.to(weight_TK.dtype)
+        weight_M1 = weight_TK.reshape(-1).index_select(0, perm_M).unsqueeze(1)
+        is_ours = not torch.is_grad_enabled() and grad_MD.dtype == torch.promote_types(grad_MD.dtype, weight_TK.dtype)
+        grad_MD = grad_MD.mul_(weight_M1) if is_ours else grad_MD * weight_M1
+        return grad_MD.to(rows_MD.dtype), grad_weight_TK, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, index, inverse, dtype):
+        ctx.save_for_backward(index, inverse)
+        ctx.dtype = rows.dtype
+        return memory.gather(rows, index).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        index, inverse = ctx.saved_tensors
+        return _Reorder.apply(grad, inverse, index, ctx.dtype), None, None, None
