@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 import torch
 
 from fmoe.cli import Parser, commands, extras
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.kernels.native import loader as native
 
 _REPORTED = ("pretrain", "tensorboard")  # extras
 

@@ -10,9 +10,9 @@ import torch
 from forks import values
 from small_kernels import FILL, build_in, sources
 
-from fmoe import info
 from fmoe.cli import run
 from fmoe.commands import build as cli
+from fmoe.commands import info
 from fmoe.errors import BuildError, UserError
 from fmoe.kernels import backends, cache
 from fmoe.kernels.cuda import build, launch, nvrtc, tuning

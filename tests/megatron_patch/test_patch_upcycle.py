@@ -138,7 +138,7 @@ def fused():
     gpt.config.bias_activation_fusion = True
     mlp = gpt.decoder.layers[0].mlp
     x = torch.randn(LENGTH, 3, WIDTH)
-    # Uncompiled: torch 2.13's compiler returns wrong numbers under ATEN_CPU_CAPABILITY=avx2 on a processor with AVX-512.
+    # Uncompiled: torch 2.13's compiler returns wrong numbers if ATEN_CPU_CAPABILITY=avx2 on a processor with AVX-512.
     with torch.compiler.set_stance("force_eager"):
         output, bias = mlp(x)
     return fmoefy(gpt, 4, upcycle=True).decoder.layers[0].mlp(x)[0], output + bias
