@@ -19,12 +19,12 @@ from typing import NoReturn
 
 from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError
-from pretrain import agent, lock, process, supervise
+from pretrain import lock, process, torchrun
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
 from pretrain.config import Recipe
 from pretrain.config.load import read_recipe
-from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
+from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         # Threads of all processes together are the machine's cores.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // here)))
-        torchrun = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
-        torchrun += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
+        words = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
+        words += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
         sys.stdout.flush()
         log = folder / (f"torchrun-{options.node_rank}.log" if options.node_rank else "torchrun.log")
-        code = supervise.run(agent.command(torchrun), environment, log)
+        code = torchrun.run(torchrun.command(words), environment, log)
         if code not in _SAID:
             _say_how_to_go_on(folder, given)
         return code
@@ -213,15 +213,17 @@ def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
     Returns:
         Whether the run is finished already, which it then says.
     """
-    from pretrain import session  # here, because it imports megatron-core
+    from pretrain.engine.model import check_parts  # here, because they import megatron-core
+    from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize
 
-    inputs = session.open_inputs(recipe)
-    checkpoint = session.find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
+    check_parts(recipe)
+    inputs = open_inputs(recipe)
+    checkpoint = find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
     if checkpoint is None:
-        session.open_weights(recipe)
-    if not session.is_finished(recipe, inputs, checkpoint) or fallback:
+        open_weights(recipe)
+    if not is_finished(recipe, inputs, checkpoint) or fallback:
         return False
-    session.summarize(recipe)
+    summarize(recipe)
     return True
 
 

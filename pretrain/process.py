@@ -1,4 +1,7 @@
-"""The processes of a run: who I am, on which device, and leaving without anybody waiting."""
+"""The processes of a run: rank and device, rendezvous, process group, exit codes.
+
+A run that ends with another code than 0 or 2 (`fmoe.errors.EXIT_USAGE`, invalid input) ends with one of those here.
+"""
 
 import os
 import time
@@ -12,9 +15,24 @@ import torch.distributed as dist
 from fmoe.errors import UserError
 from pretrain import lock
 
+EXIT_DIVERGED = 65
+"""A guard stopped the run: the next start meets the same data with the same weights. A person looks first.
+EX_DATAERR of sysexits.h."""
+
+EXIT_HANG = 70
+"""No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
+
+EXIT_REQUEUE = 75
+"""A signal stopped the run between two steps and its checkpoint is written: start it again with ``--resume auto``.
+EX_TEMPFAIL of sysexits.h, which schedulers can be told to requeue on."""
+
 _TIMEOUT = timedelta(minutes=10)
 _TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
 _SECONDS_TO_HEAR = 10
+
+
+class Diverged(RuntimeError):
+    """A guard ends the run, on all ranks at the same step. The message is one line."""
 
 
 @dataclass(frozen=True)

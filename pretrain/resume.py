@@ -15,7 +15,7 @@ from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.config.bounds import check_path
-from pretrain.inputs import Inputs
+from pretrain.data.inputs import Inputs
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from pretrain import resume, state
+from pretrain import resume
 from pretrain.callbacks import Callback
 from pretrain.callbacks.base import Metrics
 from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
+from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
-from pretrain.engine import Engine
-from pretrain.inputs import Inputs
-from pretrain.peak import peak_flops
+from pretrain.engine import Engine, state
+from pretrain.engine.flops import peak_flops
 from pretrain.process import Processes
 
 # Metrics of a layer that are logged as their mean over the layers too.

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain import state
 from pretrain.callbacks.base import Callback, Metrics
 from pretrain.checkpoint import Snapshot, keep_last, remove_leftovers, write
 from pretrain.checkpoint.background import BackgroundWriter
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import CheckpointConfig
+from pretrain.engine import state
 
 
 class Checkpointing(Callback):

@@ -9,8 +9,8 @@ from typing import Any
 
 from pretrain.callbacks.base import Callback, Metrics
 from pretrain.config import GuardConfig
-from pretrain.culprit import find_culprit
-from pretrain.exit_codes import Diverged
+from pretrain.engine.nonfinite import find_culprit
+from pretrain.process import Diverged
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import signal
 
-from pretrain import lock, supervise
+from pretrain import lock, torchrun
 from pretrain.callbacks.base import Callback, Metrics
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,7 +29,7 @@ class Stopping(Callback):
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, ask)
-        supervise.ready()
+        torchrun.ready()
 
     def on_end(self, trainer, error: BaseException | None) -> None:
         # A scheduler may repeat its signal, and each launcher forwards it: none may end a process that is ending.

@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain import supervise
+from pretrain import torchrun
 from pretrain.callbacks.base import Callback, Metrics
-from pretrain.exit_codes import EXIT_HANG
+from pretrain.process import EXIT_HANG
 
 _GRACE = 60.0  # most seconds that a rank waits for the stacks of the others
 
@@ -91,7 +91,7 @@ class Watchdog(Callback):
             where = f"its stacks could not be written: {error}"
         sys.stderr.write(f"pretrain: error: {line} (guard.hang_minutes); {where}\n")
         sys.stderr.flush()
-        supervise.report(EXIT_HANG)
+        torchrun.report(EXIT_HANG)
         # The first rank that ends takes the others with it: they get the time to write theirs.
         deadline = time.monotonic() + min(self.seconds, _GRACE)
         while time.monotonic() < deadline and not self._all_wrote(began - self.seconds):

@@ -15,7 +15,7 @@ from megatron_patch.optimizer import Shard, optimizers, shards
 from megatron_patch.patch import stacks
 from pretrain.config import Recipe
 from pretrain.engine import Engine
-from pretrain.moments import moments
+from pretrain.engine.optimizer import moments
 from pretrain.process import Processes
 
 # torchao's 8-bit moments: codes with a scale for each block, of tensors from `_MIN_8_BIT` elements, and the map of all

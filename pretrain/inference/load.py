@@ -14,8 +14,8 @@ from pretrain import process
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
+from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.inputs import open_tokenizer
 from pretrain.process import Processes
 
 
@@ -136,8 +136,8 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
         UserError: the checkpoint is damaged, or holds another model than its recipe says.
     """
     from megatron_patch import wide
-    from pretrain import state
-    from pretrain.model import build_model
+    from pretrain.engine import state
+    from pretrain.engine.model import build_model
     from pretrain.models.config import DTYPES
 
     recipe = trained.recipe

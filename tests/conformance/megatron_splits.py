@@ -138,7 +138,7 @@ class Seen:
 
 
 def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
-    from pretrain import state
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
     samples = BUILDERS[builder].samples(recipe)

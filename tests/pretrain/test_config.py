@@ -32,7 +32,6 @@ from pretrain.config import (
 )
 from pretrain.config.bounds import PATHS
 from pretrain.config.load import RECIPES, recipe_keys, recipe_text
-from pretrain.gate import gate_options
 from pretrain.process import timeout
 from pretrain.resume import find_checkpoint
 
@@ -108,7 +107,7 @@ def count(names):
     from fmoe.parallel import is_expert
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
-    from pretrain.model import build_model
+    from pretrain.engine.model import build_model
     from pretrain.process import Processes
 
     cpu.install()
@@ -525,6 +524,8 @@ def test_values_of_the_model_that_exclude_each_other(values, parts):
     ],
 )
 def test_an_option_that_a_gate_has_not_is_said(gate, key, value, of):
+    from pretrain.engine.model import gate_options
+
     model = ModelConfig(gate=gate, **{key: value})
     with pytest.raises(UserError) as error:
         gate_options(model)
@@ -533,6 +534,8 @@ def test_an_option_that_a_gate_has_not_is_said(gate, key, value, of):
 
 
 def test_a_gate_gets_its_options():
+    from pretrain.engine.model import gate_options
+
     model = ModelConfig(gate="sigmoid", bias_step=0.0, normalize=False, routed_scale=2.5, score="softmax")
     gate = build_gate("sigmoid", 8, 4, 2, **gate_options(model))
     assert (gate.bias_step, gate.normalize, gate.routed_scale, gate.score) == (0.0, False, 2.5, "softmax")

@@ -22,7 +22,7 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, Recipe, RunConfig, TrainConfig
 from pretrain.resume import agree_on_intact, check_data, find_checkpoint
-from pretrain.session import summarize
+from pretrain.run import summarize
 from pretrain.tracking import JsonlTracker, read_metrics
 
 

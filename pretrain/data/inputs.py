@@ -11,9 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fmoe.dispatch import build_exchange
 from fmoe.errors import UserError, require
-from fmoe.gates import build_gate
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.data.counts import TokenCounts, outside_vocabulary
@@ -21,7 +19,6 @@ from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.kinds import build_samples, epochs_per_sample
 from pretrain.data.samples import Samples, count_tokens, unigram_entropy
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.gate import exchange_options, gate_options
 from pretrain.tracking.trackio import check_installed
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
@@ -51,21 +48,6 @@ class Inputs:
     """What of the data is possible, but hardly meant; a line each."""
 
 
-def check_parts(recipe: Recipe) -> None:
-    """Raises UserError where the recipe's gate or exchange cannot be."""
-    model = recipe.model
-    if model.num_experts:
-        options = gate_options(model)
-        try:
-            build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **options)
-        except UserError as error:
-            raise UserError(f"model.{error}") from error
-        try:
-            build_exchange(None, model.num_experts, recipe.parallel.exchange, exchange_options(recipe.parallel))
-        except UserError as error:
-            raise UserError(f"parallel.{error}") from error
-
-
 def open_inputs(recipe: Recipe) -> Inputs:
     """Opens tokenizer and corpora.
 
@@ -76,7 +58,6 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
-    check_parts(recipe)
     tokenizer = open_tokenizer(recipe)
     with naming("data.train"):
         train = [open_corpus(prefix, tokenizer) for prefix in data.train]

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_patch import cpu
 from pretrain.config import ParallelConfig, Recipe
 from pretrain.engine import init_parallel
-from pretrain.model import build_model
-from pretrain.pipeline import stages
+from pretrain.engine.model import build_model
+from pretrain.engine.pipeline import stages
 from pretrain.process import Processes
 
 

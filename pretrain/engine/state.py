@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from megatron_patch.optimizer import optimizers, renew, shards
-from pretrain import generators
 from pretrain.checkpoint import Checkpoint, Piece
-from pretrain.moments import Moment, restored, saved
+from pretrain.engine import rng
+from pretrain.engine.optimizer import Moment, restored, saved
 
 _MODEL = "model/"
 
@@ -191,7 +191,7 @@ def schedule_state(engine) -> dict[str, Any]:
 
 def rank_state() -> dict[str, Any]:
     """Of this rank alone: its random number generators."""
-    return {"rng": generators.states()}
+    return {"rng": rng.states()}
 
 
 def load(engine, checkpoint: Checkpoint) -> None:
@@ -285,11 +285,11 @@ def _load_rank_state(engine, checkpoint: Checkpoint) -> None:
     if any(there != now for there, now in parts.values()):
         # Megatron's own generators differ between parts of the model: those of other parts are nothing to go on with.
         states = checkpoint.rank_state(0)["rng"]
-        generators.restore({name: state for name, state in states.items() if name != "megatron"})
+        rng.restore({name: state for name, state in states.items() if name != "megatron"})
         return
     inner, stages = here.tensor * here.context, here.pipeline
     data, tensor = divmod(dist.get_rank() % (dist.get_world_size() // stages), inner)
     per_stage = checkpoint.num_ranks // stages
     data = data if data * inner < per_stage else 0
     rank = parallel_state.get_pipeline_model_parallel_rank() * per_stage + data * inner + tensor
-    generators.restore(checkpoint.rank_state(rank)["rng"])
+    rng.restore(checkpoint.rank_state(rank)["rng"])

@@ -21,16 +21,16 @@ from megatron_patch import MegatronFMoE, wide
 from megatron_patch.adapter import announce_experts
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
-from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
-from pretrain.model import build_model
+from pretrain.engine import rng
+from pretrain.engine.model import build_model
+from pretrain.engine.optimizer import make_optimizer
+from pretrain.engine.pipeline import get_schedule, stages
+from pretrain.engine.routing import RoutingReports, StepReport
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, loss_function, weigh
-from pretrain.optimizer import make_optimizer
-from pretrain.pipeline import get_schedule, stages
 from pretrain.process import Processes, timeout
-from pretrain.routing import RoutingReports, StepReport
 
 Judge = Callable[[float, float], str | None]
 
@@ -64,7 +64,7 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
         distributed_timeout_minutes=int(timeout(recipe.guard.hang_minutes).total_seconds() // 60),
         create_gloo_process_groups=dist.get_backend() == "gloo",
     )
-    generators.seed(recipe.train.seed)
+    rng.seed(recipe.train.seed)
 
 
 def stop_parallel() -> None:

@@ -1,25 +1,35 @@
-"""torchrun as a child of ``fmoe train``: signals reach the run, its exit code comes back, nobody outlives anybody.
+"""torchrun as a child of ``fmoe train``: forwards signals to the run, returns its exit code, ends with it.
 
-torchrun alone answers SIGTERM by ending its workers within 30 seconds and itself with code 1, whatever they say. So
-the parent signals a worker, all workers stop together and tell by a small file with which code, and torchrun, to which
-they then end well, ends by itself.
+torchrun answers SIGTERM by ending its workers within 30 seconds and itself with code 1, whatever they return. So the
+parent signals a worker instead: all workers stop together and write the exit code to a small file, and torchrun, which
+sees them succeed, ends by itself.
+
+``python -m pretrain.torchrun ARGS`` is that child. Its own messages go to a file, and which ranks failed to another, in
+the folder that launcher and workers share. Workers inherit the descriptor of the real stderr.
 """
+
+import os
+import sys
+from pathlib import Path
+
+FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and workers share
+LOG, FAILED = "torchrun.log", "failed.json"
+
+if __name__ == "__main__":
+    # Before torch is imported, whose loggers keep the stderr that they find.
+    sys.stderr = (Path(os.environ[FOLDER]) / LOG).open("a", buffering=1)
 
 import contextlib
 import ctypes
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import lock, process
-from pretrain.agent import FAILED, FOLDER, LOG, error_name
-from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
+from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of workers: how often torchrun has started them again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,6 +54,11 @@ def _before_exec() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs torchrun with these arguments."""
+    return [sys.executable, "-m", "pretrain.torchrun", *arguments]
+
+
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
     """Runs torchrun to its end and returns what the workers that it started last say, or else torchrun's own code.
 
@@ -53,7 +68,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
     torchrun, which ends its workers at once.
 
     Args:
-        command: `pretrain.agent.command`'s, or one that stands in for it.
+        command: that of `command`, or a substitute for it.
         log: gets torchrun's own messages if the run fails.
 
     Raises:
@@ -120,6 +135,11 @@ def _ending_of(code: int) -> str:
     return f"was killed by {number.name}" + (f": {_CAUSES[number]}" if number in _CAUSES else "")
 
 
+def _error_name(rank: int | str) -> str:
+    """File of a rank's traceback."""
+    return f"error-{rank}"
+
+
 def _explain(folder: Path, code: int, log: Path | None) -> None:
     """Print which rank died first, and of what; the errors of the others go to the log."""
     failed: list[dict] = []
@@ -130,7 +150,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
     lines = []
     for number, one in enumerate(failed):
         with contextlib.suppress(OSError):
-            path = folder / error_name(one["rank"])
+            path = folder / _error_name(one["rank"])
             if number == 0:
                 lines.append(path.read_text().rstrip())
             else:
@@ -200,7 +220,7 @@ def keep_error(text: str) -> bool:
     """
     if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return False
-    _write(error_name(os.environ["RANK"]), text)
+    _write(_error_name(os.environ["RANK"]), text)
     return True
 
 
@@ -222,3 +242,25 @@ def _write(name: str, text: str) -> None:
         with contextlib.suppress(OSError):  # a parent that is gone
             path.write_text(text)
             path.rename(path.with_name(name))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run torchrun in this process, and write which ranks failed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    folder = Path(os.environ[FOLDER])
+    try:
+        run.main(list(arguments))
+    except ChildFailedError as error:
+        failed = []
+        for rank, failure in error.failures.items():
+            path = folder / _error_name(rank)  # when it failed; its process may have taken long to end
+            time = path.stat().st_mtime if path.exists() else failure.timestamp
+            failed.append({"rank": rank, "pid": failure.pid, "code": failure.exitcode, "time": time})
+        (folder / FAILED).write_text(json.dumps(failed))
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

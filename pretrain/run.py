@@ -30,10 +30,10 @@ from pretrain.callbacks import (
 )
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
+from pretrain.data.inputs import Inputs, open_inputs, with_counts
 from pretrain.engine import init_parallel
-from pretrain.exit_codes import EXIT_REQUEUE
-from pretrain.inputs import Inputs, open_inputs, with_counts
-from pretrain.process import Processes
+from pretrain.engine.model import check_parts
+from pretrain.process import EXIT_REQUEUE, Processes
 from pretrain.report import REPORT, write_report
 from pretrain.resume import (
     CHECKPOINTS,
@@ -86,6 +86,7 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     """
     cpu.install()
     folder = Path(recipe.run.folder)
+    check_parts(recipe)
     inputs = open_inputs(recipe)
     check_exists(folder, resume)
     meeting = process.meet(process.timeout(recipe.guard.hang_minutes))
