@@ -85,7 +85,7 @@ class _Savers:
             warmup=arguments.warmup,
             reference=SYNC,
             seed=arguments.seed,
-            label=f"{self._recipe.model.num_params() / 1e6:.0f}M parameters, {self._nbytes / 1e9:.2f} GB",
+            label=f"{self._recipe.num_params() / 1e6:.0f}M parameters, {self._nbytes / 1e9:.2f} GB",
             unit="MiB",
             line_up=self._clear,
         )

@@ -29,7 +29,7 @@ from pretrain import torchrun
 from pretrain.config import Recipe, load_recipe
 from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import train_tokenizer
+from pretrain.data.tokenizers import train_tokenizer
 from pretrain.process import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 

@@ -14,7 +14,7 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
-from pretrain.config.bounds import check_path
+from pretrain.config.checks import check_path
 from pretrain.data.inputs import Inputs
 
 METRICS = "metrics.jsonl"

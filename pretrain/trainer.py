@@ -90,7 +90,7 @@ class Trainer:
         begin = time.perf_counter()
         batches = self._batches.take(self.step)
         data_wait = time.perf_counter() - begin
-        result = self.engine.train_step(self.step, batches, self._judge)
+        result = self.engine.train_step(self.step, batches, self._check_step)
         routing = self.engine.routing()
         seconds = time.perf_counter() - begin
         self.step += 1
@@ -137,9 +137,9 @@ class Trainer:
             metrics.update({f"moe/{name}": value for name, value in means.items()})
         return metrics
 
-    def _judge(self, loss: float, grad_norm: float) -> str | None:
+    def _check_step(self, loss: float, grad_norm: float) -> str | None:
         for callback in self.callbacks:
-            if (reason := callback.judge(self, loss, grad_norm)) is not None:
+            if (reason := callback.check_step(self, loss, grad_norm)) is not None:
                 return reason
         return None
 

@@ -18,7 +18,7 @@ from pretrain.data.counts import TokenCounts, outside_vocabulary
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.kinds import build_samples, epochs_per_sample
 from pretrain.data.samples import Samples, count_tokens, unigram_entropy
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.tracking.trackio import check_installed
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
@@ -170,7 +170,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
     with naming("data.tokenizer" if path is None else "--tokenizer"):
         if Path(data.tokenizer if path is None else path).is_char_device():
             raise UserError(f"{path or data.tokenizer} is a device, not a file")
-        tokenizer = Tokenizer.load(data.tokenizer if path is None else path)
+        tokenizer = load_tokenizer(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
             f"trained with another tokenizer than {tokenizer.path}: the SHA-256 of that one begins with {sha256[:12]}, "

@@ -32,7 +32,7 @@ from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, loss_function, weigh
 from pretrain.process import Processes, timeout
 
-Judge = Callable[[float, float], str | None]
+CheckStep = Callable[[float, float], str | None]
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,12 @@ class Engine:
             optimizer_offload_fraction=recipe.optimizer.cpu_offload,
         )
 
-    def train_step(self, step: int, samples: Samples | list[Batch], judge: Judge | None = None) -> StepResult:
+    def train_step(self, step: int, samples: Samples | list[Batch], check: CheckStep | None = None) -> StepResult:
         """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
 
         Args:
             samples: of which it takes the step's; or those already, as `collate_step` makes them.
-            judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
+            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
                 Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
                 step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's. It
                 is not asked about an overflow of fp16 that a lower scale of the loss may cure.
@@ -205,7 +205,7 @@ class Engine:
             what = "an overflow" if math.isfinite(mean_loss) else "the loss is not finite"
             reason = f"{what} at loss scale {loss_scale:g}, which is {float(scaler.scale):g} from here on"
         else:
-            reason = judge(mean_loss, grad_norm) if judge is not None else None
+            reason = check(mean_loss, grad_norm) if check is not None else None
             if reason is None and found_inf:
                 reason = f"the gradient is not finite{self.scale_limit}"
         if reason is None:

@@ -38,7 +38,7 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
 
 
 @dataclass(frozen=True)
-class Moment:
+class StateTensor:
     """A tensor of an optimizer's state.
 
     Attributes:
@@ -57,37 +57,37 @@ class Moment:
         return (*values[:axis], value, *values[axis + 1 :])
 
 
-def moments(shard: Shard) -> tuple[Moment, ...]:
-    """What the optimizer keeps for a shard, the number of steps aside."""
+def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
+    """Return the tensors that the optimizer keeps for a shard; the number of steps is none of them."""
     optimizer = shard.optimizer
     if isinstance(optimizer, TrustOptimizer):
-        return tuple(map(Moment, optimizer.state_names))
+        return tuple(map(StateTensor, optimizer.state_names))
     if isinstance(optimizer, torch.optim.SGD):
-        return (Moment("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
+        return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
     if isinstance(optimizer, Adafactor):
         is_factored = is_matrix(shard.parameter)
-        return (Moment("row_var", -1), Moment("col_var", -2)) if is_factored else (Moment("variance"),)
-    return (Moment("exp_avg"), Moment("exp_avg_sq"))
+        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if is_factored else (StateTensor("variance"),)
+    return (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
 
 
-def saved(shard: Shard) -> Iterator[tuple[Moment, Tensor]]:
+def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
     """The state of a shard as plain tensors; zeros where no step was made, or all of them were skipped."""
     state = shard.optimizer.state.get(shard.main) or {}
-    for moment in moments(shard):
-        value = state.get(moment.name)
+    for entry in state_tensors(shard):
+        value = state.get(entry.name)
         if value is None:
-            value = torch.zeros(moment.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
+            value = torch.zeros(entry.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
         # 8-bit codes travel as the numbers they stand for: they are found again from them.
-        yield moment, value.dequantize() if hasattr(value, "codes") else value
+        yield entry, value.dequantize() if hasattr(value, "codes") else value
 
 
-def restored(shard: Shard, step: float, read: Callable[[Moment], Tensor]) -> dict[str, Tensor]:
-    """The state of a shard from what `saved` gave, which ``read`` gets, flat."""
+def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
+    """The state of a shard from what `saved_state` gave, which ``read`` gets, flat."""
     optimizer, main = shard.optimizer, shard.main
     state = {}
-    for moment in moments(shard):
-        value = read(moment).to(main.device).view(moment.along(main.shape, 1)).clone()
-        state[moment.name] = optimizer.moment_of(main, moment.name, value) if is_8_bit(optimizer) else value
+    for entry in state_tensors(shard):
+        value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
+        state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value
     if "step" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["step"] = int(step)  # Transformer Engine's and apex's
     elif not isinstance(optimizer, Lars | torch.optim.SGD):
@@ -97,5 +97,5 @@ def restored(shard: Shard, step: float, read: Callable[[Moment], Tensor]) -> dic
 
 
 def is_8_bit(optimizer: Optimizer) -> bool:
-    """Whether moments are codes."""
+    """Return whether the optimizer keeps 8-bit codes."""
     return isinstance(optimizer, AdamW8bit)

@@ -1,4 +1,4 @@
-"""What of a Megatron model and optimizer goes into a checkpoint, under global names and global offsets.
+"""State of a Megatron model and optimizer in a checkpoint, under global names and global offsets.
 
 Megatron's ``sharded_state_dict`` serves as the index: it knows each parameter's global name, shape and offset.
 Optimizer state is addressed by the parameter it belongs to and the flat range of it that this rank steps, so that it
@@ -22,15 +22,17 @@ from fmoe.errors import UserError
 from megatron_patch.optimizer import optimizers, renew, shards
 from pretrain.checkpoint import Checkpoint, Piece
 from pretrain.engine import rng
-from pretrain.engine.optimizer import Moment, restored, saved
+from pretrain.engine.engine import Engine
+from pretrain.engine.optimizer import StateTensor, restored_state, saved_state
 
-_MODEL = "model/"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"  # what names of tensors in a checkpoint begin with
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a piece of a local parameter lies in its global tensor. Most are one piece; the two halves of a gated
-    linear map are not neighbours in the whole of it.
+class ShardLocation:
+    """Position of a piece of a local parameter in its global tensor.
+
+    Most parameters are one piece; the two halves of a gated linear map are not adjacent in the global tensor.
 
     Attributes:
         begin: of the piece in the flattened parameter.
@@ -50,11 +52,15 @@ class _Place:
     def end(self) -> int:
         return self.begin + math.prod(self.block)
 
+    def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
+        """Return what a checkpoint stores of it: the block, or the range [start, stop) of the flattened block."""
+        return Piece(f"{prefix}{self.name}", self.shape, self.offset, self.block, data, start, stop)
 
-def _places(chunks) -> dict[int, list[_Place]]:
-    """Places by id of the parameter or buffer, of all chunks of the model that this rank holds."""
+
+def _locations(chunks) -> dict[int, list[ShardLocation]]:
+    """Return locations by id of the parameter or buffer, for all chunks of the model that this rank holds."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    places = {}
+    locations = {}
     for chunk in chunks:
         for sharded in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": group})):
             if isinstance(sharded, ShardedTensorFactory):
@@ -63,15 +69,15 @@ def _places(chunks) -> dict[int, list[_Place]]:
                 pieces = [sharded]
             else:
                 continue
-            places[id(sharded.data)] = [_place_of(piece, sharded.data) for piece in pieces]
-    return places
+            locations[id(sharded.data)] = [_location_of(piece, sharded.data) for piece in pieces]
+    return locations
 
 
-def _place_of(piece: ShardedTensor, parameter: Tensor) -> _Place:
+def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:
     block = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     replica = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
     begin = piece.data.storage_offset() - parameter.storage_offset()
-    return _Place(
+    return ShardLocation(
         piece.key,
         tuple(piece.global_shape),
         tuple(piece.global_offset),
@@ -83,89 +89,75 @@ def _place_of(piece: ShardedTensor, parameter: Tensor) -> _Place:
     )
 
 
-def _tensors(gpt) -> Iterator[tuple[str, Tensor]]:
-    """What makes the model: its parameters and its persistent buffers (a gate's bias, a hash gate's table)."""
-    yield from gpt.named_parameters()
-    for prefix, module in gpt.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers (a gate's bias, a hash gate's table) of chunks of a model."""
+    for chunk in chunks:
+        yield from chunk.named_parameters()
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}", buffer
 
 
-def pieces(engine) -> Iterator[Piece]:
-    """What this rank writes of parameters, buffers, masters and moments."""
+def pieces(engine: Engine) -> Iterator[Piece]:
+    """Yield what this rank writes of parameters, buffers, masters and optimizer state."""
     engine.sync_parameters()
-    places = _places(engine.chunks)
-    for name, tensor in _all_tensors(engine.chunks):
-        for place in _place(places, tensor, name):
-            if place.is_main:
-                data = tensor.detach().reshape(-1)[place.begin : place.end].view(place.block)
-                yield Piece(f"{_MODEL}{place.name}", place.shape, place.offset, place.block, data)
+    locations = _locations(engine.chunks)
+    for name, tensor in _tensors(engine.chunks):
+        for location in _locations_of(locations, tensor, name):
+            if location.is_main:
+                data = tensor.detach().reshape(-1)[location.begin : location.end].view(location.block)
+                yield location.piece(_MODEL, data)
     for shard in shards(engine.optimizer):
-        values = list(saved(shard))
+        values = list(saved_state(shard))
         if shard.has_master:
-            values.append((Moment("master"), shard.main.detach()))
-        at = _place(places, shard.parameter, "a parameter of the optimizer")
-        for moment, value in values:
-            if moment.axis is not None:
-                yield from _factor_pieces(moment, value, shard.main.shape, at)
+            values.append((StateTensor("master"), shard.main.detach()))
+        at = _locations_of(locations, shard.parameter, "a parameter of the optimizer")
+        for entry, value in values:
+            if entry.axis is not None:
+                for location, view in _factor_views(entry, value, shard.main.shape, at):
+                    if location.is_main:
+                        yield location.piece(f"{_OPTIMIZER}{entry.name}/", view)
                 continue
-            for place in at:
-                start, stop = max(shard.start, place.begin), min(shard.stop, place.end)
-                if start >= stop or not (place.is_main_shard if shard.is_sharded else place.is_main):
+            for location in at:
+                start, stop = max(shard.start, location.begin), min(shard.stop, location.end)
+                if start >= stop or not (location.is_main_shard if shard.is_sharded else location.is_main):
                     continue
-                yield Piece(
-                    f"optimizer/{moment.name}/{place.name}",
-                    place.shape,
-                    place.offset,
-                    place.block,
-                    value.reshape(-1)[start - shard.start : stop - shard.start],
-                    start - place.begin,
-                    stop - place.begin,
-                )
-
-
-def _factor_pieces(moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]) -> Iterator[Piece]:
-    for place, view in _factor_views(moment, value, shape, places):
-        if place.is_main:
-            yield Piece(f"optimizer/{moment.name}/{place.name}", place.shape, place.offset, place.block, view)
+                data = value.reshape(-1)[start - shard.start : stop - shard.start]
+                yield location.piece(f"{_OPTIMIZER}{entry.name}/", data, start - location.begin, stop - location.begin)
 
 
 def _factor_views(
-    moment: Moment, value: Tensor, shape: Sequence[int], places: list[_Place]
-) -> Iterator[tuple[_Place, Tensor]]:
-    """Of a moment of a parameter that has one element along an axis: where it lies, and its part there. Pieces of the
-    parameter that differ along that axis alone have one part between them.
+    entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
+) -> Iterator[tuple[ShardLocation, Tensor]]:
+    """Yield locations and values of a state tensor that has one element along an axis of its parameter.
+
+    Pieces of the parameter that differ only along that axis share one.
     """
     seen = set()
-    for place in places:
+    for location in locations:
         of = replace(
-            place,
-            shape=moment.along(place.shape, 1),
-            offset=moment.along(place.offset, 0),
-            block=moment.along(place.block, 1),
+            location,
+            shape=entry.along(location.shape, 1),
+            offset=entry.along(location.offset, 0),
+            block=entry.along(location.block, 1),
         )
         if of.offset in seen:
             continue
         seen.add(of.offset)
-        whole = value.view((1,) * (len(place.block) - value.dim()) + tuple(value.shape))
-        full = (1,) * (len(place.block) - len(shape)) + tuple(shape)
-        corner = moment.along([int(i) for i in np.unravel_index(place.begin, full)], 0)
+        whole = value.view((1,) * (len(location.block) - value.dim()) + tuple(value.shape))
+        full = (1,) * (len(location.block) - len(shape)) + tuple(shape)
+        corner = entry.along([int(i) for i in np.unravel_index(location.begin, full)], 0)
         yield of, whole[tuple(slice(c, c + n) for c, n in zip(corner, of.block, strict=True))]
 
 
-def _all_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for chunk in chunks:
-        yield from _tensors(chunk)
-
-
-def _place(places: dict[int, list[_Place]], parameter: Tensor, name: str) -> list[_Place]:
-    if id(parameter) not in places:
+def _locations_of(locations: dict[int, list[ShardLocation]], parameter: Tensor, name: str) -> list[ShardLocation]:
+    if id(parameter) not in locations:
         raise RuntimeError(f"{name} of shape {tuple(parameter.shape)} is not in the model's sharded_state_dict")
-    return places[id(parameter)]
+    return locations[id(parameter)]
 
 
-def optimizer_state(engine) -> dict[str, Any]:
+def optimizer_state(engine: Engine) -> dict[str, Any]:
     """Of the optimizer, what is one number for all parameters."""
     steps = {
         float(state["step"])
@@ -184,7 +176,7 @@ def optimizer_state(engine) -> dict[str, Any]:
     return found
 
 
-def schedule_state(engine) -> dict[str, Any]:
+def schedule_state(engine: Engine) -> dict[str, Any]:
     """Of the learning rate: how far it is, and by which rule."""
     return engine.scheduler.state_dict()
 
@@ -194,31 +186,32 @@ def rank_state() -> dict[str, Any]:
     return {"rng": rng.states()}
 
 
-def load(engine, checkpoint: Checkpoint) -> None:
+def load(engine: Engine, checkpoint: Checkpoint) -> None:
     """Puts a checkpoint into the model and the optimizer, at whatever split they are.
 
     Raises:
         UserError: the checkpoint lacks a tensor or has it in another shape.
     """
-    places = _places(engine.chunks)
+    locations = _locations(engine.chunks)
     step = checkpoint.state["optimizer"]["step"]
-    _load_model(engine.chunks, checkpoint, places)
+    _load_model(engine.chunks, checkpoint, locations)
     with torch.no_grad():
         for shard in shards(engine.optimizer):
-            at = _place(places, shard.parameter, "a parameter of the optimizer")
+            at = _locations_of(locations, shard.parameter, "a parameter of the optimizer")
 
-            def cut(moment: Moment, at=at, shard=shard) -> Tensor:
-                if moment.axis is None:
-                    return _read(checkpoint, f"optimizer/{moment.name}/", at, shard.start, shard.stop)
-                value = torch.empty(moment.along(shard.main.shape, 1), dtype=torch.float32, device="cpu")
-                for place, view in _factor_views(moment, value, shard.main.shape, at):
-                    part = _read(checkpoint, f"optimizer/{moment.name}/", [replace(place, begin=0)], 0, view.numel())
+            def cut(entry: StateTensor, at=at, shard=shard) -> Tensor:
+                prefix = f"{_OPTIMIZER}{entry.name}/"
+                if entry.axis is None:
+                    return _read(checkpoint, prefix, at, shard.start, shard.stop)
+                value = torch.empty(entry.along(shard.main.shape, 1), dtype=torch.float32, device="cpu")
+                for location, view in _factor_views(entry, value, shard.main.shape, at):
+                    part = _read(checkpoint, prefix, [replace(location, begin=0)], 0, view.numel())
                     view.copy_(part.view(view.shape))
                 return value
 
             if shard.has_master:
-                shard.main.copy_(cut(Moment("master")).view(shard.main.shape))
-            renew(shard, restored(shard, step, cut))
+                shard.main.copy_(cut(StateTensor("master")).view(shard.main.shape))
+            renew(shard, restored_state(shard, step, cut))
     if engine.grad_scaler is not None:
         engine.grad_scaler.load_state_dict(checkpoint.state["optimizer"]["loss_scale"])
     # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
@@ -226,11 +219,11 @@ def load(engine, checkpoint: Checkpoint) -> None:
     _load_rank_state(engine, checkpoint)
 
 
-def load_weights(engine, checkpoint: Checkpoint) -> None:
+def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     """Puts the model's weights and buffers alone into the model, at whatever split it is; the optimizer stays new.
 
     Raises:
-        UserError: a tensor is there in another shape, is missing, or has no place in the model.
+        UserError: a tensor is there in another shape, is missing, or is not in the model.
     """
     load_model(engine.chunks, checkpoint, engine.processes.device)
     with torch.no_grad():
@@ -247,38 +240,44 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
         chunks: this rank's parts of the model.
         device: of the process group.
     """
-    places = _places(chunks)
-    ours = {f"{_MODEL}{place.name}" for at in places.values() for place in at}
+    locations = _locations(chunks)
+    ours = {f"{_MODEL}{location.name}" for at in locations.values() for location in at}
     theirs = [name for name in checkpoint.names() if name.startswith(_MODEL)]
     known = torch.tensor([name in ours for name in theirs], dtype=torch.int32, device=device)
     dist.all_reduce(known, dist.ReduceOp.MAX)  # on any stage of the pipeline
     for name, is_known in zip(theirs, known.tolist(), strict=True):
         if not is_known:
             raise UserError(f"{checkpoint.path} has {name}, for which the model has no place")
-    _load_model(chunks, checkpoint, places)
+    _load_model(chunks, checkpoint, locations)
 
 
-def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, places: dict[int, list[_Place]]) -> None:
+def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: dict[int, list[ShardLocation]]) -> None:
     with torch.no_grad():
-        for name, tensor in _all_tensors(chunks):
-            tensor.copy_(_read(checkpoint, _MODEL, _place(places, tensor, name), 0, tensor.numel()).view(tensor.shape))
+        for name, tensor in _tensors(chunks):
+            tensor.copy_(
+                _read(checkpoint, _MODEL, _locations_of(locations, tensor, name), 0, tensor.numel()).view(tensor.shape)
+            )
 
 
-def _read(checkpoint: Checkpoint, prefix: str, places: list[_Place], start: int, stop: int) -> Tensor:
-    """The range of a flattened parameter that lies at ``places``, in their order."""
+def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
+    """The range of a flattened parameter that lies at ``locations``, in their order."""
     parts = []
-    for place in places:
-        name = f"{prefix}{place.name}"
-        if checkpoint.shape(name) != place.shape:
-            raise UserError(f"{checkpoint.path} has {name} of shape {checkpoint.shape(name)}, the model {place.shape}")
-        first, last = max(start, place.begin), min(stop, place.end)
+    for location in locations:
+        name = f"{prefix}{location.name}"
+        if checkpoint.shape(name) != location.shape:
+            raise UserError(
+                f"{checkpoint.path} has {name} of shape {checkpoint.shape(name)}, the model {location.shape}"
+            )
+        first, last = max(start, location.begin), min(stop, location.end)
         if first < last:
-            values = checkpoint.read(name, place.offset, place.block, first - place.begin, last - place.begin)
+            values = checkpoint.read(
+                name, location.offset, location.block, first - location.begin, last - location.begin
+            )
             parts.append(values.reshape(-1))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def _load_rank_state(engine, checkpoint: Checkpoint) -> None:
+def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
     """The generators of the rank that held the same part of the model and, if there was one, of the data."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}

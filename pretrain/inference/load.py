@@ -15,7 +15,7 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
 from pretrain.data.inputs import open_tokenizer
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pretrain.tracking.tracker import Metrics
-
 LOAD = "moe/load"
 _OF_LAYER = re.compile(r"moe/layer_(\d+)/load")
 _DOUBLINGS = 3  # the colours go from 1/8 of an even share to 8 times it
@@ -80,7 +78,7 @@ class LoadPictures:
     def __init__(self, every: int, last_step: int):
         self._every, self._last_step, self._has_drawn = every, last_step, False
 
-    def __call__(self, step: int, metrics: Metrics) -> Metrics:
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         is_due = self._every and (not self._has_drawn or step % self._every == 0 or step == self._last_step)
         if not is_due or (matrix := load_matrix(step, metrics)) is None:
             return metrics

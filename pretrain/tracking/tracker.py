@@ -3,14 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, Union
+from typing import Protocol, Self
 
 from fmoe.errors import UserError
+from pretrain.tracking.loads import LoadMatrix
 
-if TYPE_CHECKING:
-    from pretrain.tracking.loads import LoadMatrix
-
-Metrics = Mapping[str, Union[float, int, list[float], str, "LoadMatrix", None]]
+Metrics = Mapping[str, float | int | list[float] | str | LoadMatrix | None]
 
 logger = logging.getLogger(__name__)
 

@@ -273,7 +273,7 @@ def overflow_always(recipe, mode):
     for step in range(9):
         trainer = trainer_of(engine, step)
         try:
-            result = engine.train_step(step, Samples(), lambda *seen, t=trainer: guard.judge(t, *seen))
+            result = engine.train_step(step, Samples(), lambda *seen, t=trainer: guard.check_step(t, *seen))
         except Diverged as error:
             said.append(f"stopped: {error}")
             break
