@@ -43,8 +43,8 @@ def build_trackers(
         console_every: steps from one console line to the next.
         total_steps: the run's last step.
         config: the resolved recipe, as values that JSON can hold.
-        resume_step: the step of the checkpoint that the run goes on from: what was logged after it is taken back.
-            None for a new run.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run. ``metrics.jsonl`` drops later
+            steps, TensorBoard hides them, wandb (offline) and trackio begin another run of the same group.
         picture_every: steps from one picture of the experts' load in all layers to the next; 0 for none.
         project: wandb's and trackio's project.
         name: the run's name there, by default the folder's.
