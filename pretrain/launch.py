@@ -1,5 +1,5 @@
-"""``fmoe train RECIPE``: starts as many processes as the recipe's splits need, here or its share of several nodes, and
-trains; or, with ``--dry-run``, says what the run would be."""
+"""``fmoe train RECIPE``: start as many processes as the recipe's splits need, on this node or its share of several, and
+train; with ``--dry-run``, print the plan of the run instead."""
 
 from pretrain import leave_working_folder, safe_environment
 
@@ -28,7 +28,7 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the recipe and its inputs, then runs torchrun, or trains in this process if one is enough."""
+    """Check the recipe and its inputs, then run torchrun, or train in this process if one is enough."""
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
@@ -111,10 +111,10 @@ _NUMBERS = {"nodes": 1, "node_rank": 0, "processes_per_node": 1, "max_restarts":
 
 
 def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What concerns the launch, and what a process of the run is told.
+    """Return the options of the launch, and the arguments that are left for the processes of the run.
 
     Raises:
-        UserError: a value that cannot be.
+        UserError: an invalid value.
     """
     parser = _Parser(prog="fmoe train", allow_abbrev=False, add_help=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -184,7 +184,7 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
 
 
 def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
-    """How torchrun's agents, one a node, find each other. Ranks follow the node's rank."""
+    """Return the options by which torchrun's agents, one per node, find each other. Ranks follow the node's rank."""
     if nodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1"]
     host, _, port = options.rendezvous.rpartition(":")
@@ -193,11 +193,11 @@ def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
 
 
 GPUS_OF_A_NODE = 8
-"""What a dry run takes a node to have where nobody says."""
+"""GPUs per node that a dry run assumes where no option gives them."""
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
-    """Prints what the run would be: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
+    """Print the plan of the run: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the sizes are the same, and everything is on the meta device
     from pretrain import dryrun  # here, because it imports megatron-core
 
@@ -208,10 +208,10 @@ def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
-    """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2.
+    """Check all inputs that can be checked before processes are started, where an error is one line and exit code 2.
 
     Returns:
-        Whether the run is finished already, which it then says.
+        True if the run is finished already; its summary is printed then.
     """
     from pretrain.engine.model import check_parts  # here, because they import megatron-core
     from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize

@@ -45,7 +45,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes what is written once."""
+        """True on rank 0, which prints, and writes what is written once."""
         return self.rank == 0
 
 
@@ -60,7 +60,7 @@ def local_rank() -> int:
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
-    """How long a process waits for another: longer than the watchdog does, which has more to say."""
+    """Return how long a process waits for another: longer than the watchdog, whose report has more detail."""
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
@@ -86,9 +86,9 @@ class Meeting:
             try:
                 action()
             except UserError:
-                self._tell("refused")
+                self._post("refused")
                 raise
-            self._tell("begins")
+            self._post("begins")
         else:
             self.store.wait(["first"], _TIMEOUT_FIRST)
             said = self.store.get("first")
@@ -96,7 +96,7 @@ class Meeting:
             if said == b"refused":
                 raise RefusedElsewhere("rank 0 refuses to begin")
 
-    def _tell(self, what: str) -> None:
+    def _post(self, what: str) -> None:
         self.store.set("first", what)
         deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
         while what == "refused" and self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
@@ -117,7 +117,7 @@ def meet(limit: timedelta = _TIMEOUT) -> Meeting:
 
 
 def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Processes:
-    """Joins the other processes: nccl where torch sees GPUs, else gloo.
+    """Join the process group of the other processes: nccl where torch sees GPUs, else gloo.
 
     Args:
         limit: how long one waits for another.
@@ -142,6 +142,6 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 
 
 def stop() -> None:
-    """Leaves the process group, if there is one."""
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

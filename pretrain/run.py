@@ -1,4 +1,4 @@
-"""From a checked recipe to a finished run: folder, checkpoint to go on from, trainer."""
+"""From a checked recipe to a finished run: folder, checkpoint to resume from, trainer."""
 
 import contextlib
 import json
@@ -56,10 +56,10 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Whether the checkpoint is of the recipe's last step, in its own folder.
+    """Return whether the checkpoint is of the recipe's last step, in its own folder.
 
     Raises:
-        UserError: the checkpoint cannot be gone on from with this recipe.
+        UserError: the run cannot resume from the checkpoint with this recipe.
     """
     if checkpoint is None:
         return False
@@ -73,7 +73,7 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
 
 
 def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
-    """Runs a recipe in this process, one of ``recipe.parallel.world_size``.
+    """Run a recipe in this process, one of ``recipe.parallel.world_size``.
 
     Args:
         resume, fallback: see `find_checkpoint`.
@@ -171,7 +171,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Those that add to the metrics of a step, to come before what logs them."""
+    """Return the callbacks that add to the metrics of a step; they precede those that log them."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         guards.append(CollapseWarning(recipe.guard, recipe.model.layers_with_experts))
@@ -193,7 +193,7 @@ def open_weights(recipe: Recipe) -> Checkpoint | None:
 
 
 def summarize(recipe: Recipe) -> None:
-    """Says how a finished run ended and where its results are."""
+    """Print how a finished run ended and where its results are."""
     folder = Path(recipe.run.folder)
     last: dict = {}
     for record in read_metrics(folder / METRICS):
@@ -218,7 +218,7 @@ def summarize(recipe: Recipe) -> None:
 
 
 def _figure(row: dict, key: str) -> str:
-    """A metric as metrics.jsonl has it, where null stands for a value that is not finite."""
+    """Return a metric as text; metrics.jsonl has null for a value that is not finite."""
     value = row[key]
     return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
 
@@ -240,7 +240,7 @@ def _say(lines: list[str]) -> None:
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Writes ``run.json``: versions, sizes, what the data are, and which experts each rank holds, read from the layers
+    """Write ``run.json``: versions, sizes, digests of the data, and which experts each rank holds, read from the layers
     themselves."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor(

@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """SIGTERM for this process when its parent dies, however it does. Linux alone can."""
+    """Have the kernel send SIGTERM to this process when its parent dies, for any reason. Linux only."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Runs torchrun to its end and returns what the workers that it started last say, or else torchrun's own code.
+    """Run torchrun to its end; return the exit code posted by the workers that it started last, or else torchrun's own.
 
     Prints which rank died and why, where no worker reported how the run ends.
 
@@ -99,7 +99,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        said = _told(Path(folder), "code")
+        said = _posted(Path(folder), "code")
         if code and said != EXIT_USAGE:
             _keep(Path(folder) / LOG, log)
         if said:
@@ -183,7 +183,7 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
             if number == signal.SIGINT:
                 os.kill(torchrun, signal.SIGINT)
             return
-        worker = _told(folder, "pid")
+        worker = _posted(folder, "pid")
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGTERM)
@@ -192,23 +192,23 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
 
 
 def join() -> None:
-    """A worker begins: it ends with its launcher, if that is `run`'s torchrun."""
+    """Tie a worker that starts to its launcher, if that is `run`'s torchrun: it ends with it."""
     if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
 
 def ready() -> None:
-    """A worker takes signals from here on."""
+    """Announce that this worker handles signals from now on."""
     if process.local_rank() == 0:
-        _tell("pid", os.getpid())
+        _post("pid", os.getpid())
 
 
 def report(code: int) -> int:
-    """Tells the parent how the run ends. The code to end this process with: 0 where torchrun need not make a fuss."""
+    """Post the exit code of the run to the launcher; return that of this process: 0 where torchrun shall not fail."""
     if FOLDER not in os.environ or code == 0:
         return code
-    _tell("code", code)
+    _post("code", code)
     return 0 if code in (EXIT_REQUEUE, EXIT_DIVERGED) else code
 
 
@@ -224,12 +224,12 @@ def keep_error(text: str) -> bool:
     return True
 
 
-def _tell(name: str, value: int) -> None:
-    """Of this life of the workers: what those said that torchrun has replaced is no longer true."""
+def _post(name: str, value: int) -> None:
+    """Post a value to the launcher. It is of this life of the workers: torchrun may start others."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
-def _told(folder: Path, name: str) -> int | None:
+def _posted(folder: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / f"{name}-{(folder / 'life').read_text()}").read_text())
     return None
@@ -237,7 +237,7 @@ def _told(folder: Path, name: str) -> int | None:
 
 def _write(name: str, text: str) -> None:
     if folder := os.environ.get(FOLDER):
-        # Renamed, so that nobody reads half of it; several workers may say the same at once.
+        # Renamed, so that no reader sees half of it; several workers may post at the same time.
         path = Path(folder) / f"{name}.{os.getpid()}"
         with contextlib.suppress(OSError):  # a parent that is gone
             path.write_text(text)

@@ -58,9 +58,9 @@ class Callback:
         """At the end, also after an error; every callback that was started is ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this callback, as `pretrain.checkpoint.codec` encodes it; the same on all ranks.
-        Empty for nothing."""
+        """Return the state of this callback in a checkpoint, for `pretrain.checkpoint.codec`; the same on all ranks.
+        Empty for none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave; not called for a checkpoint that has nothing of this callback."""
+        """Restore what `state_dict` returned; not called for a checkpoint without state of this callback."""

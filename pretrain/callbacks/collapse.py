@@ -1,4 +1,4 @@
-"""Routers that stopped spreading their tokens."""
+"""Warnings of collapsed routers, which no longer spread their tokens."""
 
 import logging
 from typing import Any
@@ -54,7 +54,7 @@ class CollapseWarning(Callback):
 
 
 def _describe(config: GuardConfig, load: list[float]) -> str:
-    """What is wrong with a window's load; empty for nothing."""
+    """Describe why a window's load counts as collapsed; empty if it does not."""
     mean = sum(load) / len(load) if load else 0.0
     if not mean:
         return ""

@@ -1,4 +1,4 @@
-"""What happens to a run, into events.jsonl."""
+"""Events of a run, written to events.jsonl."""
 
 import logging
 import os

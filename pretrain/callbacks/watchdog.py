@@ -1,4 +1,4 @@
-"""What a run does that does nothing any more."""
+"""Stacks and end of a run that makes no progress."""
 
 import contextlib
 import faulthandler

@@ -43,9 +43,9 @@ class Inputs:
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
     epochs_per_sample: tuple[float, ...] = ()
-    """Of each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
+    """One for each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
     warnings: tuple[str, ...] = ()
-    """What of the data is possible, but hardly meant; a line each."""
+    """Probable mistakes in the data, a line each."""
 
 
 def open_inputs(recipe: Recipe) -> Inputs:

@@ -1,4 +1,4 @@
-"""One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
+"""The optimizer step and the validation, on Megatron-core's schedule, DDP and optimizer."""
 
 import contextlib
 import math
@@ -37,10 +37,17 @@ CheckStep = Callable[[float, float], str | None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step, the same on every rank: mean loss of the global batch in nats a token, the gradient's
-    norm before clipping, the learning rate that was used, why the step was skipped (None: it was made), whether any
-    rank asks to stop, what the loss was multiplied by (None: nothing but in fp16), whether the step was skipped because
-    a lower scale of the loss is to be tried."""
+    """Result of one optimizer step, the same on every rank.
+
+    Attributes:
+        loss: mean of the global batch, in nats per token.
+        grad_norm: norm of the gradient before clipping.
+        lr: learning rate of the step.
+        skipped: why the step was skipped; None if it was made.
+        asks_to_stop: any rank asks to stop.
+        loss_scale: factor of the loss; None unless the precision is fp16.
+        has_overflowed: the step was skipped because a lower scale of the loss will be tried.
+    """
 
     loss: float
     grad_norm: float
@@ -52,7 +59,7 @@ class StepResult:
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
-    """Makes Megatron's process groups and seeds its random number generators; once a process."""
+    """Create Megatron's process groups and seed its random number generators; once per process."""
     parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -68,7 +75,7 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
 
 
 def stop_parallel() -> None:
-    """Gives up the groups that `init_parallel` made."""
+    """Destroy the groups that `init_parallel` created."""
     parallel_state.destroy_model_parallel()
 
 
@@ -217,7 +224,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """What to add to "not finite" where no lower scale of the loss is left to be tried; else empty."""
+        """Text after "not finite" where no lower scale of the loss is left to try; else empty."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer

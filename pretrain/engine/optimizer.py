@@ -16,9 +16,10 @@ from pretrain.config import Recipe
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """What makes it of parameter groups; None for AdamW on a GPU, or partly there, which is Megatron-core's business.
+    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU, or partly there, which
+    Megatron-core builds itself.
 
-    On a CPU that would be torch's loop, which reads and writes each tensor ten times; the fused one does so once.
+    On a CPU, Megatron-core takes torch's loop, which reads and writes each tensor ten times; the fused one once.
     """
     own = recipe.optimizer
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
@@ -71,7 +72,7 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
 
 
 def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
-    """The state of a shard as plain tensors; zeros where no step was made, or all of them were skipped."""
+    """Yield the state of a shard as plain tensors; zeros where no step was made, or all of them were skipped."""
     state = shard.optimizer.state.get(shard.main) or {}
     for entry in state_tensors(shard):
         value = state.get(entry.name)
@@ -82,7 +83,7 @@ def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
 
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
-    """The state of a shard from what `saved_state` gave, which ``read`` gets, flat."""
+    """Return the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
     optimizer, main = shard.optimizer, shard.main
     state = {}
     for entry in state_tensors(shard):

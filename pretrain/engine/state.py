@@ -158,7 +158,7 @@ def _locations_of(locations: dict[int, list[ShardLocation]], parameter: Tensor, 
 
 
 def optimizer_state(engine: Engine) -> dict[str, Any]:
-    """Of the optimizer, what is one number for all parameters."""
+    """Return the optimizer state that is one number for all parameters: steps, and the loss scale."""
     steps = {
         float(state["step"])
         for part in optimizers(engine.optimizer)
@@ -177,17 +177,17 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
 
 
 def schedule_state(engine: Engine) -> dict[str, Any]:
-    """Of the learning rate: how far it is, and by which rule."""
+    """Return the state of the learning rate's schedule: its step and its rule."""
     return engine.scheduler.state_dict()
 
 
 def rank_state() -> dict[str, Any]:
-    """Of this rank alone: its random number generators."""
+    """Return the state that only this rank has: its random number generators."""
     return {"rng": rng.states()}
 
 
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Puts a checkpoint into the model and the optimizer, at whatever split they are.
+    """Load a checkpoint into the model and the optimizer, at any split.
 
     Raises:
         UserError: the checkpoint lacks a tensor or has it in another shape.
@@ -220,7 +220,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Puts the model's weights and buffers alone into the model, at whatever split it is; the optimizer stays new.
+    """Load only weights and buffers into the model, at any split; the optimizer stays new.
 
     Raises:
         UserError: a tensor is there in another shape, is missing, or is not in the model.
@@ -234,7 +234,7 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torch.device) -> None:
-    """The same of a model without an optimizer. Collective.
+    """Load the weights and buffers of a model without an optimizer. Collective.
 
     Args:
         chunks: this rank's parts of the model.
@@ -260,7 +260,7 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
 
 
 def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
-    """The range of a flattened parameter that lies at ``locations``, in their order."""
+    """Return the range of a flattened parameter that is stored at ``locations``, in their order."""
     parts = []
     for location in locations:
         name = f"{prefix}{location.name}"
@@ -278,7 +278,7 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """The generators of the rank that held the same part of the model and, if there was one, of the data."""
+    """Restore the generators of the rank that held the same part of the model and, if there was one, of the data."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):

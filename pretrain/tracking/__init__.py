@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
+"""Trackers of a run's metrics: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
 
 A tracker takes ``log(step, metrics)``, any number of times a step, and ``close(ok)``. Only one rank builds trackers.
 

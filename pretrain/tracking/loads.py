@@ -31,7 +31,7 @@ class LoadMatrix:
 
     @property
     def caption(self) -> str:
-        """What the picture shows, with its extremes."""
+        """Description of the picture, with its extremes."""
         values = [value for row in self.load_LE for value in row]
         return f"step {self.step}: experts' load over an even share, {min(values):.2f} to {max(values):.2f}"
 
@@ -87,7 +87,7 @@ class LoadPictures:
 
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
-    """That of a step's metrics; None where they have no layer with experts. A load that is not finite counts as 0."""
+    """Return the matrix of a step's metrics; None without layers with experts. A load that is not finite is 0."""
     rows: dict[int, Sequence[float]] = {}
     for key, value in metrics.items():
         if (found := _OF_LAYER.fullmatch(key)) and value:

@@ -88,7 +88,7 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """What WANDB_MODE or `wandb offline` say, and offline where no credentials are found. Asks neither user nor net."""
+    """Return the mode of WANDB_MODE or `wandb offline`; offline without credentials. Asks neither user nor network."""
     # Settings of the session, not of the run: login would greet on stderr without them.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):

@@ -67,7 +67,7 @@ class Tokenizer(ABC):
 
     @property
     def ids(self) -> Mapping[str, int]:
-        """Of all pieces by their spelling, special ones included."""
+        """Ids by spelling of the piece, special ones included."""
         return self._id_of
 
     @cached_property

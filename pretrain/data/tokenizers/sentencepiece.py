@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(self._checked(ids))
 
     def score(self, i: int) -> float:
-        """Of a piece of a sentencepiece model: its log probability (unigram), or minus the rank of its merge (bpe)."""
+        """Return the log probability of a piece (unigram), or minus the rank of its merge (bpe)."""
         return self._processor.get_score(i)
 
     def _bytes_of(self, i: int) -> int:
@@ -70,7 +70,7 @@ class SentencePieceTokenizer(Tokenizer):
         return len(self._processor.id_to_piece(i).replace(_SPACE_MARK, " ").encode())
 
     def _lines_are_independent(self) -> bool:
-        """Whether a newline is a token of its own and nothing is added or dropped at line ends, as in our models."""
+        """Return whether a newline is a token of its own and nothing is added or dropped at line ends."""
         if any("\n" in piece and piece != "\n" for piece in self._id_of) or "\n" not in self._id_of:
             return False
         line = self._processor.encode(" a ")
