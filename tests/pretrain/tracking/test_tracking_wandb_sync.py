@@ -69,7 +69,8 @@ class Server(BaseHTTPRequestHandler):
             bucket = {"id": "b", "name": variables["name"], "displayName": "n", "description": None, "project": project}
             bucket |= {"config": variables.get("config"), "sweepName": None}
             bucket["historyLineCount"] = len(self.steps.get(variables["name"], []))
-            self.groups[variables["name"]] = variables["groupName"]
+            if group := variables.get("groupName"):  # not in later updates of a run
+                self.groups[variables["name"]] = group
             return self._answer({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}})
         if "mutation CreateRunFiles" in told["query"]:
             address = f"http://127.0.0.1:{self.server.server_address[1]}/upload"
