@@ -72,7 +72,7 @@ _SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the
 def _say_how_to_go_on(folder: Path, argv: Sequence[str]) -> None:
     """Print the newest checkpoint, and the command that resumes from it."""
     from pretrain.checkpoint import latest  # here, because it imports packages that may be missing
-    from pretrain.resume import CHECKPOINTS
+    from pretrain.tracking.folder import CHECKPOINTS
 
     words: list[str] = []
     for word, before in zip(argv, ["", *argv], strict=False):

@@ -16,9 +16,7 @@ from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.config.checks import check_path
 from pretrain.data.inputs import Inputs
-
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
+from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
 # What may be otherwise in the run that goes on, and what that does. Every other key would make it another model, other
 # data or another order; docs/checkpoints.md shows the same table.

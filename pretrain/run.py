@@ -36,8 +36,6 @@ from pretrain.engine.model import check_parts
 from pretrain.process import EXIT_REQUEUE, Processes
 from pretrain.report import REPORT, write_report
 from pretrain.resume import (
-    CHECKPOINTS,
-    METRICS,
     agree_on_intact,
     changes,
     check_data,
@@ -48,9 +46,8 @@ from pretrain.resume import (
 )
 from pretrain.tracking import build_trackers, read_metrics
 from pretrain.tracking.events import EVENTS
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, STACKS, TOLD
 from pretrain.trainer import Trainer
-
-STACKS = "stacks"
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +149,7 @@ def _train(
         trainer.warm_start(weights)
     if processes.is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_recipe(recipe, folder / "config.toml")
+        write_recipe(recipe, folder / CONFIG)
     _describe(trainer, folder, processes)
     if changed and processes.is_main:
         _say([f"goes on from step {checkpoint.step} with {', '.join(changed)}"])
@@ -267,9 +264,9 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }
-    temporary = folder / "run.json.tmp"
+    temporary = folder / f"{TOLD}.tmp"
     temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(folder / "run.json")  # at once: `fmoe compare` reads runs while they go on
+    temporary.replace(folder / TOLD)  # at once: `fmoe compare` reads runs while they go on
     lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active a token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

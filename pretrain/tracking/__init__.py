@@ -11,6 +11,7 @@ from typing import Any
 
 from fmoe.errors import require
 from pretrain.tracking.console import ConsoleTracker
+from pretrain.tracking.folder import METRICS
 from pretrain.tracking.jsonl import JsonlTracker, read_metrics
 from pretrain.tracking.loads import LoadPictures
 from pretrain.tracking.tracker import Metrics, Tracker, Trackers
@@ -64,7 +65,7 @@ def build_trackers(
 
     run_folder.mkdir(parents=True, exist_ok=True)
     trackers = Trackers(
-        required=[JsonlTracker(run_folder / "metrics.jsonl", resume_step)],
+        required=[JsonlTracker(run_folder / METRICS, resume_step)],
         optional=[console],
         view=LoadPictures(picture_every if wandb or tensorboard or trackio else 0, total_steps),
     )
