@@ -58,10 +58,9 @@ class _Savers:
     """The contenders, over one model that has made a step."""
 
     def __init__(self, recipe: Recipe, processes, folder: Path):
-        from pretrain import state
         from pretrain.checkpoint.background import BackgroundWriter
         from pretrain.checkpoint.host import HostBuffers
-        from pretrain.engine import Engine
+        from pretrain.engine import Engine, state
 
         self._recipe, self._folder, self._state = recipe, folder, state
         self._engine = Engine(recipe, processes)
@@ -86,7 +85,7 @@ class _Savers:
             warmup=arguments.warmup,
             reference=SYNC,
             seed=arguments.seed,
-            label=f"{self._recipe.model.num_params() / 1e6:.0f}M parameters, {self._nbytes / 1e9:.2f} GB",
+            label=f"{self._recipe.num_params() / 1e6:.0f}M parameters, {self._nbytes / 1e9:.2f} GB",
             unit="MiB",
             line_up=self._clear,
         )

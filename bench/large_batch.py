@@ -25,12 +25,12 @@ import torch
 
 from bench import options, report, sweep
 from fmoe.errors import UserError
-from pretrain import supervise
+from pretrain import torchrun
 from pretrain.config import Recipe, load_recipe
 from pretrain.data.corpus import write_python_library
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import train_tokenizer
-from pretrain.exit_codes import EXIT_DIVERGED
+from pretrain.data.tokenizers import train_tokenizer
+from pretrain.process import EXIT_DIVERGED
 from pretrain.tracking import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
@@ -130,7 +130,7 @@ class Study:
         # On the host everywhere: so small a model is no faster on a GPU, which a forked child could not open anyway.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._make_corpus()
-        import pretrain.session  # noqa: F401  megatron-core, once for all children
+        import pretrain.run  # noqa: F401  megatron-core, once for all children
 
         for contender, rate, seed in self._missing():
             figure = self._run(contender, rate, seed)
@@ -227,7 +227,7 @@ class Study:
 
 
 def _train(arguments: list[str], log: Path, threads: int) -> None:
-    supervise.die_with_parent()
+    torchrun.die_with_parent()
     torch.set_num_threads(threads)
     from fmoe.cli import run
     from pretrain.launch import main as train

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from fmoe.cli import run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
-from pretrain import process, supervise
+from pretrain import process, torchrun
 from pretrain.config.load import is_recipe, read_recipe, recipe_keys, shipped_recipes, split_overrides
 from pretrain.config.reference import options_help
-from pretrain.exit_codes import EXIT_DIVERGED, Diverged
+from pretrain.process import EXIT_DIVERGED, Diverged
 
 _SECONDS_FOR_THE_FIRST = 30
 
@@ -94,14 +94,14 @@ def parse(
 
 
 def main(argv: Sequence[str]) -> int:
-    """One process of a run; the codes are in `pretrain.exit_codes`. Raises UserError for what the user can mend."""
-    supervise.join()
+    """One process of a run; the codes are in `pretrain.process`. Raises UserError for what the user can mend."""
+    torchrun.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
         recipe = read_recipe(arguments.recipe, overrides)
         recipe.check()
         recipe.check_world_size(process.world_size())
-        from pretrain.session import train  # here, because it imports megatron-core
+        from pretrain.run import train  # here, because it imports megatron-core
 
         code = train(recipe, arguments.resume, fallback=arguments.fallback)
     except Diverged as error:
@@ -114,17 +114,17 @@ def main(argv: Sequence[str]) -> int:
         if is_told or (process.local_rank() != 0 and not dist.is_initialized()):
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first that goes: that one goes first
                 time.sleep(_SECONDS_FOR_THE_FIRST)
-            supervise.report(EXIT_USAGE)
+            torchrun.report(EXIT_USAGE)
             return EXIT_USAGE
-        supervise.report(EXIT_USAGE)
+        torchrun.report(EXIT_USAGE)
         raise
     except Exception:
-        if not supervise.keep_error(traceback.format_exc()):
+        if not torchrun.keep_error(traceback.format_exc()):
             raise
         return 1
     finally:
         process.stop()
-    return supervise.report(code)
+    return torchrun.report(code)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""``fmoe train RECIPE``: starts as many processes as the recipe's splits need, here or its share of several nodes, and
-trains; or, with ``--dry-run``, says what the run would be."""
+"""``fmoe train RECIPE``: start as many processes as the recipe's splits need, on this node or its share of several, and
+train; with ``--dry-run``, print the plan of the run instead."""
 
 from pretrain import leave_working_folder, safe_environment
 
@@ -19,16 +19,16 @@ from typing import NoReturn
 
 from fmoe.cli import run
 from fmoe.errors import EXIT_USAGE, UserError
-from pretrain import agent, lock, process, supervise
+from pretrain import lock, process, torchrun
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
 from pretrain.config import Recipe
 from pretrain.config.load import read_recipe
-from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
+from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the recipe and its inputs, then runs torchrun, or trains in this process if one is enough."""
+    """Check the recipe and its inputs, then run torchrun, or train in this process if one is enough."""
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
@@ -56,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         # Threads of all processes together are the machine's cores.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // here)))
-        torchrun = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
-        torchrun += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
+        words = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
+        words += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
         sys.stdout.flush()
         log = folder / (f"torchrun-{options.node_rank}.log" if options.node_rank else "torchrun.log")
-        code = supervise.run(agent.command(torchrun), environment, log)
+        code = torchrun.run(torchrun.command(words), environment, log)
         if code not in _SAID:
             _say_how_to_go_on(folder, given)
         return code
@@ -72,7 +72,7 @@ _SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the
 def _say_how_to_go_on(folder: Path, argv: Sequence[str]) -> None:
     """Print the newest checkpoint, and the command that resumes from it."""
     from pretrain.checkpoint import latest  # here, because it imports packages that may be missing
-    from pretrain.resume import CHECKPOINTS
+    from pretrain.tracking.folder import CHECKPOINTS
 
     words: list[str] = []
     for word, before in zip(argv, ["", *argv], strict=False):
@@ -111,10 +111,10 @@ _NUMBERS = {"nodes": 1, "node_rank": 0, "processes_per_node": 1, "max_restarts":
 
 
 def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What concerns the launch, and what a process of the run is told.
+    """Return the options of the launch, and the arguments that are left for the processes of the run.
 
     Raises:
-        UserError: a value that cannot be.
+        UserError: an invalid value.
     """
     parser = _Parser(prog="fmoe train", allow_abbrev=False, add_help=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -184,7 +184,7 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
 
 
 def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
-    """How torchrun's agents, one a node, find each other. Ranks follow the node's rank."""
+    """Return the options by which torchrun's agents, one per node, find each other. Ranks follow the node's rank."""
     if nodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1"]
     host, _, port = options.rendezvous.rpartition(":")
@@ -193,11 +193,11 @@ def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
 
 
 GPUS_OF_A_NODE = 8
-"""What a dry run takes a node to have where nobody says."""
+"""GPUs per node that a dry run assumes where no option gives them."""
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
-    """Prints what the run would be: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
+    """Print the plan of the run: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the sizes are the same, and everything is on the meta device
     from pretrain import dryrun  # here, because it imports megatron-core
 
@@ -208,20 +208,22 @@ def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
-    """Meets every wrong input that can be met before processes are started, where it is one line and exit code 2.
+    """Check all inputs that can be checked before processes are started, where an error is one line and exit code 2.
 
     Returns:
-        Whether the run is finished already, which it then says.
+        True if the run is finished already; its summary is printed then.
     """
-    from pretrain import session  # here, because it imports megatron-core
+    from pretrain.engine.model import check_parts  # here, because they import megatron-core
+    from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize
 
-    inputs = session.open_inputs(recipe)
-    checkpoint = session.find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
+    check_parts(recipe)
+    inputs = open_inputs(recipe)
+    checkpoint = find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
     if checkpoint is None:
-        session.open_weights(recipe)
-    if not session.is_finished(recipe, inputs, checkpoint) or fallback:
+        open_weights(recipe)
+    if not is_finished(recipe, inputs, checkpoint) or fallback:
         return False
-    session.summarize(recipe)
+    summarize(recipe)
     return True
 
 

@@ -1,4 +1,7 @@
-"""The processes of a run: who I am, on which device, and leaving without anybody waiting."""
+"""The processes of a run: rank and device, rendezvous, process group, exit codes.
+
+A run that ends with another code than 0 or 2 (`fmoe.errors.EXIT_USAGE`, invalid input) ends with one of those here.
+"""
 
 import os
 import time
@@ -12,9 +15,24 @@ import torch.distributed as dist
 from fmoe.errors import UserError
 from pretrain import lock
 
+EXIT_DIVERGED = 65
+"""A guard stopped the run: the next start meets the same data with the same weights. A person looks first.
+EX_DATAERR of sysexits.h."""
+
+EXIT_HANG = 70
+"""No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
+
+EXIT_REQUEUE = 75
+"""A signal stopped the run between two steps and its checkpoint is written: start it again with ``--resume auto``.
+EX_TEMPFAIL of sysexits.h, which schedulers can be told to requeue on."""
+
 _TIMEOUT = timedelta(minutes=10)
 _TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
 _SECONDS_TO_HEAR = 10
+
+
+class Diverged(RuntimeError):
+    """A guard ends the run, on all ranks at the same step. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes what is written once."""
+        """True on rank 0, which prints, and writes what is written once."""
         return self.rank == 0
 
 
@@ -42,7 +60,7 @@ def local_rank() -> int:
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
-    """How long a process waits for another: longer than the watchdog does, which has more to say."""
+    """Return how long a process waits for another: longer than the watchdog, whose report has more detail."""
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
@@ -68,9 +86,9 @@ class Meeting:
             try:
                 action()
             except UserError:
-                self._tell("refused")
+                self._post("refused")
                 raise
-            self._tell("begins")
+            self._post("begins")
         else:
             self.store.wait(["first"], _TIMEOUT_FIRST)
             said = self.store.get("first")
@@ -78,7 +96,7 @@ class Meeting:
             if said == b"refused":
                 raise RefusedElsewhere("rank 0 refuses to begin")
 
-    def _tell(self, what: str) -> None:
+    def _post(self, what: str) -> None:
         self.store.set("first", what)
         deadline = time.monotonic() + _SECONDS_TO_HEAR  # the store may end with this process
         while what == "refused" and self.store.add("heard", 0) < self.size - 1 and time.monotonic() < deadline:
@@ -99,7 +117,7 @@ def meet(limit: timedelta = _TIMEOUT) -> Meeting:
 
 
 def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Processes:
-    """Joins the other processes: nccl where torch sees GPUs, else gloo.
+    """Join the process group of the other processes: nccl where torch sees GPUs, else gloo.
 
     Args:
         limit: how long one waits for another.
@@ -124,6 +142,6 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 
 
 def stop() -> None:
-    """Leaves the process group, if there is one."""
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

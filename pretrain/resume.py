@@ -1,7 +1,7 @@
-"""Which run may go on from which checkpoint, and from which of several.
+"""Choice of the checkpoint that a run resumes from, and checks that recipe and data allow it.
 
-Going on (``--resume``) takes everything: weights, optimizer, schedule, generators, place in the data. A warm start
-(``train.init_from``) takes the weights and begins a run of its own at step 0.
+Resuming (``--resume``) takes everything: weights, optimizer, schedule, random generators, position in the data. A warm
+start (``train.init_from``) takes the weights and begins a new run at step 0.
 """
 
 import logging
@@ -14,11 +14,9 @@ from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_of
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
-from pretrain.config.bounds import check_path
-from pretrain.inputs import Inputs
-
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
+from pretrain.config.checks import check_path
+from pretrain.data.inputs import Inputs
+from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
 # What may be otherwise in the run that goes on, and what that does. Every other key would make it another model, other
 # data or another order; docs/checkpoints.md shows the same table.
@@ -70,7 +68,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """What of the training itself is otherwise than in the checkpoint's recipe, as ``train.steps=300 (was 40)``."""
+    """Return keys of the training itself that differ from the checkpoint's recipe, as ``train.steps=300 (was 40)``."""
     now, then = asdict(recipe), checkpoint.state["recipe"]
     return [
         f"{section}.{name}={value} (was {then[section][name]})"
@@ -81,7 +79,7 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
 
 
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
-    """The place in the data after ``step`` steps, and what makes it mean the same samples."""
+    """Return the position in the data after ``step`` steps, and the digests by which it means the same samples."""
     return {
         "next_sample": recipe.batches.first(step),
         "samples_per_epoch": inputs.train.samples_per_epoch,

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from pretrain import resume, state
+from pretrain import resume
 from pretrain.callbacks import Callback
 from pretrain.callbacks.base import Metrics
 from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
+from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
-from pretrain.engine import Engine
-from pretrain.inputs import Inputs
-from pretrain.peak import peak_flops
+from pretrain.engine import Engine, state
+from pretrain.engine.flops import peak_flops
 from pretrain.process import Processes
 
 # Metrics of a layer that are logged as their mean over the layers too.
@@ -51,12 +51,12 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last step was made."""
+        """True after the last step."""
         return self.step >= self.recipe.train.steps
 
     @property
     def is_last(self) -> bool:
-        """Whether the step just made is the last of this process."""
+        """True if the step just made is the last of this process."""
         return self.is_done or self.is_stopping
 
     def run(self) -> None:
@@ -90,7 +90,7 @@ class Trainer:
         begin = time.perf_counter()
         batches = self._batches.take(self.step)
         data_wait = time.perf_counter() - begin
-        result = self.engine.train_step(self.step, batches, self._judge)
+        result = self.engine.train_step(self.step, batches, self._check_step)
         routing = self.engine.routing()
         seconds = time.perf_counter() - begin
         self.step += 1
@@ -137,14 +137,14 @@ class Trainer:
             metrics.update({f"moe/{name}": value for name, value in means.items()})
         return metrics
 
-    def _judge(self, loss: float, grad_norm: float) -> str | None:
+    def _check_step(self, loss: float, grad_norm: float) -> str | None:
         for callback in self.callbacks:
-            if (reason := callback.judge(self, loss, grad_norm)) is not None:
+            if (reason := callback.check_step(self, loss, grad_norm)) is not None:
                 return reason
         return None
 
     def run_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors and generators; the same on every rank."""
+        """Return the state in a checkpoint besides tensors and random generators; the same on every rank."""
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
@@ -155,7 +155,8 @@ class Trainer:
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
-        """All that a checkpoint of this step holds, on the host: not to be trained on until written, unless copied.
+        """Return everything that a checkpoint of this step holds, on the host: no step may follow before it is written,
+        unless it is copied.
 
         Collective: an error on one rank is raised on all.
 
@@ -170,7 +171,7 @@ class Trainer:
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint, of this split or another.
+        """Resume from a checkpoint, of this split or another.
 
         Raises:
             UserError: the recipe differs in what may not change, or is over already; the data are others.
@@ -184,7 +185,7 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Takes the weights alone: step 0, a new optimizer, the first sample.
+        """Take only the weights: step 0, a new optimizer, the first sample.
 
         Raises:
             UserError: a tensor is missing, left over, or has another shape.

@@ -133,7 +133,7 @@ def _serve(pipe) -> None:
     import torch
 
     torch.set_num_threads(1)  # a fork must not inherit a thread pool
-    import pretrain.session  # noqa: F401 - and with it megatron-core
+    import pretrain.run  # noqa: F401 - and with it megatron-core
 
     while True:
         try:

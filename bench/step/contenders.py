@@ -9,7 +9,7 @@ from bench.samples import Tokens
 from fmoe.kernels.native import loader as native
 from pretrain.config import Recipe
 from pretrain.engine import Engine
-from pretrain.model import build_model
+from pretrain.engine.model import build_model
 from pretrain.process import Processes
 
 NATIVE, TORCH, MEGATRON = "fmoe native", "fmoe torch", "megatron-core MoELayer"

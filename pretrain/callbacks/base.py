@@ -1,23 +1,47 @@
-"""What a callback is."""
+"""A callback, and the loop that it sees."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from pretrain.trainer import Trainer
+from pretrain.checkpoint import Snapshot
+from pretrain.checkpoint.host import HostBuffers
+from pretrain.config import Recipe
+from pretrain.data.inputs import Inputs
+from pretrain.engine import Engine
+from pretrain.process import Processes
 
 Metrics = dict[str, float | int | list[float]]
+
+
+class Loop(Protocol):
+    """The trainer, as far as callbacks read it; `pretrain.trainer.Trainer` documents the attributes."""
+
+    step: int
+    is_stopping: bool
+    was_skipped: bool
+    recipe: Recipe
+    processes: Processes
+    engine: Engine
+    inputs: Inputs
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot: ...
 
 
 class Callback:
     """Called on every rank, at the same places: a callback may communicate. The default does nothing."""
 
-    def on_start(self, trainer: "Trainer", metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         """Before the first step; ``trainer.step`` is where it begins. May add to the metrics of that place."""
 
-    def before_step(self, trainer: "Trainer") -> None:
+    def before_step(self, trainer: Loop) -> None:
         """Before every step, of which ``trainer.step`` were made."""
 
-    def judge(self, trainer: "Trainer", loss: float, grad_norm: float) -> str | None:
+    def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
         """Within a step, before anything of the model changed; ``trainer.step`` does not count it yet.
 
         Args:
@@ -27,16 +51,16 @@ class Callback:
             Why the step is skipped; None to make it. The same on every rank.
         """
 
-    def on_step(self, trainer: "Trainer", metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         """After a step, which ``trainer.step`` counts already. May add to the step's metrics for those behind it."""
 
-    def on_end(self, trainer: "Trainer", error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         """At the end, also after an error; every callback that was started is ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this callback, as `pretrain.checkpoint.codec` encodes it; the same on all ranks.
-        Empty for nothing."""
+        """Return the state of this callback in a checkpoint, for `pretrain.checkpoint.codec`; the same on all ranks.
+        Empty for none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave; not called for a checkpoint that has nothing of this callback."""
+        """Restore what `state_dict` returned; not called for a checkpoint without state of this callback."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain import state
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.checkpoint import Snapshot, keep_last, remove_leftovers, write
 from pretrain.checkpoint.background import BackgroundWriter
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import CheckpointConfig
+from pretrain.engine import state
 
 
 class Checkpointing(Callback):
@@ -34,13 +34,13 @@ class Checkpointing(Callback):
         self._saved: int | None = None
         self._reserved = False
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.processes.is_main:
             remove_leftovers(self.folder)
         if self.config.asynchronous:
             self._writer, self._buffers = BackgroundWriter(), HostBuffers()
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if self._writer is not None:
             self._writer.poll()
         if trainer.step % self.config.every == 0 or trainer.is_last:
@@ -53,7 +53,7 @@ class Checkpointing(Callback):
         if trainer.is_last:
             self.finish()
 
-    def save(self, trainer) -> None:
+    def save(self, trainer: Loop) -> None:
         """Saves this step, unless it is saved already. Collective."""
         step = trainer.step
         if self._saved == step:
@@ -71,7 +71,7 @@ class Checkpointing(Callback):
         if self._writer is not None:
             self._writer.wait()
 
-    def on_end(self, trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         if error is None:
             self.finish()
         elif self._writer is not None:

@@ -1,9 +1,9 @@
-"""Routers that stopped spreading their tokens."""
+"""Warnings of collapsed routers, which no longer spread their tokens."""
 
 import logging
 from typing import Any
 
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.config import GuardConfig
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class CollapseWarning(Callback):
         self._load: dict[int, list[float]] = {}  # sums over the window, by layer
         self._collapsed: set[int] = set()
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         for layer in self.layers:
             load = metrics.get(f"moe/layer_{layer}/load", [])
             sums = self._load.get(layer) or [0.0] * len(load)
@@ -54,7 +54,7 @@ class CollapseWarning(Callback):
 
 
 def _describe(config: GuardConfig, load: list[float]) -> str:
-    """What is wrong with a window's load; empty for nothing."""
+    """Describe why a window's load counts as collapsed; empty if it does not."""
     mean = sum(load) / len(load) if load else 0.0
     if not mean:
         return ""

@@ -1,11 +1,11 @@
-"""What happens to a run, into events.jsonl."""
+"""Events of a run, written to events.jsonl."""
 
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.tracking.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Events(Callback):
         self._log: EventLog | None = None
         self._handler: _Handler | None = None
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if not trainer.processes.is_main:
             return
         if self.resumed_from is None and self.path.exists():
@@ -50,7 +50,7 @@ class Events(Callback):
         """A checkpoint is on disk. From any thread."""
         self._add(step, "save", f"{folder.parent.name}/{folder.name}")
 
-    def on_end(self, trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         if self._log is None:
             return
         for name in _LOGGERS:

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from statistics import median
 from typing import Any
 
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.config import GuardConfig
-from pretrain.culprit import find_culprit
-from pretrain.exit_codes import Diverged
+from pretrain.engine.nonfinite import nonfinite_report
+from pretrain.process import Diverged
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class StepGuard(Callback):
         self._in_a_row = 0
         self._has_skipped = False
 
-    def judge(self, trainer, loss: float, grad_norm: float) -> str | None:
+    def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             reason = self._spike(loss, grad_norm)
         else:
             what = "gradient" if math.isfinite(loss) else "loss"
-            where = find_culprit(trainer.engine, trainer.step, trainer.inputs.train)
+            where = nonfinite_report(trainer.engine, trainer.step, trainer.inputs.train)
             reason = f"the {what} is not finite{trainer.engine.scale_limit}, first in: {where}"
             if self.config.nonfinite == "stop":
                 raise Diverged(f"step {trainer.step + 1}: {reason}; nothing of the step was applied")
@@ -90,7 +90,7 @@ class StepGuard(Callback):
             )
         return None
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         # An overflow of fp16 is not asked about, and neither counts nor ends a row.
         metrics["guard/skipped"] = int(self._has_skipped)
         self._has_skipped = False

@@ -2,8 +2,8 @@
 
 import signal
 
-from pretrain import lock, supervise
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain import lock, torchrun
+from pretrain.callbacks.base import Callback, Loop, Metrics
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -19,7 +19,7 @@ class Stopping(Callback):
         self._before: dict[int, object] = {}
         self._is_asked = False
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         def ask(number: int, _frame) -> None:
             self._is_asked = trainer.engine.asks_to_stop = True
             lock.ending()
@@ -29,9 +29,9 @@ class Stopping(Callback):
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, ask)
-        supervise.ready()
+        torchrun.ready()
 
-    def on_end(self, trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         # A scheduler may repeat its signal, and each launcher forwards it: none may end a process that is ending.
         if not self._is_asked:
             for number, handler in self._before.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.tracking import Trackers
 
 
@@ -17,18 +17,18 @@ class Tracking(Callback):
         self._build = build
         self._trackers: Trackers | None = None
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.processes.is_main:
             self._trackers = self._build()
             self._log(trainer, metrics)
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         self._log(trainer, metrics)
 
-    def _log(self, trainer, metrics: Metrics) -> None:
+    def _log(self, trainer: Loop, metrics: Metrics) -> None:
         if self._trackers is not None and metrics:
             self._trackers.log(trainer.step, metrics)
 
-    def on_end(self, trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         if self._trackers is not None:
             self._trackers.close(ok=error is None)

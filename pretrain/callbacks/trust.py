@@ -3,7 +3,7 @@
 import torch
 
 from megatron_patch.trust import trust_ratios
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class TrustRatios(Callback):
@@ -16,7 +16,7 @@ class TrustRatios(Callback):
     def __init__(self, every: int):
         self.every = every
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.was_skipped or (trainer.step % self.every and not trainer.is_last):
             return
         for name, ratios in zip(("dense", "experts"), trust_ratios(trainer.engine.optimizer), strict=True):

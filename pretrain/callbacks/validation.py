@@ -1,6 +1,6 @@
 """Validation loss."""
 
-from pretrain.callbacks.base import Callback, Metrics
+from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class Validation(Callback):
@@ -11,13 +11,13 @@ class Validation(Callback):
     def __init__(self, every: int, sequences: int):
         self.every, self.sequences = every, sequences
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.step == 0:
             self._evaluate(trainer, metrics)
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         if trainer.is_done or (trainer.step % self.every == 0 and not trainer.is_stopping):
             self._evaluate(trainer, metrics)
 
-    def _evaluate(self, trainer, metrics: Metrics) -> None:
+    def _evaluate(self, trainer: Loop, metrics: Metrics) -> None:
         metrics["val/loss"] = trainer.engine.evaluate(trainer.inputs.validation, self.sequences)

@@ -1,4 +1,4 @@
-"""What a run does that does nothing any more."""
+"""Stacks and end of a run that makes no progress."""
 
 import contextlib
 import faulthandler
@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from pretrain import supervise
-from pretrain.callbacks.base import Callback, Metrics
-from pretrain.exit_codes import EXIT_HANG
+from pretrain import torchrun
+from pretrain.callbacks.base import Callback, Loop, Metrics
+from pretrain.process import EXIT_HANG
 
 _GRACE = 60.0  # most seconds that a rank waits for the stacks of the others
 
@@ -36,19 +36,19 @@ class Watchdog(Callback):
         self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def on_start(self, trainer, metrics: Metrics) -> None:
+    def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         self._trainer = trainer
         trainer.engine.on_progress = self._progress
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def before_step(self, trainer) -> None:
+    def before_step(self, trainer: Loop) -> None:
         self._progress()
 
-    def on_step(self, trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         self._set(None)
 
-    def on_end(self, trainer, error: BaseException | None) -> None:
+    def on_end(self, trainer: Loop, error: BaseException | None) -> None:
         with self._moved:
             self._is_over = True
             self._moved.notify()
@@ -91,7 +91,7 @@ class Watchdog(Callback):
             where = f"its stacks could not be written: {error}"
         sys.stderr.write(f"pretrain: error: {line} (guard.hang_minutes); {where}\n")
         sys.stderr.flush()
-        supervise.report(EXIT_HANG)
+        torchrun.report(EXIT_HANG)
         # The first rank that ends takes the others with it: they get the time to write theirs.
         deadline = time.monotonic() + min(self.seconds, _GRACE)
         while time.monotonic() < deadline and not self._all_wrote(began - self.seconds):

@@ -1,6 +1,5 @@
 """A run as its folder tells it: ``config.toml``, ``metrics.jsonl``, ``run.json``."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +9,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
-
-CONFIG, METRICS, TOLD = "config.toml", "metrics.jsonl", "run.json"
+from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
 
 # What changes no number of a run, or none but by rounding.
 OF_NO_EFFECT = (
@@ -114,7 +112,7 @@ def read_run(folder: Path) -> Run:
     if not validations:
         why = "its data.validation is empty" if not recipe.data.validation else f"none is in its {METRICS} yet"
         raise UserError(f"{folder} has no validation to compare: {why}")
-    told = _told(folder / TOLD)
+    told = _told(folder)
     data = told.get("data") or {}
     return Run(
         folder=folder,
@@ -183,16 +181,9 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
     return list(found.values())
 
 
-def _told(path: Path) -> dict[str, Any]:
-    """``run.json``; empty where it is not there yet."""
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(told, dict):
-        raise UserError(f"{path} cannot be read: it holds no JSON object")
+def _told(folder: Path) -> dict[str, Any]:
+    """Return ``run.json`` with what a comparison reads of it checked; empty where there is none yet."""
+    told, path = read_told(folder), folder / TOLD
     for key in ("params", "active_params", "flops_per_token"):
         value = told.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -1,14 +1,14 @@
-"""A run, described: the recipe's sections (`recipe`) and how one is read (`load`)."""
+"""A run, described: the recipe's sections and how one is read (`load`)."""
 
 from pretrain.config.load import build_recipe, load_recipe, write_recipe
 from pretrain.config.model import ModelConfig
-from pretrain.config.recipe import (
+from pretrain.config.optimizer import OptimizerConfig
+from pretrain.config.parallel import ParallelConfig
+from pretrain.config.recipe import Recipe
+from pretrain.config.sections import (
     CheckpointConfig,
     DataConfig,
     GuardConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    Recipe,
     RunConfig,
     TrackingConfig,
     TrainConfig,

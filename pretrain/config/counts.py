@@ -3,12 +3,7 @@
 Width h, sequences of s tokens; of a T5, s tokens into the encoder and t into the decoder.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pretrain.config.model import ModelConfig
+from pretrain.config.model import ModelConfig
 
 # Matrices [num_experts, h] of a gate; all others have one.
 _ROUTER_MATRICES = {"hash": 0, "random": 0, "zero": 0, "noisy": 2}

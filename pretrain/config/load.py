@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, known_names
-from pretrain.config.bounds import check_path
+from pretrain.config.checks import check_path
 from pretrain.config.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fmoe.errors import UserError
-from pretrain.config import counts
-from pretrain.config.parallel import divides
+from pretrain.config.checks import divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +126,6 @@ class ModelConfig:
         if not self.num_experts:
             return ()
         return self.moe_layers or tuple(n for n in self.layer_numbers if n % self.moe_every == 0)
-
-    def num_params(self) -> int:
-        """Parameters in all."""
-        return counts.num_params(self, self.num_experts)
-
-    def num_active_params(self) -> int:
-        """Parameters that a token meets: those of K experts instead of all."""
-        return counts.num_params(self, self.top_k)
-
-    def flops_per_token(self) -> float:
-        """See `counts.flops_per_token`."""
-        return counts.flops_per_token(self)
 
     def check(self) -> None:
         """Raises UserError for the first value that cannot be, alone or with another of the section."""

@@ -1,18 +1,11 @@
 """The section ``[parallel]`` of a recipe: how a job is split, and which splits there are."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fmoe.errors import UserError
-
-if TYPE_CHECKING:
-    from pretrain.config.model import ModelConfig
-
-
-def divides(name: str, value: int, of_name: str, of: int) -> None:
-    """Raises UserError, naming both, unless ``value`` divides ``of``."""
-    if of % value:
-        raise UserError(f"{name}={value} does not divide {of_name}={of}")
+from pretrain.config.checks import divides
+from pretrain.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +105,7 @@ class ParallelConfig:
         inner = f"max({dense}, {experts})" if dense and experts else dense or experts or "parallel.expert=1"
         return " x ".join(x for x in (product("pipeline"), inner, f"parallel.data={self.data}") if x)
 
-    def check(self, model: "ModelConfig") -> None:
+    def check(self, model: ModelConfig) -> None:
         """Raises UserError where a split cannot be of this model."""
         if self._dense % self._experts and self._experts % self._dense:
             raise UserError(

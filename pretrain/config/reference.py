@@ -16,7 +16,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from pretrain.config.bounds import NOT_NEGATIVE, POSITIVE
+from pretrain.config.checks import NOT_NEGATIVE, POSITIVE
 from pretrain.config.load import to_toml
 from pretrain.config.recipe import Recipe
 

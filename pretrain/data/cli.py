@@ -14,7 +14,14 @@ from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import FORMATS, printable
-from pretrain.data.tokenizer import DEFAULT_MAX_BYTES, DEFAULT_VOCAB_SIZE, MODEL_TYPES, Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_VOCAB_SIZE,
+    MODEL_TYPES,
+    Tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 INPUTS = """\
 INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (a line a document), .json (the same, or one array
@@ -240,7 +247,7 @@ def _show(arguments: argparse.Namespace) -> None:
         corpus.verify()
         print("checksum: the tokens are those that were written")
     if arguments.tokenizer is not None:
-        _show_documents(corpus, Tokenizer.load(arguments.tokenizer), arguments.documents)
+        _show_documents(corpus, load_tokenizer(arguments.tokenizer), arguments.documents)
 
 
 def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> None:

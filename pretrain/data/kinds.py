@@ -1,23 +1,18 @@
 """The samples of each kind of model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fmoe import random
+from pretrain.config import Recipe
 from pretrain.data.blend import Blend
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
 from pretrain.data.samples import GPTSamples, Samples
 from pretrain.data.spans import SpanCorruption
-from pretrain.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pretrain.config import Recipe
+from pretrain.data.tokenizers import Tokenizer
 
 
 def build_samples(

@@ -23,7 +23,7 @@ from pretrain.data.files import refuse_inputs
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
 from pretrain.data.sources import OnError, Skips, Source, shorten, stop
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 
 _BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
 _BATCH_PIECES = 4096
@@ -102,7 +102,7 @@ def prepare(
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} is less than 1")
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     sources = find_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
@@ -265,7 +265,7 @@ _worker_encode: _Encode | None = None  # set once in a worker process, which has
 def _start_worker(tokenizer_path: str, dtype: str) -> None:
     global _worker_encode
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encode = partial(_encode, Tokenizer.load(tokenizer_path), np.dtype(dtype))
+    _worker_encode = partial(_encode, load_tokenizer(tokenizer_path), np.dtype(dtype))
 
 
 def _end_with_parent() -> None:

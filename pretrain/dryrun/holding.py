@@ -15,7 +15,7 @@ from megatron_patch.optimizer import Shard, optimizers, shards
 from megatron_patch.patch import stacks
 from pretrain.config import Recipe
 from pretrain.engine import Engine
-from pretrain.moments import moments
+from pretrain.engine.optimizer import state_tensors
 from pretrain.process import Processes
 
 # torchao's 8-bit moments: codes with a scale for each block, of tensors from `_MIN_8_BIT` elements, and the map of all
@@ -125,7 +125,7 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _moment_bytes(shard: Shard) -> int:
-    return sum(_size_of(shard, moment.along(shard.main.shape, 1)) for moment in moments(shard))
+    return sum(_size_of(shard, entry.along(shard.main.shape, 1)) for entry in state_tensors(shard))
 
 
 def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
@@ -141,7 +141,9 @@ def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
     optimizer = optimizers(engine.optimizer)[0].optimizer
     whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)
     return (
-        _bytes(parameter) + master + sum(4 * math.prod(moment.along(parameter.shape, 1)) for moment in moments(whole))
+        _bytes(parameter)
+        + master
+        + sum(4 * math.prod(entry.along(parameter.shape, 1)) for entry in state_tensors(whole))
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from megatron_patch import cpu
 from pretrain.config import Recipe
 from pretrain.dryrun.holding import Groups, Holding, build, groups, hold
-from pretrain.inputs import check_parts
-from pretrain.meta import as_rank
+from pretrain.engine.meta import as_rank
+from pretrain.engine.model import check_parts
 
 
 @dataclass(frozen=True)

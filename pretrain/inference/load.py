@@ -1,7 +1,6 @@
 """A run's or a checkpoint's model, whole, in this process."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,10 @@ from pretrain import process
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
-from pretrain.data.tokenizer import Tokenizer
-from pretrain.inputs import open_tokenizer
+from pretrain.data.inputs import open_tokenizer
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, TOLD, read_told
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None)
 def _open(path: Path, step: int | None) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist: name the folder of a run or of a checkpoint")
-    folder = next((place for place in (path, path / "checkpoints") if step_folders(place)), None)
+    folder = next((place for place in (path, path / CHECKPOINTS) if step_folders(place)), None)
     if folder is None:
         if step is not None and (found := open_checkpoint(path)).step != step:
             raise UserError(f"--step {step}: {path} is the checkpoint of step {found.step}")
         try:
             return open_checkpoint(path)
         except UserError as error:
-            is_run = (path / "config.toml").is_file()
+            is_run = (path / CONFIG).is_file()
             raise UserError(f"the run {path} has no checkpoint yet") if is_run else error from error
     there = steps(folder)
     if step is None:
@@ -87,16 +87,13 @@ def _open(path: Path, step: int | None) -> Checkpoint:
 
 
 def _told(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint.parent.parent / "run.json"
-    if checkpoint.parent.name != "checkpoints" or not path.is_file():
+    """Return digests of the data of a checkpoint's run, by ``run.json``; empty without it."""
+    run = checkpoint.parent.parent
+    if checkpoint.parent.name != CHECKPOINTS or not (told := read_told(run)):
         return {}
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))["data"]
-        if not isinstance(told, dict):
-            raise ValueError("data is no JSON object")
-        return told
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data := told.get("data"), dict):
+        raise UserError(f"{run / TOLD} cannot be read: data is no JSON object")
+    return data
 
 
 @contextlib.contextmanager
@@ -136,8 +133,8 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
         UserError: the checkpoint is damaged, or holds another model than its recipe says.
     """
     from megatron_patch import wide
-    from pretrain import state
-    from pretrain.model import build_model
+    from pretrain.engine import state
+    from pretrain.engine.model import build_model
     from pretrain.models.config import DTYPES
 
     recipe = trained.recipe

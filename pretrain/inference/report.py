@@ -10,10 +10,10 @@ from typing import Any
 from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
 from pretrain.compare.table import markdown
+from pretrain.data.inputs import open_validation
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
-from pretrain.inputs import open_validation
 
 
 @dataclass(frozen=True)

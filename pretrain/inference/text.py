@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fmoe.errors import UserError
-from pretrain.data.tokenizer import Tokenizer, sentinel
+from pretrain.data.tokenizers import Tokenizer
+from pretrain.data.tokenizers.base import sentinel
 
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 _CONTEXT = 8  # tokens in front, by which a tokenizer can tell whether a piece begins a text

@@ -14,11 +14,11 @@ from fmoe.errors import UserError
 from pretrain.config import Recipe
 from pretrain.data.documents import find_sources, read_source
 from pretrain.data.indexed import corpus_paths
+from pretrain.data.inputs import VALIDATION_SEED, naming, open_corpus
 from pretrain.data.kinds import build_masking
 from pretrain.data.packing import mask_documents
 from pretrain.data.spans import SpanCorruption, Spans
-from pretrain.data.tokenizer import Tokenizer
-from pretrain.inputs import VALIDATION_SEED, naming, open_corpus
+from pretrain.data.tokenizers import Tokenizer
 
 _CHUNK = 1 << 20  # tokens of a corpus at a time
 

@@ -19,6 +19,7 @@ from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, re
 from pretrain.interchange.outgoing import NO_TOKENIZER
 from pretrain.interchange.tensors import Place, places, sizes_of
 from pretrain.interchange.tokenizer import files_from
+from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Of the recipe that is written: for a model that is trained, and any lower one or fewer steps can be asked for.
@@ -81,7 +82,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
     with appearing(out, nbytes) as temporary:
         save_parts(temporary / "checkpoints", 0, _pieces(folder, model, found, dtype), state, nbytes=nbytes)
-        write_recipe(recipe, temporary / "config.toml")
+        write_recipe(recipe, temporary / CONFIG)
         if files:
             (temporary / "tokenizer").mkdir()
         for name, data in files.items():

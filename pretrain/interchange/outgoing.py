@@ -13,8 +13,8 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Checkpoint, open_checkpoint
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import Recipe, build_recipe
-from pretrain.data.tokenizer import Tokenizer
-from pretrain.inputs import open_tokenizer
+from pretrain.data.inputs import open_tokenizer
+from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
 from pretrain.interchange.families import Family, family_for
 from pretrain.interchange.folder import (

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, require
-from pretrain.data.huggingface import HuggingFaceTokenizer, load_json
-from pretrain.data.tokenizer import SPECIAL_NAMES, Tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer
+from pretrain.data.tokenizers.base import SPECIAL_NAMES
+from pretrain.data.tokenizers.huggingface import load_json
+from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -45,7 +47,7 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
     Raises:
         UserError: a sentencepiece model that tokenizers cannot imitate exactly.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if not isinstance(tokenizer, SentencePieceTokenizer):
         kept = _beside(tokenizer.path)
         if CONFIG in kept:
             return {TOKENIZER: tokenizer.path.read_bytes(), **kept}
@@ -83,7 +85,7 @@ def files_from(source: Path) -> dict[str, bytes]:
         if not found:
             return {}
         source = found[0]
-    Tokenizer.load(source)
+    load_tokenizer(source)
     name = TOKENIZER if source.suffix == ".json" else SENTENCEPIECE
     return {name: source.read_bytes(), **(_beside(source) if name == TOKENIZER else {})}
 
@@ -176,7 +178,7 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether a unigram model has no reason to cut a text in one way rather than in the other."""
-    if isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
+    if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]
     return math.isclose(*scores, rel_tol=1e-6)

@@ -8,7 +8,7 @@
     others; without ``labels`` in the batch, the last has logits [b, s, vocabulary]. ``model`` is as the schedule has
     it, wrapped, or bare.
 
-`pretrain.model.build_model` puts experts in; `pretrain.inputs` opens the samples of a kind.
+`pretrain.engine.model.build_model` puts experts in; `pretrain.data.inputs` opens the samples of a kind.
 """
 
 import importlib

@@ -84,7 +84,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         qk_layernorm=model.qk_norm,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
-        # Of the dense blocks; `pretrain.model` says how wide experts are.
+        # Of the dense blocks; `pretrain.engine.model` says how wide experts are.
         ffn_hidden_size=model.dense_width,
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,

@@ -11,8 +11,8 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
+from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
 
-CONFIG, METRICS, TOLD = "config.toml", "metrics.jsonl", "run.json"
 # As `JsonlTracker` begins a line.
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
@@ -145,7 +145,7 @@ class RunFolder:
         if self._has_changed(CONFIG):
             self.recipe, is_new = _read_recipe(self.folder / CONFIG), True
         if self._has_changed(TOLD):
-            self.told, is_new = _read_told(self.folder / TOLD), True
+            self.told, is_new = read_told(self.folder), True
         if self._has_changed(EVENTS):
             self._logged, is_new = read_events(self.folder / EVENTS), True
         return is_new
@@ -228,15 +228,3 @@ def _read_recipe(path: Path) -> dict[str, Any]:
             else [(name, section)]
         )
     }
-
-
-def _read_told(path: Path) -> dict[str, Any]:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(told, dict):
-        raise UserError(f"{path} cannot be read: it holds no JSON object")
-    return told

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
+"""Trackers of a run's metrics: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
 
 A tracker takes ``log(step, metrics)``, any number of times a step, and ``close(ok)``. Only one rank builds trackers.
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from fmoe.errors import require
 from pretrain.tracking.console import ConsoleTracker
+from pretrain.tracking.folder import METRICS
 from pretrain.tracking.jsonl import JsonlTracker, read_metrics
 from pretrain.tracking.loads import LoadPictures
 from pretrain.tracking.tracker import Metrics, Tracker, Trackers
@@ -43,8 +44,8 @@ def build_trackers(
         console_every: steps from one console line to the next.
         total_steps: the run's last step.
         config: the resolved recipe, as values that JSON can hold.
-        resume_step: the step of the checkpoint that the run goes on from: what was logged after it is taken back.
-            None for a new run.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run. ``metrics.jsonl`` drops later
+            steps, TensorBoard hides them, wandb (offline) and trackio begin another run of the same group.
         picture_every: steps from one picture of the experts' load in all layers to the next; 0 for none.
         project: wandb's and trackio's project.
         name: the run's name there, by default the folder's.
@@ -64,7 +65,7 @@ def build_trackers(
 
     run_folder.mkdir(parents=True, exist_ok=True)
     trackers = Trackers(
-        required=[JsonlTracker(run_folder / "metrics.jsonl", resume_step)],
+        required=[JsonlTracker(run_folder / METRICS, resume_step)],
         optional=[console],
         view=LoadPictures(picture_every if wandb or tensorboard or trackio else 0, total_steps),
     )

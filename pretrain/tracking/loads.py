@@ -1,4 +1,4 @@
-"""The experts' load of all layers as one picture, for dashboards that show a list at a time.
+"""The experts' load for dashboards: of one layer as a histogram, of all layers as one picture.
 
 Shapes: L layers with experts, E experts; H, W pixels.
 """
@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-from pretrain.tracking.tracker import Metrics
 
 LOAD = "moe/load"
 _OF_LAYER = re.compile(r"moe/layer_(\d+)/load")
@@ -33,7 +31,7 @@ class LoadMatrix:
 
     @property
     def caption(self) -> str:
-        """What the picture shows, with its extremes."""
+        """Description of the picture, with its extremes."""
         values = [value for row in self.load_LE for value in row]
         return f"step {self.step}: experts' load over an even share, {min(values):.2f} to {max(values):.2f}"
 
@@ -80,7 +78,7 @@ class LoadPictures:
     def __init__(self, every: int, last_step: int):
         self._every, self._last_step, self._has_drawn = every, last_step, False
 
-    def __call__(self, step: int, metrics: Metrics) -> Metrics:
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         is_due = self._every and (not self._has_drawn or step % self._every == 0 or step == self._last_step)
         if not is_due or (matrix := load_matrix(step, metrics)) is None:
             return metrics
@@ -89,7 +87,7 @@ class LoadPictures:
 
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
-    """That of a step's metrics; None where they have no layer with experts. A load that is not finite counts as 0."""
+    """Return the matrix of a step's metrics; None without layers with experts. A load that is not finite is 0."""
     rows: dict[int, Sequence[float]] = {}
     for key, value in metrics.items():
         if (found := _OF_LAYER.fullmatch(key)) and value:
@@ -102,3 +100,21 @@ def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
         tuple(tuple(len(rows[n]) * x if math.isfinite(x) else 0.0 for x in rows[n]) for n in layers),
         step,
     )
+
+
+def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], list[float]]:
+    """A histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and is ``values[i]`` high.
+
+    Binning the values themselves, as dashboards do with a list, would hide which expert gets what. With more values
+    than ``max_bars`` (512: the limit of wandb), neighbours share a bar that is as high as all of them together. A value
+    that is not finite has height 0 here; ``metrics.jsonl`` names it.
+
+    Returns:
+        The heights, and the edges, one more of them.
+    """
+    heights = [float(value) if math.isfinite(value) else 0.0 for value in values]
+    width = math.ceil(len(heights) / max_bars)
+    if width > 1:
+        heights = [math.fsum(heights[i : i + width]) for i in range(0, len(heights), width)]
+    edges = [float(min(i * width, len(values))) for i in range(len(heights) + 1)]
+    return heights, edges

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe.errors import require
-from pretrain.tracking.histogram import bars
-from pretrain.tracking.loads import LoadMatrix
+from pretrain.tracking.loads import LoadMatrix, bars
 from pretrain.tracking.tracker import Metrics
 
 

@@ -1,16 +1,16 @@
 """The interface of a tracker, and several trackers as one."""
 
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, Union
+from typing import Protocol, Self
 
 from fmoe.errors import UserError
+from pretrain.tracking.loads import LoadMatrix
 
-if TYPE_CHECKING:
-    from pretrain.tracking.loads import LoadMatrix
-
-Metrics = Mapping[str, Union[float, int, list[float], str, "LoadMatrix", None]]
+Metrics = Mapping[str, float | int | list[float] | str | LoadMatrix | None]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,18 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(ok=kind is None)
+
+
+def kept_id(path: Path, *, is_new: bool) -> str:
+    """Return the id that a file in the run folder keeps; a new one, which it gets, for a new run or without a file.
+
+    A dashboard that cannot take logged steps back gets a run for each process of a run; the id groups them.
+    """
+    if not is_new and path.exists() and (kept := path.read_text().strip()):
+        return kept
+    new = uuid.uuid4().hex[:12]
+    path.write_text(new + "\n")
+    return new
 
 
 def _warn_dropped(label: str, error: Exception) -> None:

@@ -9,14 +9,12 @@ import contextlib
 import importlib.util
 import io
 import os
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import require
-from pretrain.tracking.histogram import bars
-from pretrain.tracking.loads import LoadMatrix
-from pretrain.tracking.tracker import Metrics
+from pretrain.tracking.loads import LoadMatrix, bars
+from pretrain.tracking.tracker import Metrics, kept_id
 
 ID_FILE = "trackio_id.txt"
 
@@ -30,14 +28,15 @@ def check_installed(purpose: str) -> None:
 
 
 class TrackioTracker:
-    """Logs to one trackio run, whose id is kept in the run folder so that a resumed run goes on with it.
+    """Logs to trackio. A resumed run is a new trackio run, because no logged step can be taken back; an id in the run
+    folder groups them.
 
     Args:
         run_folder: an existing folder; gets ``trackio_id.txt`` and ``trackio/``, unless ``TRACKIO_DIR`` is set.
         config: the resolved recipe.
-        resume_step: what was logged of later steps is deleted. None for a new run, which gets a new id.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run, which gets a new group.
         project: trackio's project.
-        name: the run's name.
+        name: the run's name; that of a resumed run has ``-from-STEP`` behind it.
 
     Raises:
         MissingPackageError: trackio is not installed.
@@ -51,24 +50,18 @@ class TrackioTracker:
         if "TRACKIO_SPACE_ID" not in os.environ:
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would ask the hub for the user's name, to store it
         self._trackio = require("trackio", "trackio", "tracking with trackio")
-        path = run_folder / ID_FILE
-        kept = path.read_text().strip() if resume_step is not None and path.exists() else None
-        if kept is not None:
-            _take_back(project, kept, resume_step)
+        group = kept_id(run_folder / ID_FILE, is_new=resume_step is None)
         with contextlib.redirect_stdout(io.StringIO()):  # it greets, and the console is the run's
             self._run = self._trackio.init(
                 project=project,
-                name=name,
+                name=name if resume_step is None else f"{name}-from-{resume_step}",
+                group=group,
                 config=config,
                 embed=False,
                 # What the machine does is no metric of the run, and other trackers have none of it.
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
-        if kept is not None:
-            # Its own resume="allow" goes by the name, and takes the newest run that has it.
-            self._run.id = kept
-        path.write_text(self._run.id + "\n")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Logs a step; lists become histograms with a bar per element, the load of all layers a picture."""
@@ -83,15 +76,3 @@ class TrackioTracker:
         if isinstance(value, LoadMatrix):
             return self._trackio.Image(value.pixels_HWC, caption=value.caption)
         return self._trackio.Histogram(np_histogram=bars(value)) if isinstance(value, list | tuple) else value
-
-
-def _take_back(project: str, run_id: str, step: int) -> None:
-    """Deletes what was logged after ``step``."""
-    from trackio.fragments import import_inbox_dir
-    from trackio.sqlite_storage import SQLiteStorage
-
-    import_inbox_dir()  # on a network file system trackio writes files beside the database, which its server takes in
-    path = SQLiteStorage.get_project_db_path(project)
-    if path.exists():
-        with contextlib.closing(sqlite3.connect(path, timeout=30)) as database, database:
-            database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (run_id, step))

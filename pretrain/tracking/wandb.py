@@ -1,21 +1,18 @@
 """wandb, online with an API key and offline without one.
 
-An offline run lies in ``RUN/wandb/offline-run-*/run-ID.wandb``, laid out by wandb: ``wandb leet RUN/wandb`` shows it,
-``wandb leet inspect --summary RUN/wandb`` prints it, ``wandb sync`` uploads it later.
+An offline run is in ``RUN/wandb/offline-run-*/run-ID.wandb``: ``wandb leet RUN/wandb`` shows it, ``wandb leet inspect
+--summary RUN/wandb`` prints it, ``wandb sync`` uploads it later.
 """
 
 import logging
 import os
-import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fmoe.errors import require
-from pretrain.tracking.histogram import bars
-from pretrain.tracking.loads import LoadMatrix
-from pretrain.tracking.tracker import Metrics
-from pretrain.tracking.wandb_file import take_back
+from pretrain.tracking.loads import LoadMatrix, bars
+from pretrain.tracking.tracker import Metrics, kept_id
 
 ID_FILE = "wandb_id.txt"
 
@@ -23,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """Logs to one wandb run, whose id is kept in the run folder so that a resumed run goes on with it.
+    """Logs to wandb. The id of the first run is kept in the run folder.
+
+    Online, a resumed run continues the wandb run of that id: wandb's server keeps the steps that it has. Offline, where
+    no logged step can be taken back, it is a new wandb run in the group of that id.
 
     Nothing is printed and nothing is asked. Without an API key, or with ``WANDB_MODE=offline``, nothing leaves the
     machine.
@@ -31,9 +31,9 @@ class WandbTracker:
     Args:
         run_folder: an existing folder; gets ``wandb/`` and ``wandb_id.txt``.
         config: the resolved recipe.
-        resume_step: None for a new run, which gets a new id.
+        resume_step: step of the checkpoint that the run resumes from; None for a new run, which gets a new id.
         project: wandb's project.
-        name: the run's name.
+        name: the run's name; a new wandb run of a resumed run has ``-from-STEP`` behind it.
 
     Raises:
         MissingPackageError: wandb is not installed.
@@ -52,14 +52,14 @@ class WandbTracker:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = require("wandb", "pretrain", "tracking with wandb")
         mode = _mode(self._wandb)
-        run_id = _run_id(run_folder, is_new=resume_step is None)
-        if resume_step is not None:
-            _take_back(run_folder, run_id, resume_step)
+        group = kept_id(run_folder / ID_FILE, is_new=resume_step is None)
+        is_part = resume_step is not None and mode != "online"
+        if is_part and name is not None:
+            name = f"{name}-from-{resume_step}"
         self._run = self._wandb.init(
             dir=str(run_folder),
-            id=run_id,
-            # Online, the server goes on after the last step it has: those before are kept as they were. Offline there
-            # is nobody to ask whether the run exists; `wandb sync` joins the parts by their id.
+            id=None if is_part else group,
+            group=os.environ.get("WANDB_RUN_GROUP") or group,
             resume="allow" if mode == "online" else None,
             mode=mode,
             project=project,
@@ -88,28 +88,9 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """What WANDB_MODE or `wandb offline` say, and offline where no credentials are found. Asks neither user nor net."""
+    """Return the mode of WANDB_MODE or `wandb offline`; offline without credentials. Asks neither user nor network."""
     # Settings of the session, not of the run: login would greet on stderr without them.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
         return mode
     return "offline"
-
-
-def _take_back(run_folder: Path, run_id: str, step: int) -> None:
-    """Takes steps after ``step`` out of the offline parts of a run, but for those that were uploaded already."""
-    for path in sorted(run_folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
-        if not path.with_name(path.name + ".synced").exists():
-            try:
-                take_back(path, step)
-            except Exception as error:  # a part that has steps twice is better than none
-                logger.warning("steps after %d stay in a part of the wandb run, twice: %s", step, error)
-
-
-def _run_id(run_folder: Path, *, is_new: bool) -> str:
-    path = run_folder / ID_FILE
-    if not is_new and path.exists() and (kept := path.read_text().strip()):
-        return kept
-    run_id = uuid.uuid4().hex[:12]
-    path.write_text(run_id + "\n")
-    return run_id

@@ -138,15 +138,15 @@ class Seen:
 
 
 def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
-    from pretrain import state
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
     samples = BUILDERS[builder].samples(recipe)
     held = {}
-    places = state._places(engine.chunks)
+    places = state._locations(engine.chunks)
 
     def hold(prefix, pick):
-        for _, tensor in state._all_tensors(engine.chunks):
+        for _, tensor in state._tensors(engine.chunks):
             for place in places[id(tensor)]:
                 value = pick(tensor).detach().reshape(-1)[place.begin : place.end].view(place.block)
                 held[f"{prefix} {place.name}", place.shape, place.offset] = value.clone()

@@ -36,7 +36,7 @@ def hidden_width_that_ranks_do_not_divide():
     import torch.distributed as dist
 
     from pretrain.config import ModelConfig, ParallelConfig, Recipe
-    from pretrain.meta import build_rank_on_meta
+    from pretrain.engine.meta import build_rank_on_meta
 
     dist.destroy_process_group()
     model = ModelConfig(num_layers=2, ffn_hidden_size=255, num_experts=2)

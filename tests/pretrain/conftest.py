@@ -20,7 +20,7 @@ from pretrain.config import (
     write_recipe,
 )
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import train_tokenizer
+from pretrain.data.tokenizers import train_tokenizer
 
 
 @dataclass(frozen=True)

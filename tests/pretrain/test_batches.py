@@ -59,8 +59,8 @@ RAMP = {"global_batch": 16, "micro_batch": 2, "ramp_batch": 4, "ramp_increment":
 
 def taken(folder, split, first, last):
     """Samples and losses of steps ``first ... last - 1``, resumed at the first and saved after the last."""
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     recipe = split.recipe(replace(RECIPE, train=replace(RECIPE.train, **RAMP)))
     engine, samples = engine_of(recipe), Counted()

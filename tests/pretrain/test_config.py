@@ -30,9 +30,8 @@ from pretrain.config import (
     load_recipe,
     write_recipe,
 )
-from pretrain.config.bounds import PATHS
+from pretrain.config.checks import PATHS
 from pretrain.config.load import RECIPES, recipe_keys, recipe_text
-from pretrain.gate import gate_options
 from pretrain.process import timeout
 from pretrain.resume import find_checkpoint
 
@@ -108,7 +107,7 @@ def count(names):
     from fmoe.parallel import is_expert
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
-    from pretrain.model import build_model
+    from pretrain.engine.model import build_model
     from pretrain.process import Processes
 
     cpu.install()
@@ -136,6 +135,10 @@ def test_parameter_counts_are_those_of_the_built_model(forks):
     assert recipe_of("t5, longer decoder").decoder_length > TINY["sequence_length"]
 
 
+def flops(model):
+    return Recipe(model=model).flops_per_token()
+
+
 def test_flops_per_token_by_hand():
     model = ModelConfig(
         num_layers=2,
@@ -154,11 +157,11 @@ def test_flops_per_token_by_hand():
     matrices = 2 * attention + dense + 2 * expert + router + 32 * 8  # the output layer; the embedding is looked up
     scores = 2 * (2 * 16 * 8) * 2  # 2 layers x (q k^T and probabilities x v) x multiply and add, forward
     by_hand = 3 * (2 * matrices + scores)  # backward is twice the forward
-    assert model.flops_per_token() == by_hand, "norms and what is looked up are no matrices"
-    assert replace(model, position="learned_absolute", norm="rms").flops_per_token() == by_hand
+    assert flops(model) == by_hand, "norms and what is looked up are no matrices"
+    assert flops(replace(model, position="learned_absolute", norm="rms")) == by_hand
     tied = replace(model, tie_embeddings=True)
-    assert tied.flops_per_token() == model.flops_per_token(), "tying changes parameters, not arithmetic"
-    assert replace(model, top_k=3).flops_per_token() - model.flops_per_token() == 6 * expert
+    assert flops(tied) == flops(model), "tying changes parameters, not arithmetic"
+    assert flops(replace(model, top_k=3)) - flops(model) == 6 * expert
 
 
 def test_flops_of_a_modern_gpt_by_hand():
@@ -184,7 +187,7 @@ def test_flops_of_a_modern_gpt_by_hand():
     experts = (2 + 1) * 3 * 8 * 10 + 4 * 8
     matrices = 2 * attention + 3 * 8 * 14 + experts + 32 * 8
     scores = 2 * (2 * 16 * 4 * 6) * 2
-    assert model.flops_per_token() == 3 * (2 * matrices + scores)
+    assert flops(model) == 3 * (2 * matrices + scores)
 
 
 def test_flops_of_a_t5_by_hand():
@@ -525,6 +528,8 @@ def test_values_of_the_model_that_exclude_each_other(values, parts):
     ],
 )
 def test_an_option_that_a_gate_has_not_is_said(gate, key, value, of):
+    from pretrain.engine.model import gate_options
+
     model = ModelConfig(gate=gate, **{key: value})
     with pytest.raises(UserError) as error:
         gate_options(model)
@@ -533,6 +538,8 @@ def test_an_option_that_a_gate_has_not_is_said(gate, key, value, of):
 
 
 def test_a_gate_gets_its_options():
+    from pretrain.engine.model import gate_options
+
     model = ModelConfig(gate="sigmoid", bias_step=0.0, normalize=False, routed_scale=2.5, score="softmax")
     gate = build_gate("sigmoid", 8, 4, 2, **gate_options(model))
     assert (gate.bias_step, gate.normalize, gate.routed_scale, gate.score) == (0.0, False, 2.5, "softmax")

@@ -56,7 +56,7 @@ def _of_every_rank(recipe):
     from megatron_patch.optimizer import shards
     from pretrain.dryrun import make_plan
     from pretrain.dryrun.holding import build, hold
-    from pretrain.meta import as_rank
+    from pretrain.engine.meta import as_rank
 
     dist.destroy_process_group()  # the fork server's
     plan, holdings, stepped = make_plan(recipe), [], 0.0
@@ -118,8 +118,7 @@ def _held_for_real(recipe):
     from bench.memory import _bytes, _tensors
     from bench.samples import Tokens
     from megatron_patch import cpu
-    from pretrain import state
-    from pretrain.engine import Engine, init_parallel
+    from pretrain.engine import Engine, init_parallel, state
     from pretrain.process import Processes
 
     cpu.install()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.kernels import cache
-from pretrain.exit_codes import EXIT_REQUEUE
+from pretrain.process import EXIT_REQUEUE
 from pretrain.tracking import read_metrics
 
 FOLDER = Path(__file__).parents[2] / "pretrain"
@@ -214,7 +214,7 @@ import os, signal, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "pretrain.session" and os.environ.get("RANK") == "1" and not os.path.exists(os.environ["DIED"]):
+        if name == "pretrain.run" and os.environ.get("RANK") == "1" and not os.path.exists(os.environ["DIED"]):
             sys.meta_path.remove(self)
             from pretrain.trainer import Trainer
 

@@ -46,8 +46,8 @@ def on_both(recipe):
 
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
-    from pretrain.meta import build_on_meta
-    from pretrain.model import build_model
+    from pretrain.engine.meta import build_on_meta
+    from pretrain.engine.model import build_model
     from pretrain.process import Processes
 
     cpu.install()
@@ -61,7 +61,7 @@ def on_both(recipe):
 
 
 def alone(recipe):
-    from pretrain.meta import build_on_meta
+    from pretrain.engine.meta import build_on_meta
 
     model = build_on_meta(recipe)
     return shapes(model), {p.device.type for p in (*model.parameters(), *model.buffers())}
@@ -78,7 +78,7 @@ def ranks(recipe, chosen):
     """Parameters and layers of each chosen rank's chunks, on the meta device; seconds for all of them."""
     import torch.distributed as dist
 
-    from pretrain.meta import build_rank_on_meta
+    from pretrain.engine.meta import build_rank_on_meta
 
     dist.destroy_process_group()
     begin = time.monotonic()
@@ -123,7 +123,7 @@ def parts(recipe):
     """What the recipe's keys are in the built model."""
     import torch.distributed as dist
 
-    from pretrain.meta import build_on_meta
+    from pretrain.engine.meta import build_on_meta
 
     dist.destroy_process_group()
     model = build_on_meta(recipe)

@@ -7,7 +7,7 @@ import torch
 from compare import assert_close
 
 from pretrain.config import OptimizerConfig, Recipe
-from pretrain.optimizer import make_optimizer
+from pretrain.engine.optimizer import make_optimizer
 
 RECIPE = Recipe(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
 

@@ -8,7 +8,7 @@ import pytest
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import load_tokenizer
 from pretrain.resume import agree_on_intact
 from pretrain.tracking import read_metrics
 
@@ -78,7 +78,7 @@ def test_in_every_file_of_a_corpus(tiny_corpus, tmp_path):
         with pytest.raises(UserError):
             IndexedCorpus(folder / "train")
     with pytest.raises(UserError):
-        Tokenizer.load(write(tmp_path / "tokenizer.model", payload(tmp_path / "ran")))
+        load_tokenizer(write(tmp_path / "tokenizer.model", payload(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 
 

@@ -66,7 +66,7 @@ def counted(names):
     import torch.distributed as dist
 
     from fmoe.parallel import is_expert
-    from pretrain.meta import build_on_meta
+    from pretrain.engine.meta import build_on_meta
 
     dist.destroy_process_group()
     found = []

@@ -130,7 +130,7 @@ def test_an_index_that_does_not_fit(refused, recipe_file, tiny_corpus, tmp_path)
 
 
 def test_a_corpus_of_another_tokenizer(refused, recipe_file, tiny_corpus, tmp_path):
-    from pretrain.data.tokenizer import train_tokenizer
+    from pretrain.data.tokenizers import train_tokenizer
 
     train_tokenizer([tiny_corpus.train.with_suffix(".jsonl")], tmp_path / "other.model", 370, sentinels=0)
     recipe = recipe_file(run={"folder": "run"})

@@ -82,7 +82,7 @@ def test_fmoe_train_from_the_recipe_to_the_results(start, recipe_file, tmp_path)
     resolved = load_recipe(str(folder / "config.toml"))
     assert resolved == load_recipe(str(recipe), ["--optimizer.lr", "2e-2"])
     assert resolved != load_recipe(str(recipe))
-    assert told["params"] == resolved.model.num_params()
+    assert told["params"] == resolved.num_params()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
     (wandb_run,) = folder.glob("wandb/offline-run-*/run-*.wandb")

@@ -7,7 +7,7 @@ from test_run_training import train
 
 from pretrain.config import load_recipe
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
-from pretrain.inputs import open_inputs
+from pretrain.data.inputs import open_inputs
 from pretrain.tracking import read_metrics
 from pretrain.tracking.events import read_events
 

@@ -17,7 +17,7 @@ from test_run_split_engine import RECIPE, Samples, engine_of
 from fmoe import UserError
 from pretrain.callbacks import StepGuard
 from pretrain.config import GuardConfig, OptimizerConfig, Recipe, TrainConfig
-from pretrain.exit_codes import Diverged
+from pretrain.process import Diverged
 
 FP16 = replace(RECIPE, optimizer=replace(RECIPE.optimizer, initial_loss_scale=1024.0))
 DENSE, EXPERT = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.1.mlp.experts.weight_in"
@@ -149,8 +149,8 @@ def test_window_and_hysteresis(forks):
 def skipped_and_resumed(folder, recipe):
     """Six steps that begin with overflows of too high a scale, and a checkpoint in their midst, from which the rest is
     made again."""
-    from pretrain import state
     from pretrain.checkpoint import codec, open_checkpoint, save
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
 
@@ -200,8 +200,8 @@ def test_every_optimizer_goes_on_bit_for_bit(forks, tmp_path, name, distributed)
 
 def goes_on(folder, recipe, step):
     """The scaler's state before and after two steps from a checkpoint (or none), which are saved."""
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
     if step:
@@ -273,7 +273,7 @@ def overflow_always(recipe, mode):
     for step in range(9):
         trainer = trainer_of(engine, step)
         try:
-            result = engine.train_step(step, Samples(), lambda *seen, t=trainer: guard.judge(t, *seen))
+            result = engine.train_step(step, Samples(), lambda *seen, t=trainer: guard.check_step(t, *seen))
         except Diverged as error:
             said.append(f"stopped: {error}")
             break

@@ -3,7 +3,7 @@
 import pytest
 from test_run_training import steps
 
-from pretrain.exit_codes import EXIT_DIVERGED
+from pretrain.process import EXIT_DIVERGED
 
 
 class Overflows:

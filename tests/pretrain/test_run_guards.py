@@ -16,7 +16,7 @@ from test_run_training import steps, train
 
 from pretrain.callbacks import CollapseWarning, StepGuard
 from pretrain.config import GuardConfig, ParallelConfig, load_recipe
-from pretrain.exit_codes import EXIT_DIVERGED, Diverged
+from pretrain.process import EXIT_DIVERGED, Diverged
 
 
 def trainer_of(engine=None, step=0):
@@ -72,7 +72,7 @@ def meet_nan(what, sections, mode):
     def step(number):
         try:
             trainer = trainer_of(engine, number)
-            return engine.train_step(number, Samples(), lambda *seen: guard.judge(trainer, *seen)).skipped
+            return engine.train_step(number, Samples(), lambda *seen: guard.check_step(trainer, *seen)).skipped
         except Diverged as error:
             return f"stopped: {error}"
 
@@ -208,13 +208,13 @@ def curve(seed, count=2000):
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_skip_in_2000_steps(seed):
     guard = StepGuard(GuardConfig())
-    assert [reason for pair in curve(seed) if (reason := guard.judge(trainer_of(), *pair))] == []
+    assert [reason for pair in curve(seed) if (reason := guard.check_step(trainer_of(), *pair))] == []
 
 
 def test_no_false_skip_where_nothing_moves():
     guard = StepGuard(GuardConfig())
     for step in range(500):
-        assert guard.judge(trainer_of(), 2.0 + 0.1 * (step % 50 == 0), 1.0 + (step % 50 == 0)) is None
+        assert guard.check_step(trainer_of(), 2.0 + 0.1 * (step % 50 == 0), 1.0 + (step % 50 == 0)) is None
 
 
 @pytest.mark.parametrize("spike", [(10, 1), (1, 1000)], ids=["loss", "gradient norm"])
@@ -227,9 +227,9 @@ def test_a_spike_is_skipped_once_also_after_a_resume(spike):
             resumed.load_state_dict(saved)
         if step in (30, 300):  # the first comes before there is a history
             loss, norm = loss * spike[0], norm * spike[1]
-        reason = guard.judge(trainer_of(step=step), loss, norm)
+        reason = guard.check_step(trainer_of(step=step), loss, norm)
         if resumed is not None:
-            assert resumed.judge(trainer_of(step=step), loss, norm) == reason
+            assert resumed.check_step(trainer_of(step=step), loss, norm) == reason
         metrics = {}
         guard.on_step(trainer_of(step=step), metrics)
         assert metrics["guard/skipped"] == (reason is not None)

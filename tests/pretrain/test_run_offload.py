@@ -52,8 +52,8 @@ def pretend_to_have_a_gpu():
 def trained(folder, recipe, other):
     """Losses and weights of five steps, the last two again from a checkpoint before them, and from another run's; which
     share of the stepped elements is stepped on the host."""
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     pretend_to_have_a_gpu()
     engine = engine_of(recipe)

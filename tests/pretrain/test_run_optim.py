@@ -61,7 +61,7 @@ CASES = [
 def trained(recipe):
     """Losses and norms of five steps, the pieces of a checkpoint (weights and the optimizer's state), trust ratios."""
     from megatron_patch.trust import trust_ratios
-    from pretrain import state
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
     results = [engine.train_step(step, Samples()) for step in range(RECIPE.train.steps)]
@@ -155,8 +155,8 @@ def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain
 
 def resumed(folder, recipe):
     """Weights after four steps, and after two of them, a checkpoint, a reload over other values, two more."""
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     engine = engine_of(recipe)
     for step in range(2):

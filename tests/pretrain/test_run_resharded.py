@@ -121,8 +121,8 @@ def stage(folder, split, base, step):
     """Goes on from ``step``, saves after `STEPS`, makes one step more. (losses of those steps, samples, bias sum)"""
     import torch.distributed as dist
 
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     recipe, samples = split.recipe(base), Counted()
     engine = engine_of(recipe)
@@ -167,8 +167,8 @@ def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, chain, gate
 
 def saved_and_loaded(folder, base):
     """Crc of everything that is loaded against what was saved, into an engine with other weights."""
-    from pretrain import state
     from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
 
     engine = engine_of(Split().recipe(base))
     for step in range(3):
@@ -209,8 +209,8 @@ def draws():
     import numpy as np
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from pretrain import generators
     from pretrain.checkpoint import codec
+    from pretrain.engine import rng
 
     engine_of(Split().recipe(RECIPE))
 
@@ -222,9 +222,9 @@ def draws():
 
     random.gauss(0, 1)
     np.random.randn()  # noqa: NPY002 - each leaves half a pair behind, which is state too
-    text = codec.dumps(generators.states(), "rng")
+    text = codec.dumps(rng.states(), "rng")
     first, second = draw(), draw()
-    generators.restore(codec.loads(text))
+    rng.restore(codec.loads(text))
     return first == draw() and second == draw() and first != second, text.decode()
 
 

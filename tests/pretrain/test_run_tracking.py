@@ -1,5 +1,6 @@
-"""What a real run writes, read back from all four places: the names of docs/tracking.md, the same everywhere, no step
-twice after going on."""
+"""What a real run writes, read back from all four places: the names of docs/tracking.md, the same everywhere.
+
+A resumed run has no step twice; in wandb and trackio it is another run."""
 
 import json
 import math
@@ -34,9 +35,11 @@ def general(name):
 
 
 def wandb_rows(folder, environment):
-    """Metrics by step of all parts of an offline run; histograms as their heights, pictures as their files."""
-    rows = {}
-    for part in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+    """Metrics by step of each offline run, the first one first; histograms as heights, pictures as files."""
+    runs = []
+    first = (folder / "wandb_id.txt").read_text().strip()
+    for part in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: first not in path.name):
+        rows = {}
         told = subprocess.run(
             [WANDB, "leet", "inspect", "--json", part], env=environment, capture_output=True, text=True, timeout=240
         )
@@ -54,7 +57,8 @@ def wandb_rows(folder, environment):
                         row[name] = part.parent / "files" / value
                 assert item["_step"] not in rows, f"step {item['_step']} is there twice"
                 rows[item["_step"]] = row
-    return rows
+        runs.append(rows)
+    return runs
 
 
 def tensorboard_rows(folder):
@@ -76,17 +80,15 @@ def tensorboard_rows(folder):
 
 
 def trackio_rows(folder):
-    rows = {}
+    runs = {folder.name: {}, f"{folder.name}-from-{HALF}": {}}
     with closing(sqlite3.connect(folder / "trackio" / "fmoe.db")) as database:
-        runs = database.execute("SELECT DISTINCT run_id, run_name FROM metrics").fetchall()
-        assert runs == [((folder / "trackio_id.txt").read_text().strip(), folder.name)]
-        for step, text in database.execute("SELECT step, metrics FROM metrics ORDER BY id"):
-            assert step not in rows, f"step {step} is there twice"
-            rows[step] = {
+        for name, step, text in database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):
+            assert step not in runs[name], f"step {step} is there twice"
+            runs[name][step] = {
                 name: value.get("values", value.get("file_path")) if isinstance(value, dict) else value
                 for name, value in json.loads(text).items()
             }
-    return rows
+    return list(runs.values())
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +138,14 @@ def test_names_are_those_of_the_docs(run):
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio"])
 def test_every_tracker_has_every_number_once(run, tracker):
     folder, environment = run
-    if tracker == "wandb":
-        if not os.path.exists(WANDB):
-            pytest.skip("the wandb command is not beside this Python")
-        rows = wandb_rows(folder, environment)
+    if tracker == "tensorboard":
+        rows = tensorboard_rows(folder)
     else:
-        rows = tensorboard_rows(folder) if tracker == "tensorboard" else trackio_rows(folder)
+        if tracker == "wandb" and not os.path.exists(WANDB):
+            pytest.skip("the wandb command is not beside this Python")
+        first, resumed = wandb_rows(folder, environment) if tracker == "wandb" else trackio_rows(folder)
+        assert (sorted(first), sorted(resumed)) == (list(range(STOPPED + 1)), list(range(HALF + 1, STEPS + 1)))
+        rows = {step: row for step, row in first.items() if step <= HALF} | resumed
     record = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")}
     assert sorted(rows) == sorted(record) == list(range(STEPS + 1))
     pictures = set()
@@ -164,8 +168,8 @@ def test_every_tracker_has_every_number_once(run, tracker):
 def test_pictures_are_files(run):
     """PNG that wandb and trackio find where their rows say."""
     folder, environment = run
-    shown = [folder / "trackio" / "media" / trackio_rows(folder)[STEPS][LOAD]]
+    shown = [folder / "trackio" / "media" / trackio_rows(folder)[-1][STEPS][LOAD]]
     if os.path.exists(WANDB):
-        shown.append(wandb_rows(folder, environment)[STEPS][LOAD])
+        shown.append(wandb_rows(folder, environment)[-1][STEPS][LOAD])
     for picture in [path.read_bytes() for path in shown] + [tensorboard_rows(folder)[STEPS][LOAD]]:
         assert picture.startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")

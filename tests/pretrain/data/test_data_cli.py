@@ -10,7 +10,7 @@ from fmoe.errors import UserError
 from pretrain.data.cli import main
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.samples import GPTSamples, unigram_entropy
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TEXT = Path(os.environ.get("FMOE_TEXT", ROOT.parent / "shared" / "data"))
@@ -119,7 +119,7 @@ def test_real_text(tmp_path: Path) -> None:
     paths = sorted(TEXT.glob("*.txt"))[:2]
     main(["tokenizer", *map(str, paths), "--out", model, "--max-bytes", "500000"])
     main(["prepare", *map(str, paths), "--tokenizer", model, "--out", prefix, "--workers", "1"])
-    corpus, tokenizer = IndexedCorpus(prefix), Tokenizer.load(model)
+    corpus, tokenizer = IndexedCorpus(prefix), load_tokenizer(model)
     assert corpus.num_documents == len(paths)
     for i, path in enumerate(paths):
         assert tokenizer.decode(corpus.document(i)).encode() == path.read_bytes()

@@ -15,8 +15,8 @@ from pretrain.config import load_recipe
 from pretrain.data import counts
 from pretrain.data.cli import main
 from pretrain.data.indexed import _HEADER, _MAGIC, IndexedCorpus, IndexedWriter, corpus_paths
+from pretrain.data.inputs import open_inputs
 from pretrain.data.samples import count_tokens, unigram_entropy
-from pretrain.inputs import open_inputs
 from pretrain.tracking import read_metrics
 
 
@@ -189,7 +189,7 @@ def test_counts_that_cannot_be_kept(tmp_path: Path) -> None:
 
 def counted(prefixes: list[Path], vocab_size: int, share: int):
     """On each rank: counts and entropy of corpora without counts, ``share`` tokens a rank at a time."""
-    from pretrain import inputs
+    from pretrain.data import inputs
 
     inputs._TOKENS_A_ROUND = share
     opened = inputs.Inputs(None, None, tuple(map(IndexedCorpus, prefixes)), None)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as Model
 
 from fmoe.cli import main
 from fmoe.errors import UserError
-from pretrain.data.huggingface import HuggingFaceTokenizer
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from pretrain.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_training_again_gives_the_same_file(jsonl: Path, trained: Tokenizer, tmp
 
 
 def test_one_from_elsewhere(texts: list[str], tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(elsewhere(tmp_path / "t.json", ["<s>", "</s>", "<|endoftext|>", "<mask>"], texts))
+    tokenizer = load_tokenizer(elsewhere(tmp_path / "t.json", ["<s>", "</s>", "<|endoftext|>", "<mask>"], texts))
     text = texts[0] + "<s> <|endoftext|>"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text, "cut off, filled up, or put between pieces"
@@ -91,7 +91,7 @@ def test_one_from_elsewhere(texts: list[str], tmp_path: Path) -> None:
 
 def test_one_of_bert(texts: list[str], tmp_path: Path) -> None:
     special = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]"]
-    tokenizer = Tokenizer.load(elsewhere(tmp_path / "t.json", special, texts, is_bert=True))
+    tokenizer = load_tokenizer(elsewhere(tmp_path / "t.json", special, texts, is_bert=True))
     assert [tokenizer.role(name) for name in ("cls", "sep", "pad", "mask")] == [0, 1, 2, 3]
     assert tokenizer.end_of_document == 1
     assert tokenizer.decode(tokenizer.encode("Import  os")) == "import os"
@@ -115,7 +115,7 @@ def test_what_is_none_is_one_line(content: bytes, says: str, tmp_path: Path) -> 
     path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=says) as caught:
-        Tokenizer.load(path)
+        load_tokenizer(path)
     assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
@@ -140,7 +140,7 @@ def test_from_text_to_tokens_by_commands(texts: list[str], jsonl: Path, tmp_path
     main(["data", "prepare", str(jsonl), "--tokenizer", str(model), "--out", str(prefix), "--workers", "1"])
     main(["data", "show", str(prefix), "--tokenizer", str(model)])
     assert "400 pieces" in capsys.readouterr().out
-    corpus, tokenizer = IndexedCorpus(prefix), Tokenizer.load(model)
+    corpus, tokenizer = IndexedCorpus(prefix), load_tokenizer(model)
     documents = [corpus.document(i) for i in range(corpus.num_documents)]
     assert [tokenizer.decode(document) for document in documents] == [text for text in texts if text]
     assert all(document[-1] == tokenizer.end_of_document for document in documents)
@@ -161,7 +161,7 @@ def test_a_token_a_byte(tmp_path, texts):
         assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
         assert all(7 <= i < 263 for i in ids)
     assert len(set(tokenizer.encode("".join(map(chr, range(128)))))) == 128
-    assert Tokenizer.load(tmp_path / "bytes.json").encode("a\nb") == tokenizer.encode("a\nb")
+    assert load_tokenizer(tmp_path / "bytes.json").encode("a\nb") == tokenizer.encode("a\nb")
     sentinels = train_tokenizer([], tmp_path / "t5.json", model_type="bytes", sentinels=4)
     assert (sentinels.vocab_size, sentinels.sentinels) == (267, (7, 8, 9, 10))
 

@@ -10,7 +10,7 @@ from pretrain.data import documents, sources
 from pretrain.data import prepare as module
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.prepare import prepare
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, train_tokenizer
 
 
 def files(folder: Path) -> dict[str, bytes]:

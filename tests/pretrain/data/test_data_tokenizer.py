@@ -8,7 +8,7 @@ import sentencepiece
 
 from fmoe.errors import UserError
 from pretrain.data.documents import Piece
-from pretrain.data.tokenizer import Tokenizer, default_sentinels, sample_lines, train_tokenizer
+from pretrain.data.tokenizers import Tokenizer, default_sentinels, load_tokenizer, sample_lines, train_tokenizer
 
 AWKWARD = {
     "empty": "",
@@ -141,7 +141,7 @@ def test_a_bad_model_file_is_one_line(damage: str, tokenizer: Tokenizer, tmp_pat
     if damage != "missing":
         path.write_bytes(content[damage])
     with pytest.raises(UserError, match=r"bad\.model"):
-        Tokenizer.load(path)
+        load_tokenizer(path)
 
 
 def test_a_model_from_elsewhere_is_taken_as_it_is(texts: list[str], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_model_from_elsewhere_is_taken_as_it_is(texts: list[str], tmp_path: Pa
         sentence_iterator=iter(texts[0].split("\n")), model_writer=model, vocab_size=200, minloglevel=2
     )
     (tmp_path / "other.model").write_bytes(model.getvalue())
-    tokenizer = Tokenizer.load(tmp_path / "other.model")
+    tokenizer = load_tokenizer(tmp_path / "other.model")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for text in ("def f(x):\n    return x", "a▁b"):
         assert tokenizer.encode(text) == processor.encode(text)
@@ -167,4 +167,4 @@ def test_a_model_without_an_end_is_refused(texts: list[str], tmp_path: Path) -> 
     )
     (tmp_path / "other.model").write_bytes(model.getvalue())
     with pytest.raises(UserError, match=r"other\.model has no end-of-sentence piece"):
-        Tokenizer.load(tmp_path / "other.model")
+        load_tokenizer(tmp_path / "other.model")

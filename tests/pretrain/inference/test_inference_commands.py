@@ -13,7 +13,7 @@ from test_run_training import steps, train
 from fmoe import UserError
 from fmoe.cli import run as cli_run
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
 from pretrain.inference import cli
 from pretrain.inference.load import open_run
 from pretrain.inference.report import open_source
@@ -150,7 +150,7 @@ def test_models_of_all_kinds(forks, recipe_file, values, command, tiny_corpus, t
 
 def test_bits_a_byte_of_a_text(runs, values, tiny_corpus, tmp_path):
     """Every byte and token counts once, short of a sequence or long, in whatever windows."""
-    tokenizer, folder = Tokenizer.load(tiny_corpus.tokenizer), runs("one")
+    tokenizer, folder = load_tokenizer(tiny_corpus.tokenizer), runs("one")
     texts = {"short.txt": "x é", "long.txt": tiny_corpus.validation.with_suffix(".jsonl").read_text()[:500]}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)

@@ -60,7 +60,7 @@ def start():
 
 
 def model_of(recipe, *, drops=False):
-    from pretrain.model import build_model
+    from pretrain.engine.model import build_model
     from pretrain.models.config import DTYPES
 
     if not drops:

@@ -3,7 +3,7 @@
 import pytest
 
 from fmoe import UserError
-from pretrain.data.tokenizer import train_tokenizer
+from pretrain.data.tokenizers import train_tokenizer
 from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
 
 TEXT = "def f(x):\n    return '«Grüße»' + x  # 日本語 🙂 \u2581 end\n\tend"

@@ -10,7 +10,7 @@ import pytest
 from fmoe import UserError
 from pretrain.config import load_recipe
 from pretrain.data.indexed import IndexedCorpus
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import load_tokenizer
 from pretrain.inference.windows import Text, cut, gpt_windows, samples_of
 
 END = 3
@@ -47,7 +47,7 @@ def test_blocks_are_the_stream():
 @pytest.fixture
 def texts(tmp_path, tiny_corpus):
     """The same documents, one of them empty, in several forms; their tokens."""
-    tokenizer = Tokenizer.load(tiny_corpus.tokenizer)
+    tokenizer = load_tokenizer(tiny_corpus.tokenizer)
     documents = ["first\ndocument é", "", "second 🙂"]
     lines = "".join(json.dumps({"text": text, "body": text}) + "\n" for text in documents)
     (tmp_path / "a.jsonl").write_text(lines)
@@ -72,7 +72,7 @@ def test_text_is_tokenized_as_a_corpus_is(texts, name):
 
 
 def test_a_corpus_is_read_as_it_lies(tiny_corpus):
-    tokenizer, corpus = Tokenizer.load(tiny_corpus.tokenizer), IndexedCorpus(tiny_corpus.validation)
+    tokenizer, corpus = load_tokenizer(tiny_corpus.tokenizer), IndexedCorpus(tiny_corpus.validation)
     text = Text([tiny_corpus.validation], tokenizer, 384)
     assert text.num_tokens == corpus.num_tokens
     assert (np.concatenate(list(text.tokens())) == corpus.flat).all()

@@ -102,8 +102,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: str = "fp32"):
     """An engine with a checkpoint's weights, at a split and in a precision of its own."""
     from megatron_patch import cpu
-    from pretrain import state
-    from pretrain.engine import Engine, init_parallel
+    from pretrain.engine import Engine, init_parallel, state
     from pretrain.process import Processes
 
     cpu.install()
@@ -132,8 +131,8 @@ def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str)
     """Loads a checkpoint at a split and saves it there; for processes of `forks`."""
     from dataclasses import asdict
 
-    from pretrain import state
     from pretrain.checkpoint import save
+    from pretrain.engine import state
 
     engine = our_engine(path, parallel, precision)
     run_state = {"recipe": asdict(engine.recipe), "optimizer": state.optimizer_state(engine)}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, open_checkpoint, save_parts
 from pretrain.config import ModelConfig
-from pretrain.data.tokenizer import train_tokenizer
+from pretrain.data.tokenizers import train_tokenizer
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.families import family_for
 from pretrain.interchange.folder import CONFIG, INDEX, WEIGHTS

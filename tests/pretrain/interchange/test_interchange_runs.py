@@ -10,7 +10,7 @@ from fmoe.cli import run
 from fmoe.errors import UserError
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import load_recipe
-from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.tokenizers import load_tokenizer
 from pretrain.interchange.cli import export_main, import_main
 from pretrain.resume import check_resumable
 from pretrain.tracking import read_metrics
@@ -66,7 +66,7 @@ def test_a_run_goes_out_and_comes_back(forks, recipe_file, tiny_corpus, tmp_path
 
     import transformers
 
-    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), Tokenizer.load(tiny_corpus.tokenizer)
+    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load_tokenizer(tiny_corpus.tokenizer)
     text = tiny_corpus.validation.with_suffix(".jsonl").read_text()[:4000]
     ids = ours.encode(text)
     assert tokenizer(text)["input_ids"] == ids

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.tokenizer import Tokenizer, train_tokenizer
+from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
 from pretrain.interchange.tokenizer import CONFIG, TOKENIZER, are_equally_likely, files_for, files_from
 
 PYTHON = "def f(x):\n\tif x:\r\n        return  'ünïcode' * 3  # 日本\n\n\n    1234567890\n"
@@ -84,7 +84,7 @@ def foreign(folder, corpus, **options):
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus[0]), model_prefix=str(folder / "foreign"), vocab_size=700, minloglevel=2, **options
     )
-    return Tokenizer.load(folder / "foreign.model")
+    return load_tokenizer(folder / "foreign.model")
 
 
 def test_a_model_with_a_space_in_front(tmp_path, corpus):
@@ -119,7 +119,7 @@ def test_a_tokenizer_keeps_its_companions(tmp_path, corpus):
     found = files_from(theirs)
     assert {name: (theirs / name).read_bytes() for name in found} == found
     assert found.keys() == {TOKENIZER, CONFIG, "chat_template.jinja"}
-    assert files_for(Tokenizer.load(theirs / TOKENIZER), 64) == found
+    assert files_for(load_tokenizer(theirs / TOKENIZER), 64) == found
     assert files_from(tmp_path) == {}
 
 

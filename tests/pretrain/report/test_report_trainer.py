@@ -18,12 +18,12 @@ class NoReport:
     """A report that cannot be made."""
 
     def __call__(self):
-        from pretrain import session
+        from pretrain import run
 
         def fail(*_):
             raise ZeroDivisionError("of the report")
 
-        session.write_report = fail
+        run.write_report = fail
 
 
 def kinds(folder):

@@ -6,7 +6,7 @@ import pytest
 
 from fmoe.errors import MissingPackageError, UserError
 from pretrain.tracking import Trackers, build_trackers, read_metrics
-from pretrain.tracking.histogram import bars
+from pretrain.tracking.loads import bars
 
 
 class Recorder:

@@ -28,15 +28,18 @@ for folder, steps, resume_step in json.loads(sys.argv[1]):
 from trackio.fragments import import_inbox_dir
 from trackio.sqlite_storage import SQLiteStorage
 import_inbox_dir()
-runs = {run["id"]: [row["step"] for row in SQLiteStorage.get_logs("tiny", run["name"], run_id=run["id"])]
-        for run in SQLiteStorage.get_run_records("tiny")}
-(last,) = SQLiteStorage.get_logs("tiny", folder.name, run_id=(folder / "trackio_id.txt").read_text().strip())[-1:]
-print(json.dumps([runs, last, SQLiteStorage.get_run_config("tiny", folder.name)]))
+runs = [
+    [run["name"], [row["step"] for row in SQLiteStorage.get_logs("tiny", run["name"], run_id=run["id"])],
+     SQLiteStorage.get_run_config("tiny", run["name"], run_id=run["id"])]
+    for run in SQLiteStorage.get_run_records("tiny")
+]
+(last,) = SQLiteStorage.get_logs("tiny", runs[-1][0])[-1:]
+print(json.dumps([runs, last]))
 """
 
 
 def run(parts, **environment):
-    """Runs of parts (folder, steps, resume_step), then the steps of every run, the last row, the last config."""
+    """Runs of parts (folder, steps, resume_step), then name, steps and config of every run, and the last row."""
     with socket.create_server(("127.0.0.1", 0)) as hub:  # where trackio would ask who the user is: nobody may
         hub.settimeout(0)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("TRACKIO_", "HF_"))} | {
@@ -60,16 +63,17 @@ def run(parts, **environment):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["sqlite", "jsonl"])  # jsonl: what trackio takes on a network file system
-def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path, mode):
+def test_a_resumed_run_is_a_new_run_of_the_group(tmp_path, mode):
     folder = tmp_path / "run"
-    runs, last, config = run([(folder, range(1, 5), None), (folder, range(3, 6), 2)], TRACKIO_STORAGE_MODE=mode)
-    assert runs == {(folder / "trackio_id.txt").read_text().strip(): [1, 2, 3, 4, 5]}
+    runs, last = run([(folder, range(1, 5), None), (folder, range(3, 6), 2)], TRACKIO_STORAGE_MODE=mode)
+    assert {name: steps for name, steps, _ in runs} == {"run": [1, 2, 3, 4], "run-from-2": [3, 4, 5]}
+    group = (folder / "trackio_id.txt").read_text().strip()
+    assert [(config["_Group"], config["model"]) for _, _, config in runs] == 2 * [(group, {"num_experts": 2})]
     assert (last["loss"], last["moe/layer_1/load"]) == (
         5.0,
         {"_type": "trackio.histogram", "bins": [0.0, 1.0, 2.0], "values": [0.25, 0.75]},
     )
     assert "mfu" not in last
-    assert config["model"] == {"num_experts": 2}
     assert (folder / "trackio" / "tiny.db").exists()
 
 
@@ -77,8 +81,14 @@ def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path, mode):
 def test_runs_of_one_name_in_one_database_stay_apart(tmp_path):
     first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
     parts = [(first, range(1, 4), None), (second, range(1, 3), None), (first, range(3, 5), 2), (second, [3], 2)]
-    runs, _, _ = run(parts, TRACKIO_DIR=str(tmp_path / "all"))
+    runs, _ = run(parts, TRACKIO_DIR=str(tmp_path / "all"))
     of_first, of_second = ((folder / "trackio_id.txt").read_text().strip() for folder in (first, second))
     assert of_first != of_second
     assert not (first / "trackio").exists()
-    assert runs == {of_first: [1, 2, 3, 4], of_second: [1, 2, 3]}
+    found = sorted((config["_Group"] == of_first, name, steps) for name, steps, config in runs)
+    assert found == [
+        (False, "run", [1, 2]),
+        (False, "run-from-2", [3]),
+        (True, "run", [1, 2, 3]),
+        (True, "run-from-2", [3, 4]),
+    ]

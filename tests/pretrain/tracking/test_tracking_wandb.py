@@ -23,7 +23,7 @@ for steps, resume_step in ((range(1, 4), None), (range(3, 6), 2)):
 """
 
 
-def test_offline_run_is_silent_resumes_and_is_read_by_leet(tmp_path):
+def test_offline_run_is_silent_resumes_as_another_of_its_group_and_is_read_by_leet(tmp_path):
     pytest.importorskip("wandb")
     wandb_command = os.path.join(os.path.dirname(sys.executable), "wandb")
     if not os.path.exists(wandb_command):
@@ -51,21 +51,29 @@ def test_offline_run_is_silent_resumes_and_is_read_by_leet(tmp_path):
             server.accept()
 
     run_id = (run_folder / ID_FILE).read_text().strip()
-    runs = list(run_folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
-    assert len(runs) == 2, "the resumed part has another id"
+    first, resumed = sorted(
+        run_folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: run_id not in path.name
+    )
+    assert first.stem == f"run-{run_id}" != resumed.stem
 
-    summary = subprocess.run(
-        [wandb_command, "leet", "inspect", "--summary", "--json", str(run_folder / "wandb")],
+    for path, name, steps in ((first, "tiny", [1, 2, 3]), (resumed, "tiny-from-2", [3, 4, 5])):
+        told = inspected(wandb_command, environment, path)
+        for part in ('"val/loss"', '"loss"', '"moe/layer_0/load', '"num_experts"', f'"{name}"', f'"{run_id}"'):
+            assert part in told, part
+        records = map(json.loads, told.splitlines())
+        assert [record["history"]["item"]["_step"] for record in records if record["type"] == "history"] == steps
+
+
+def inspected(wandb_command, environment, path):
+    told = subprocess.run(
+        [wandb_command, "leet", "inspect", "--json", str(path)],
         env=environment | {"WANDB_MODE": "offline"},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert summary.returncode == 0, summary.stderr
-    told = json.dumps(json.loads(summary.stdout))
-    assert run_id in told
-    for part in ('"val/loss"', '"loss"', '"moe/layer_0/load"', '"num_experts"', '"tiny"'):
-        assert part in told
+    assert told.returncode == 0, told.stderr
+    return told.stdout
 
 
 MODES = """
@@ -182,10 +190,24 @@ def test_logs_steps_config_and_bars(tmp_path, fake):
 def test_id_is_kept_on_resuming_and_new_for_a_new_run(tmp_path, fake):
     module = fake()
     for resume_step in (None, 5, 0, None):
-        WandbTracker(tmp_path, config={}, resume_step=resume_step)
+        WandbTracker(tmp_path, config={}, resume_step=resume_step, name="n")
     first, resumed, again, new = [init["id"] for init in module.inits]
     assert first == resumed == again
     assert new != first
+    assert {init["name"] for init in module.inits} == {"n"}
     (tmp_path / ID_FILE).unlink()
     WandbTracker(tmp_path, config={}, resume_step=5)
     assert module.inits[-1]["id"] not in (first, new), "a run that had no id gets one"
+
+
+def test_an_offline_run_that_resumes_is_a_new_run_of_the_group(tmp_path, fake, monkeypatch):
+    module = fake(mode="offline")
+    for resume_step in (None, 5, 7):
+        WandbTracker(tmp_path, config={}, resume_step=resume_step, name="n")
+    first, *resumed = module.inits
+    assert [init["id"] for init in resumed] == [None, None] and first["id"] is not None
+    assert {init["group"] for init in module.inits} == {first["id"]}
+    assert [init["name"] for init in module.inits] == ["n", "n-from-5", "n-from-7"]
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    WandbTracker(tmp_path, config={}, resume_step=None)
+    assert module.inits[-1]["group"] == "mine"

@@ -1,4 +1,4 @@
-"""``wandb sync`` of a run in parts, to a stand-in for the server that counts lines of history as the real one does."""
+"""``wandb sync`` of a run that was resumed, to a stand-in for the server."""
 
 import gzip
 import json
@@ -28,10 +28,11 @@ tracker.close()
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers what wandb-core asks of one run, and keeps steps by line, files by name."""
+    """Answers what wandb-core asks of runs, and keeps steps and group by run, files by name."""
 
     protocol_version = "HTTP/1.1"
     steps: dict
+    groups: dict
     files: list
 
     def log_message(self, *_):
@@ -56,18 +57,21 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         told = json.loads(self._body())
         if "file_stream" in self.path:
+            steps = self.steps.setdefault(self.path.split("/")[-2], [])
             for name, part in told.get("files", {}).items():
                 if "history" in name:
-                    for place, line in enumerate(part["content"], part["offset"]):
-                        assert place not in self.steps, "a line is written over"
-                        self.steps[place] = json.loads(line)["_step"]
+                    assert part["offset"] == len(steps), "a line is written over, or left out"
+                    steps += [json.loads(line)["_step"] for line in part["content"]]
             return self._answer({"exitcode": None, "limits": {}})
         variables = told.get("variables") or {}
         project = {"id": "p", "name": "fmoe", "entity": {"id": "e", "name": "me"}}
         if "mutation UpsertBucket" in told["query"]:
             bucket = {"id": "b", "name": variables["name"], "displayName": "n", "description": None, "project": project}
-            bucket |= {"config": variables.get("config"), "sweepName": None, "historyLineCount": len(self.steps)}
-            return self._answer({"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.steps}}})
+            bucket |= {"config": variables.get("config"), "sweepName": None}
+            bucket["historyLineCount"] = len(self.steps.get(variables["name"], []))
+            if group := variables.get("groupName"):  # not in later updates of a run
+                self.groups[variables["name"]] = group
+            return self._answer({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}})
         if "mutation CreateRunFiles" in told["query"]:
             address = f"http://127.0.0.1:{self.server.server_address[1]}/upload"
             self.files += variables["files"]
@@ -83,7 +87,7 @@ class Quiet(ThreadingHTTPServer):
 
 @contextmanager
 def serving():
-    handler = type("Handler", (Server,), {"steps": {}, "files": []})
+    handler = type("Handler", (Server,), {"steps": {}, "groups": {}, "files": []})
     with Quiet(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -96,7 +100,7 @@ def serving():
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("together", [True, False], ids=["all at once", "a part at a time"])
-def test_every_step_is_uploaded_once(tmp_path, together):
+def test_every_process_of_a_run_is_uploaded_as_a_run_of_its_group(tmp_path, together):
     if not os.path.exists(WANDB):
         pytest.skip("the wandb command is not beside this Python")
     run, home = tmp_path / "run", tmp_path / "home"
@@ -118,5 +122,7 @@ def test_every_step_is_uploaded_once(tmp_path, together):
             )
             assert ended.returncode == 0, ended.stderr
             assert len(re.findall("Finished syncing", ended.stderr)) == len(paths), ended.stderr
-    assert [server.steps[line] for line in range(len(server.steps))] == list(range(1, 10))
+    assert sorted(server.steps.values()) == [list(range(1, 7)), list(range(4, 10)), list(range(5, 9))]
+    assert set(server.groups.values()) == {(run / "wandb_id.txt").read_text().strip()}
+    assert server.groups.keys() == server.steps.keys()
     assert any(name.startswith("media/images/moe/load_") for name in server.files)

@@ -1,4 +1,4 @@
-"""What the devices could do at most, for MFU."""
+"""Peak FLOP/s of the devices, for MFU."""
 
 import time
 
@@ -18,8 +18,8 @@ _GPUS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """FLOP/s that all processes together could do: from a table for known GPUs, else the rate of a matrix product
-    of 1,024 (fp16 on a CPU: 256) that all processes run at the same time."""
+    """Return the peak FLOP/s of all processes together: from a table for known GPUs, else the rate of a matrix product
+    of size 1,024 (fp16 on a CPU: 256) that all processes run at the same time."""
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Routing statistics of all layers, on whichever pipeline stage they are, as if one process had counted them."""
+"""Routing statistics of all layers and pipeline stages, as if one process had counted them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from megatron_patch import MegatronMoE
 
 @dataclass(frozen=True)
 class StepReport(LayerReport):
-    """Of one layer.
+    """Report of one layer.
 
     Attributes:
-        exchange_bytes: what a rank sent to others in its exchange, the mean over data parallel ranks: rows and counts,
+        exchange_bytes: bytes that a rank sent in the layer's exchange, mean over data parallel ranks: rows and counts,
             forward, backward and recomputed.
     """
 
@@ -46,14 +46,14 @@ class RoutingReports:
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.begin()
         if self._stages.size() > 1:
-            self._learn()
+            self._agree()
 
     def begin(self) -> None:
-        """What is exchanged from here on counts for the next report."""
+        """Start the count of exchanged bytes for the next report."""
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
-    def _learn(self) -> None:
-        """What a stage without experts does not know: how wide the statistics are, and how losses are called."""
+    def _agree(self) -> None:
+        """Agree with stages that have no experts on the width of the statistics and the names of the losses."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()

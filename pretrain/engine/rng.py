@@ -1,4 +1,4 @@
-"""The states of every random number generator of a process, as values that a checkpoint holds without pickle."""
+"""States of all random number generators of a process, as values that a checkpoint holds without pickle."""
 
 import random
 from typing import Any
@@ -10,9 +10,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 
 def seed(value: int) -> None:
-    """Seeds all of them, so that a run draws the same also where a library draws behind its back.
+    """Seed all of them, so that a run is reproducible also where libraries draw from them.
 
-    Megatron's tracker, of what tensor parallel ranks drop of their own, differs between pipeline stages too.
+    Megatron's tracker, for the dropout of tensor parallel ranks, differs between pipeline stages too.
     """
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global one
@@ -21,7 +21,7 @@ def seed(value: int) -> None:
 
 
 def states() -> dict[str, Any]:
-    """Of Python's, numpy's and torch's default generators (CPU, and the current CUDA device) and Megatron's tracker."""
+    """Return the states of Python's, numpy's and torch's generators (CPU, current CUDA device) and Megatron's."""
     legacy = np.random.get_state(legacy=False)  # noqa: NPY002 - libraries draw from the global one
     numpy_state = {**legacy, "state": {**legacy["state"], "key": torch.from_numpy(legacy["state"]["key"].astype("i8"))}}
     found = {
@@ -36,7 +36,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Puts `states` back. Those of a device that is not there are left out: a run may go on without a GPU."""
+    """Restore `states`. Those of a missing device are ignored: a run may resume without a GPU."""
     random.setstate(found["python"])
     key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Bounds of each value of a recipe by itself: numbers and text; `Recipe.check` compares values with each other."""
+"""Bounds of each value of a recipe by itself, and checks that its sections share; `Recipe.check` compares values."""
 
 import math
 import os
@@ -127,6 +127,12 @@ def check_values(recipe: Any) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and not value >= 0:  # NaN too
                 raise UserError(f"{section}.{name}={value} is not 0 or more")
+
+
+def divides(name: str, value: int, of_name: str, of: int) -> None:
+    """Raise UserError, naming both, unless ``value`` divides ``of``."""
+    if of % value:
+        raise UserError(f"{name}={value} does not divide {of_name}={of}")
 
 
 def check_text(key: str, text: str) -> None:

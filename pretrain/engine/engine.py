@@ -1,4 +1,4 @@
-"""One optimizer step and one validation, on Megatron-core's schedule, DDP and optimizer."""
+"""The optimizer step and the validation, on Megatron-core's schedule, DDP and optimizer."""
 
 import contextlib
 import math
@@ -21,26 +21,33 @@ from megatron_patch import MegatronMoE, wide
 from megatron_patch.adapter import announce_experts
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
-from pretrain import generators
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
-from pretrain.model import build_model
+from pretrain.engine import rng
+from pretrain.engine.model import build_model
+from pretrain.engine.optimizer import make_optimizer
+from pretrain.engine.pipeline import get_schedule, stages
+from pretrain.engine.routing import RoutingReports, StepReport
 from pretrain.models import kind_of
 from pretrain.models.batch import Batch, collate, loss_function, weigh
-from pretrain.optimizer import make_optimizer
-from pretrain.pipeline import get_schedule, stages
 from pretrain.process import Processes, timeout
-from pretrain.routing import RoutingReports, StepReport
 
-Judge = Callable[[float, float], str | None]
+CheckStep = Callable[[float, float], str | None]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one optimizer step, the same on every rank: mean loss of the global batch in nats a token, the gradient's
-    norm before clipping, the learning rate that was used, why the step was skipped (None: it was made), whether any
-    rank asks to stop, what the loss was multiplied by (None: nothing but in fp16), whether the step was skipped because
-    a lower scale of the loss is to be tried."""
+    """Result of one optimizer step, the same on every rank.
+
+    Attributes:
+        loss: mean of the global batch, in nats per token.
+        grad_norm: norm of the gradient before clipping.
+        lr: learning rate of the step.
+        skipped: why the step was skipped; None if it was made.
+        asks_to_stop: any rank asks to stop.
+        loss_scale: factor of the loss; None unless the precision is fp16.
+        has_overflowed: the step was skipped because a lower scale of the loss will be tried.
+    """
 
     loss: float
     grad_norm: float
@@ -52,7 +59,7 @@ class StepResult:
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
-    """Makes Megatron's process groups and seeds its random number generators; once a process."""
+    """Create Megatron's process groups and seed its random number generators; once per process."""
     parallel = recipe.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -64,11 +71,11 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
         distributed_timeout_minutes=int(timeout(recipe.guard.hang_minutes).total_seconds() // 60),
         create_gloo_process_groups=dist.get_backend() == "gloo",
     )
-    generators.seed(recipe.train.seed)
+    rng.seed(recipe.train.seed)
 
 
 def stop_parallel() -> None:
-    """Gives up the groups that `init_parallel` made."""
+    """Destroy the groups that `init_parallel` created."""
     parallel_state.destroy_model_parallel()
 
 
@@ -176,12 +183,12 @@ class Engine:
             optimizer_offload_fraction=recipe.optimizer.cpu_offload,
         )
 
-    def train_step(self, step: int, samples: Samples | list[Batch], judge: Judge | None = None) -> StepResult:
+    def train_step(self, step: int, samples: Samples | list[Batch], check: CheckStep | None = None) -> StepResult:
         """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
 
         Args:
             samples: of which it takes the step's; or those already, as `collate_step` makes them.
-            judge: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
+            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
                 Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
                 step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's. It
                 is not asked about an overflow of fp16 that a lower scale of the loss may cure.
@@ -205,7 +212,7 @@ class Engine:
             what = "an overflow" if math.isfinite(mean_loss) else "the loss is not finite"
             reason = f"{what} at loss scale {loss_scale:g}, which is {float(scaler.scale):g} from here on"
         else:
-            reason = judge(mean_loss, grad_norm) if judge is not None else None
+            reason = check(mean_loss, grad_norm) if check is not None else None
             if reason is None and found_inf:
                 reason = f"the gradient is not finite{self.scale_limit}"
         if reason is None:
@@ -217,7 +224,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """What to add to "not finite" where no lower scale of the loss is left to be tried; else empty."""
+        """Text after "not finite" where no lower scale of the loss is left to try; else empty."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer

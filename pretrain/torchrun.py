@@ -1,25 +1,35 @@
-"""torchrun as a child of ``fmoe train``: signals reach the run, its exit code comes back, nobody outlives anybody.
+"""torchrun as a child of ``fmoe train``: forwards signals to the run, returns its exit code, ends with it.
 
-torchrun alone answers SIGTERM by ending its workers within 30 seconds and itself with code 1, whatever they say. So
-the parent signals a worker, all workers stop together and tell by a small file with which code, and torchrun, to which
-they then end well, ends by itself.
+torchrun answers SIGTERM by ending its workers within 30 seconds and itself with code 1, whatever they return. So the
+parent signals a worker instead: all workers stop together and write the exit code to a small file, and torchrun, which
+sees them succeed, ends by itself.
+
+``python -m pretrain.torchrun ARGS`` is that child. Its own messages go to a file, and which ranks failed to another, in
+the folder that launcher and workers share. Workers inherit the descriptor of the real stderr.
 """
+
+import os
+import sys
+from pathlib import Path
+
+FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and workers share
+LOG, FAILED = "torchrun.log", "failed.json"
+
+if __name__ == "__main__":
+    # Before torch is imported, whose loggers keep the stderr that they find.
+    sys.stderr = (Path(os.environ[FOLDER]) / LOG).open("a", buffering=1)
 
 import contextlib
 import ctypes
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import lock, process
-from pretrain.agent import FAILED, FOLDER, LOG, error_name
-from pretrain.exit_codes import EXIT_DIVERGED, EXIT_REQUEUE
+from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of workers: how often torchrun has started them again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -33,7 +43,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """SIGTERM for this process when its parent dies, however it does. Linux alone can."""
+    """Have the kernel send SIGTERM to this process when its parent dies, for any reason. Linux only."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -44,8 +54,13 @@ def _before_exec() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs torchrun with these arguments."""
+    return [sys.executable, "-m", "pretrain.torchrun", *arguments]
+
+
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Runs torchrun to its end and returns what the workers that it started last say, or else torchrun's own code.
+    """Run torchrun to its end; return the exit code posted by the workers that it started last, or else torchrun's own.
 
     Prints which rank died and why, where no worker reported how the run ends.
 
@@ -53,7 +68,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
     torchrun, which ends its workers at once.
 
     Args:
-        command: `pretrain.agent.command`'s, or one that stands in for it.
+        command: that of `command`, or a substitute for it.
         log: gets torchrun's own messages if the run fails.
 
     Raises:
@@ -84,7 +99,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        said = _told(Path(folder), "code")
+        said = _posted(Path(folder), "code")
         if code and said != EXIT_USAGE:
             _keep(Path(folder) / LOG, log)
         if said:
@@ -120,6 +135,11 @@ def _ending_of(code: int) -> str:
     return f"was killed by {number.name}" + (f": {_CAUSES[number]}" if number in _CAUSES else "")
 
 
+def _error_name(rank: int | str) -> str:
+    """File of a rank's traceback."""
+    return f"error-{rank}"
+
+
 def _explain(folder: Path, code: int, log: Path | None) -> None:
     """Print which rank died first, and of what; the errors of the others go to the log."""
     failed: list[dict] = []
@@ -130,7 +150,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
     lines = []
     for number, one in enumerate(failed):
         with contextlib.suppress(OSError):
-            path = folder / error_name(one["rank"])
+            path = folder / _error_name(one["rank"])
             if number == 0:
                 lines.append(path.read_text().rstrip())
             else:
@@ -163,7 +183,7 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
             if number == signal.SIGINT:
                 os.kill(torchrun, signal.SIGINT)
             return
-        worker = _told(folder, "pid")
+        worker = _posted(folder, "pid")
         if worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGTERM)
@@ -172,23 +192,23 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
 
 
 def join() -> None:
-    """A worker begins: it ends with its launcher, if that is `run`'s torchrun."""
+    """Tie a worker that starts to its launcher, if that is `run`'s torchrun: it ends with it."""
     if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
 
 def ready() -> None:
-    """A worker takes signals from here on."""
+    """Announce that this worker handles signals from now on."""
     if process.local_rank() == 0:
-        _tell("pid", os.getpid())
+        _post("pid", os.getpid())
 
 
 def report(code: int) -> int:
-    """Tells the parent how the run ends. The code to end this process with: 0 where torchrun need not make a fuss."""
+    """Post the exit code of the run to the launcher; return that of this process: 0 where torchrun shall not fail."""
     if FOLDER not in os.environ or code == 0:
         return code
-    _tell("code", code)
+    _post("code", code)
     return 0 if code in (EXIT_REQUEUE, EXIT_DIVERGED) else code
 
 
@@ -200,16 +220,16 @@ def keep_error(text: str) -> bool:
     """
     if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return False
-    _write(error_name(os.environ["RANK"]), text)
+    _write(_error_name(os.environ["RANK"]), text)
     return True
 
 
-def _tell(name: str, value: int) -> None:
-    """Of this life of the workers: what those said that torchrun has replaced is no longer true."""
+def _post(name: str, value: int) -> None:
+    """Post a value to the launcher. It is of this life of the workers: torchrun may start others."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
-def _told(folder: Path, name: str) -> int | None:
+def _posted(folder: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / f"{name}-{(folder / 'life').read_text()}").read_text())
     return None
@@ -217,8 +237,30 @@ def _told(folder: Path, name: str) -> int | None:
 
 def _write(name: str, text: str) -> None:
     if folder := os.environ.get(FOLDER):
-        # Renamed, so that nobody reads half of it; several workers may say the same at once.
+        # Renamed, so that no reader sees half of it; several workers may post at the same time.
         path = Path(folder) / f"{name}.{os.getpid()}"
         with contextlib.suppress(OSError):  # a parent that is gone
             path.write_text(text)
             path.rename(path.with_name(name))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run torchrun in this process, and write which ranks failed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    folder = Path(os.environ[FOLDER])
+    try:
+        run.main(list(arguments))
+    except ChildFailedError as error:
+        failed = []
+        for rank, failure in error.failures.items():
+            path = folder / _error_name(rank)  # when it failed; its process may have taken long to end
+            time = path.stat().st_mtime if path.exists() else failure.timestamp
+            failed.append({"rank": rank, "pid": failure.pid, "code": failure.exitcode, "time": time})
+        (folder / FAILED).write_text(json.dumps(failed))
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

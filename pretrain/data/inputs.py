@@ -12,16 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fmoe.errors import UserError, require
-from fmoe.exchange import build_exchange
-from fmoe.gates import build_gate
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.data.counts import TokenCounts, outside_vocabulary
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.kinds import build_samples, epochs_per_sample
 from pretrain.data.samples import Samples, count_tokens, unigram_entropy
-from pretrain.data.tokenizer import Tokenizer
-from pretrain.gate import exchange_options, gate_options
+from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.tracking.trackio import check_installed
 
 # The same sequences for every run: a random choice, so that a few of them stand for all documents.
@@ -46,24 +43,9 @@ class Inputs:
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
     epochs_per_sample: tuple[float, ...] = ()
-    """Of each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
+    """One for each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
     warnings: tuple[str, ...] = ()
-    """What of the data is possible, but hardly meant; a line each."""
-
-
-def check_parts(recipe: Recipe) -> None:
-    """Raises UserError where the recipe's gate or exchange cannot be."""
-    model = recipe.model
-    if model.num_experts:
-        options = gate_options(model)
-        try:
-            build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **options)
-        except UserError as error:
-            raise UserError(f"model.{error}") from error
-        try:
-            build_exchange(None, model.num_experts, recipe.parallel.exchange, exchange_options(recipe.parallel))
-        except UserError as error:
-            raise UserError(f"parallel.{error}") from error
+    """Probable mistakes in the data, a line each."""
 
 
 def open_inputs(recipe: Recipe) -> Inputs:
@@ -76,7 +58,6 @@ def open_inputs(recipe: Recipe) -> Inputs:
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
-    check_parts(recipe)
     tokenizer = open_tokenizer(recipe)
     with naming("data.train"):
         train = [open_corpus(prefix, tokenizer) for prefix in data.train]
@@ -189,7 +170,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
     with naming("data.tokenizer" if path is None else "--tokenizer"):
         if Path(data.tokenizer if path is None else path).is_char_device():
             raise UserError(f"{path or data.tokenizer} is a device, not a file")
-        tokenizer = Tokenizer.load(data.tokenizer if path is None else path)
+        tokenizer = load_tokenizer(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
             f"trained with another tokenizer than {tokenizer.path}: the SHA-256 of that one begins with {sha256[:12]}, "

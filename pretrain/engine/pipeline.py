@@ -18,7 +18,7 @@ Schedule = Callable[..., list[dict[str, Any]]]
 
 
 def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
-    """Keywords of `pretrain.model.build_model` for each chunk of the model that this rank holds."""
+    """Keywords of `pretrain.engine.model.build_model` for each chunk of the model that this rank holds."""
     if parallel.pipeline == 1:
         return [{}]
     numbers = [None] if parallel.model_chunks == 1 else range(parallel.model_chunks)

@@ -12,8 +12,8 @@ import pytest
 
 import pretrain
 from fmoe.errors import UserError
-from pretrain import launch, supervise
-from pretrain.exit_codes import EXIT_HANG, EXIT_REQUEUE
+from pretrain import launch, torchrun
+from pretrain.process import EXIT_HANG, EXIT_REQUEUE
 
 # The lives of workers that torchrun starts again: what each says, then how torchrun ends.
 PROGRAM = """
@@ -46,7 +46,7 @@ def program(body):
 @pytest.mark.parametrize("name", LIVES)
 def test_the_code_is_what_the_last_workers_say(name):
     body, code = LIVES[name]
-    assert supervise.run(program(body), os.environ) == code
+    assert torchrun.run(program(body), os.environ) == code
 
 
 # torchrun that says what it got; a worker of its first life that is gone.
@@ -82,14 +82,14 @@ def test_a_signal_while_nobody_trains_ends_torchrun(name, number, tmp_path, monk
     sender = threading.Thread(target=send)
     sender.start()
     before = signal.getsignal(number)
-    assert supervise.run(program(WAITS.format(BEGINS[name])), os.environ) == EXIT_REQUEUE
+    assert torchrun.run(program(WAITS.format(BEGINS[name])), os.environ) == EXIT_REQUEUE
     sender.join()
     assert signal.getsignal(number) is before
 
 
 def test_other_programs_than_ours_are_an_error():
     with pytest.raises(UserError, match="nothing was trained"):
-        supervise.run(program("pass"), os.environ)
+        torchrun.run(program("pass"), os.environ)
 
 
 # Ranks that died: code of torchrun's, what of which rank died, how the line begins.
@@ -134,7 +134,7 @@ if {failed!r} is not None:
 say(life=0)
 sys.exit(1)
 """
-    assert supervise.run(program(body), os.environ, tmp_path / "torchrun.log") == 1
+    assert torchrun.run(program(body), os.environ, tmp_path / "torchrun.log") == 1
     said = capfd.readouterr().err
     assert f"fmoe train: error: {line}" in said and cause in said and others in said, said
     assert str(tmp_path / "torchrun.log") in said and "pages" not in said
@@ -148,7 +148,7 @@ sys.exit(1)
 
 def test_a_refused_run_leaves_no_log(tmp_path):
     body = 'open(os.environ["FMOE_LAUNCHER"] + "/torchrun.log", "w").write("pages"); say(life=0, code_0=2); sys.exit(1)'
-    assert supervise.run(program(body), os.environ, tmp_path / "torchrun.log") == 2
+    assert torchrun.run(program(body), os.environ, tmp_path / "torchrun.log") == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,8 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_patch import cpu
 from pretrain.config import ParallelConfig, Recipe
 from pretrain.engine import init_parallel
-from pretrain.model import build_model
-from pretrain.pipeline import stages
+from pretrain.engine.model import build_model
+from pretrain.engine.pipeline import stages
 from pretrain.process import Processes
 
 
@@ -39,7 +39,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The whole model of a recipe, as one process without splits would have it, on the meta device.
+    """Return the whole model of a recipe, as one process without splits has it, on the meta device.
 
     Raises:
         RuntimeError: torch sees a GPU, or this process is in a process group.
@@ -49,7 +49,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
 
 def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
-    """What a rank of the recipe's run holds of the model, a module for each of its pipeline chunks, on the meta device.
+    """Return the pipeline chunks of the model that a rank of the recipe's run holds, on the meta device.
 
     Raises:
         RuntimeError: as `build_on_meta`.

@@ -1,15 +1,16 @@
-"""After a step that is not finite: on which rank, and in what."""
+"""Report of a step that is not finite: which ranks, and which tensor first."""
 
 import torch
 import torch.distributed as dist
 
 from pretrain.data.samples import Samples
+from pretrain.engine.engine import Engine
 
 _NAME_BYTES = 256
 
 
-def find_culprit(engine, step: int, samples: Samples) -> str:
-    """Names rank and first bad tensor of a step whose loss or gradient is not finite. Collective.
+def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
+    """Return the ranks and first bad tensors of a step whose loss or gradient is not finite. Collective.
 
     Reduced gradients are bad on all ranks, so the step is computed once more without reduction: the ranks on which it
     is bad again are named, with the first bad gradient in the order of the backward pass, which begins at the last

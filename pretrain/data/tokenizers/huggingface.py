@@ -11,7 +11,7 @@ import numpy as np
 
 from fmoe.errors import UserError, require
 from pretrain.data.files import replacing
-from pretrain.data.tokenizer import END_OF_DOCUMENT, SPECIAL_NAMES, Tokenizer
+from pretrain.data.tokenizers.base import END_OF_DOCUMENT, SPECIAL_NAMES, Tokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 # What ends a document, by the names that models have for it; the first one found is taken.
@@ -19,7 +19,7 @@ _ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A loaded ``tokenizer.json``, with the attributes of `Tokenizer`.
+    """A loaded ``tokenizer.json``.
 
     A text is tokenized alone: nothing is put around it, cut off or filled up, and the spelling of a special piece in it
     is only text. Whether decoding gives the text back exactly is the model's: byte-level ones do, those that lower case
@@ -84,7 +84,7 @@ def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
     """A tokenizer of the file's content; ``path`` is how errors name it.
 
     Raises:
-        UserError: see `Tokenizer.load`.
+        UserError: see `pretrain.data.tokenizers.load_tokenizer`.
     """
     return HuggingFaceTokenizer(data, path)
 

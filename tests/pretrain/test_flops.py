@@ -8,13 +8,13 @@ from forks import only
 def measured(is_wide):
     """What is multiplied to measure each precision: (dtype, width)."""
     from megatron_patch import wide
-    from pretrain import peak
+    from pretrain.engine import flops
 
     seen = {}
     wide.is_wanted = lambda: is_wide
     for precision in ("fp32", "bf16", "fp16"):
-        peak._measure = lambda device, dtype, size, precision=precision: seen.setdefault(precision, (dtype, size)) and 7
-        assert peak.peak_flops(torch.device("cpu"), precision) == 7
+        flops._measure = lambda _, dtype, size, precision=precision: seen.setdefault(precision, (dtype, size)) and 7
+        assert flops.peak_flops(torch.device("cpu"), precision) == 7
     return seen
 
 

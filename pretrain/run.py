@@ -1,4 +1,4 @@
-"""From a checked recipe to a finished run: folder, checkpoint to go on from, trainer."""
+"""From a checked recipe to a finished run: folder, checkpoint to resume from, trainer."""
 
 import contextlib
 import json
@@ -30,14 +30,12 @@ from pretrain.callbacks import (
 )
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
+from pretrain.data.inputs import Inputs, open_inputs, with_counts
 from pretrain.engine import init_parallel
-from pretrain.exit_codes import EXIT_REQUEUE
-from pretrain.inputs import Inputs, open_inputs, with_counts
-from pretrain.process import Processes
+from pretrain.engine.model import check_parts
+from pretrain.process import EXIT_REQUEUE, Processes
 from pretrain.report import REPORT, write_report
 from pretrain.resume import (
-    CHECKPOINTS,
-    METRICS,
     agree_on_intact,
     changes,
     check_data,
@@ -48,18 +46,17 @@ from pretrain.resume import (
 )
 from pretrain.tracking import build_trackers, read_metrics
 from pretrain.tracking.events import EVENTS
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, STACKS, TOLD
 from pretrain.trainer import Trainer
-
-STACKS = "stacks"
 
 logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Whether the checkpoint is of the recipe's last step, in its own folder.
+    """Return whether the checkpoint is of the recipe's last step, in its own folder.
 
     Raises:
-        UserError: the checkpoint cannot be gone on from with this recipe.
+        UserError: the run cannot resume from the checkpoint with this recipe.
     """
     if checkpoint is None:
         return False
@@ -73,7 +70,7 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
 
 
 def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
-    """Runs a recipe in this process, one of ``recipe.parallel.world_size``.
+    """Run a recipe in this process, one of ``recipe.parallel.world_size``.
 
     Args:
         resume, fallback: see `find_checkpoint`.
@@ -86,6 +83,7 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     """
     cpu.install()
     folder = Path(recipe.run.folder)
+    check_parts(recipe)
     inputs = open_inputs(recipe)
     check_exists(folder, resume)
     meeting = process.meet(process.timeout(recipe.guard.hang_minutes))
@@ -151,7 +149,7 @@ def _train(
         trainer.warm_start(weights)
     if processes.is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        write_recipe(recipe, folder / "config.toml")
+        write_recipe(recipe, folder / CONFIG)
     _describe(trainer, folder, processes)
     if changed and processes.is_main:
         _say([f"goes on from step {checkpoint.step} with {', '.join(changed)}"])
@@ -170,7 +168,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Those that add to the metrics of a step, to come before what logs them."""
+    """Return the callbacks that add to the metrics of a step; they precede those that log them."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         guards.append(CollapseWarning(recipe.guard, recipe.model.layers_with_experts))
@@ -192,7 +190,7 @@ def open_weights(recipe: Recipe) -> Checkpoint | None:
 
 
 def summarize(recipe: Recipe) -> None:
-    """Says how a finished run ended and where its results are."""
+    """Print how a finished run ended and where its results are."""
     folder = Path(recipe.run.folder)
     last: dict = {}
     for record in read_metrics(folder / METRICS):
@@ -217,7 +215,7 @@ def summarize(recipe: Recipe) -> None:
 
 
 def _figure(row: dict, key: str) -> str:
-    """A metric as metrics.jsonl has it, where null stands for a value that is not finite."""
+    """Return a metric as text; metrics.jsonl has null for a value that is not finite."""
     value = row[key]
     return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
 
@@ -239,7 +237,7 @@ def _say(lines: list[str]) -> None:
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Writes ``run.json``: versions, sizes, what the data are, and which experts each rank holds, read from the layers
+    """Write ``run.json``: versions, sizes, digests of the data, and which experts each rank holds, read from the layers
     themselves."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor(
@@ -266,9 +264,9 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }
-    temporary = folder / "run.json.tmp"
+    temporary = folder / f"{TOLD}.tmp"
     temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(folder / "run.json")  # at once: `fmoe compare` reads runs while they go on
+    temporary.replace(folder / TOLD)  # at once: `fmoe compare` reads runs while they go on
     lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active a token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

@@ -1,0 +1,115 @@
+"""A tokenizer, whatever its format: the names of special pieces, and what both formats share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from fmoe.errors import UserError
+
+PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
+CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
+# What a special piece is for, and the names that it has here and elsewhere, the first one found is taken.
+ROLES = {
+    "pad": (PAD, "[PAD]"),
+    "cls": (CLS, "[CLS]", "<s>"),
+    "sep": (SEP, "[SEP]", "</s>"),
+    "mask": (MASK, "[MASK]"),
+}
+SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
+
+
+def sentinel(number: int) -> str:
+    """The piece that stands for the masked span ``number`` of T5."""
+    return f"<extra_id_{number}>"
+
+
+class Tokenizer(ABC):
+    """A loaded tokenizer. ``decode(encode(text)) == text`` holds for those that `train_tokenizer` trains.
+
+    Attributes:
+        path: the file it was read from.
+        fingerprint: SHA-256 of the file, hexadecimal.
+        vocab_size: pieces; ids are ``0 <= id < vocab_size``.
+        end_of_document: id that ends a document (sentencepiece's eos).
+        pad: id of padding, or None in a model from elsewhere that has none.
+        sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
+        special_ids: ids that stand for no text: those above, begin, unknown, cls, sep, mask, ...
+    """
+
+    path: Path
+    fingerprint: str
+    vocab_size: int
+    end_of_document: int
+    pad: int | None
+    sentinels: tuple[int, ...]
+    special_ids: frozenset[int]
+    _id_of: Mapping[str, int]
+    _special: Mapping[str, int]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; no special id is ever among them."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids; special ids are dropped, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UserError: an id outside the vocabulary.
+        """
+
+    @abstractmethod
+    def _bytes_of(self, i: int) -> int:
+        """Return the UTF-8 bytes of the text that a piece stands for."""
+
+    @property
+    def ids(self) -> Mapping[str, int]:
+        """Ids by spelling of the piece, special ones included."""
+        return self._id_of
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes of the text that each id stands for, 0 of special ones; int64 [vocab_size].
+
+        Their sum over the tokens of a text are the bytes of what `decode` gives, if the tokenizer keeps every text as
+        it is. One that drops or adds a space at the begin of a text is off by that."""
+        return np.array([0 if i in self.special_ids else self._bytes_of(i) for i in range(self.vocab_size)], np.int64)
+
+    def special(self, piece: str) -> int:
+        """The id of a special piece such as ``"<mask>"``.
+
+        Raises:
+            UserError: this model has no such special piece.
+        """
+        if piece not in self._special:
+            raise UserError(f"the tokenizer {self.path} has no special piece {piece!r}")
+        return self._special[piece]
+
+    def role(self, name: str) -> int:
+        """The id of the special piece that is for ``name``, one of `ROLES`, whatever it is called in this model.
+
+        Raises:
+            UserError: this model has none.
+        """
+        if name == "pad" and self.pad is not None:
+            return self.pad
+        for piece in ROLES[name]:
+            if piece in self._special:
+                return self._special[piece]
+        raise UserError(f"the tokenizer {self.path} has no piece for {name}, {' or '.join(map(repr, ROLES[name]))}")
+
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> list[int]:
+        ids = [int(i) for i in ids]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(f"token id {i} is outside the vocabulary of {self.path}, 0 to {self.vocab_size - 1}")
+        return ids
+
+    def _consecutive_sentinels(self) -> tuple[int, ...]:
+        found: list[int] = []
+        while (number := self._id_of.get(sentinel(len(found)))) is not None:
+            found.append(number)
+        return tuple(found)

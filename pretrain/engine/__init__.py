@@ -1,0 +1,6 @@
+"""The optimizer step: the recipe's model and optimizer on Megatron-core, what a checkpoint holds of them, what a step
+reports."""
+
+from pretrain.engine.engine import Engine, StepResult, init_parallel, stop_parallel
+
+__all__ = ["Engine", "StepResult", "init_parallel", "stop_parallel"]

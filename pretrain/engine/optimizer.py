@@ -1,0 +1,102 @@
+"""The recipe's optimizer, and its state as tensors laid out like the parameters they belong to."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fmoe import optim
+from fmoe.optim import Adafactor, AdamW8bit, Lars, is_matrix
+from fmoe.optim.trust import TrustOptimizer
+from megatron_patch.optimizer import Shard
+from pretrain.config import Recipe
+
+
+def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
+    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU, or partly there, which
+    Megatron-core builds itself.
+
+    On a CPU, Megatron-core takes torch's loop, which reads and writes each tensor ten times; the fused one once.
+    """
+    own = recipe.optimizer
+    adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
+    trust = {"max_trust": own.max_trust}
+    kinds: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, adam | {"fused": True}),
+        "lamb": (optim.Lamb, adam | trust),
+        "lars": (optim.Lars, trust | {"momentum": own.momentum, "trust_coefficient": own.trust_coefficient}),
+        "adafactor": (optim.Adafactor, {"beta2_decay": own.beta2_decay, "d": own.update_clip}),
+        "adamw8bit": (optim.AdamW8bit, adam),
+        "sgd": (torch.optim.SGD, {"momentum": own.momentum}),
+    }
+    if own.name == "adamw" and (torch.cuda.is_available() or own.cpu_offload):
+        return None
+    kind, options = kinds[own.name]
+    return lambda groups: kind(groups, lr=recipe.max_lr, weight_decay=own.weight_decay, **options)
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of an optimizer's state.
+
+    Attributes:
+        name: its key in the state.
+        axis: along which it has one element where the parameter has many; None where it has the parameter's shape.
+    """
+
+    name: str
+    axis: int | None = None
+
+    def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
+        """A parameter's shape or offset with ``value`` along the axis."""
+        if self.axis is None:
+            return tuple(values)
+        axis = self.axis % len(values)
+        return (*values[:axis], value, *values[axis + 1 :])
+
+
+def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
+    """Return the tensors that the optimizer keeps for a shard; the number of steps is none of them."""
+    optimizer = shard.optimizer
+    if isinstance(optimizer, TrustOptimizer):
+        return tuple(map(StateTensor, optimizer.state_names))
+    if isinstance(optimizer, torch.optim.SGD):
+        return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
+    if isinstance(optimizer, Adafactor):
+        is_factored = is_matrix(shard.parameter)
+        return (StateTensor("row_var", -1), StateTensor("col_var", -2)) if is_factored else (StateTensor("variance"),)
+    return (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+
+
+def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
+    """Yield the state of a shard as plain tensors; zeros where no step was made, or all of them were skipped."""
+    state = shard.optimizer.state.get(shard.main) or {}
+    for entry in state_tensors(shard):
+        value = state.get(entry.name)
+        if value is None:
+            value = torch.zeros(entry.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
+        # 8-bit codes travel as the numbers they stand for: they are found again from them.
+        yield entry, value.dequantize() if hasattr(value, "codes") else value
+
+
+def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
+    """Return the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
+    optimizer, main = shard.optimizer, shard.main
+    state = {}
+    for entry in state_tensors(shard):
+        value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
+        state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value
+    if "step" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["step"] = int(step)  # Transformer Engine's and apex's
+    elif not isinstance(optimizer, Lars | torch.optim.SGD):
+        # Each parameter has its own step tensor: torch's optimizers advance it in place.
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+    return state
+
+
+def is_8_bit(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer keeps 8-bit codes."""
+    return isinstance(optimizer, AdamW8bit)

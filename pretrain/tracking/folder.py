@@ -1,0 +1,28 @@
+"""Files of a run's folder: their names, and ``run.json``, which describes the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fmoe.errors import UserError
+
+CONFIG, METRICS, TOLD = "config.toml", "metrics.jsonl", "run.json"
+CHECKPOINTS, STACKS = "checkpoints", "stacks"
+
+
+def read_told(folder: Path) -> dict[str, Any]:
+    """Return ``run.json`` of a run's folder; empty where there is none yet.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / TOLD
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(told, dict):
+        raise UserError(f"{path} cannot be read: it holds no JSON object")
+    return told
