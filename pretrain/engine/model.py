@@ -5,10 +5,10 @@ import logging
 from typing import Any
 
 import torch
-from fmoe.dispatch import build_exchange
 from torch import nn
 
 from fmoe.errors import UserError
+from fmoe.exchange import build_exchange
 from fmoe.gates import GATES, build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
