@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import collectives, random
+from fmoe import random
 from fmoe.errors import UserError
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import Gate, build_gate
 from fmoe.layout import Layout
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
+from fmoe.runtime import collectives
 
 
 @dataclass(kw_only=True)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fmoe import collectives, random
+from fmoe import random
 from fmoe.errors import UserError
 from fmoe.routing import Routing, RoutingGroups
+from fmoe.runtime import collectives
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import ownership, random
+from fmoe import random
 from fmoe.build import Spec
 from fmoe.exchange import Exchange
 from fmoe.experts.call import ExpertCall
@@ -19,6 +19,7 @@ from fmoe.layout import Layout, LocalTokens
 from fmoe.losses import AuxLosses
 from fmoe.metrics import LayerMetrics
 from fmoe.routing import Routing
+from fmoe.runtime import ownership
 
 
 class MoE(nn.Module):
@@ -182,7 +183,7 @@ class MoE(nn.Module):
             parameter.allreduce = False
 
     def _mark_parameters(self) -> None:
-        """Mark the parameters again, because other tensors may have replaced them (`fmoe.ownership`)."""
+        """Mark the parameters again, because other tensors may have replaced them (`fmoe.runtime.ownership`)."""
         experts = self._modules.get("experts")
         if experts is None:
             return

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from fmoe import ownership
+from fmoe.runtime import ownership
 from megatron_patch import loss_scale
 from megatron_patch.patches import Patch, apply
 from megatron_patch.version import check_version

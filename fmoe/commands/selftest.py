@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import collectives, parallel, random
+from fmoe import parallel, random
 from fmoe.cli import Parser
 from fmoe.errors import UserError
 from fmoe.exchange import build_exchange
 from fmoe.experts.call import ExpertCall
 from fmoe.moe import MoE
 from fmoe.routing import Routing
+from fmoe.runtime import collectives
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
 EXPERTS = ("ffn", "swiglu")

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe import collectives
 from fmoe.kernels import memory
+from fmoe.runtime import collectives
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import ownership, random
+from fmoe import random
 from fmoe.errors import UserError
 from fmoe.experts import external
 from fmoe.kernels import backends
@@ -22,6 +22,7 @@ from fmoe.kernels.ffn import expert_ffn, gate, grouped_linear
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
 

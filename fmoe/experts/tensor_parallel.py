@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.experts.ffn import FFNExperts
 from fmoe.layout import TokenShards
+from fmoe.runtime import collectives
 
 
 class ShardedFFNExperts(FFNExperts):

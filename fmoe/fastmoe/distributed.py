@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmoe import collectives, ownership
 from fmoe.errors import UserError
 from fmoe.fastmoe.functions import get_rank_0_in_comm, get_torch_default_comm
 from fmoe.fastmoe.layers import FMoE
 from fmoe.fastmoe.spelling import tag_missing
 from fmoe.parallel.buckets import copy_back
+from fmoe.runtime import collectives, ownership
 
 
 class DistributedGroupedDataParallel(nn.Module):

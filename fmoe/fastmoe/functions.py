@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import hop_counts
 from fmoe.exchange.collectives import all_to_all
@@ -19,6 +18,7 @@ from fmoe.exchange.hops import Hop
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.layout import gather_slices, slice_bounds, take_slice
 from fmoe.routing import Routing
+from fmoe.runtime import collectives
 
 
 def get_torch_default_comm() -> dist.ProcessGroup:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.kernels import backends
 from fmoe.kernels.cuda import routing
 from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
+from fmoe.runtime import collectives
 
 
 @dataclass(frozen=True)

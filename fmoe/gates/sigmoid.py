@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.gates.naive import check_groups, check_score, limit_to_groups, normalize_scores
 from fmoe.gates.router import Choice, Scores, TopKRouter, count_by_group, leave_out_padding
 from fmoe.kernels.cuda.routing import Rule
 from fmoe.losses import sequence_balance_loss
 from fmoe.routing import Routing, RoutingGroups, sum_dtype
+from fmoe.runtime import collectives
 
 
 class SigmoidRouter(TopKRouter):

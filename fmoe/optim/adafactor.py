@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fmoe import ownership
 from fmoe.optim.layout import has_mark, is_matrix
+from fmoe.runtime import ownership
 
 
 class Adafactor(torch.optim.Adafactor):

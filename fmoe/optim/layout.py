@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import ownership
 from fmoe.errors import UserError
+from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
@@ -21,7 +21,7 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """`is_stacked` after `fmoe.ownership.refresh`, for loops over parameters."""
+    """`is_stacked` after `fmoe.runtime.ownership.refresh`, for loops over parameters."""
     return getattr(parameter, "is_stacked", False)
 
 

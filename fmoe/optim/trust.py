@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fmoe import collectives
 from fmoe.errors import UserError
 from fmoe.optim.layout import Layout, Part, parts_of
 from fmoe.routing import sum_dtype
+from fmoe.runtime import collectives
 
 # Elements of the tensors that are stepped together: enough to hide the launch of kernels, few enough that what lies
 # between two of them is small, and on a CPU still in its cache.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe import collectives
+from fmoe.runtime import collectives
 
 _BUCKET_BYTES = 25 << 20  # as torch DDP's: large enough for the bandwidth, small enough to begin early
 

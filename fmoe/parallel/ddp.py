@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fmoe import ownership
 from fmoe.errors import UserError
 from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
+from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

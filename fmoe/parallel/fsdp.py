@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import ownership
 from fmoe.experts.modules import ModuleExperts
 from fmoe.parallel.buckets import broadcast
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
+from fmoe.runtime import ownership
 
 
 def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn.Module:

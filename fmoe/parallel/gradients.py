@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe import collectives, ownership
 from fmoe.errors import UserError
 from fmoe.parallel.buckets import Reduction, buckets_of
 from fmoe.parallel.groups import ParallelGroups
+from fmoe.runtime import collectives, ownership
 
 
 def is_expert(parameter: Tensor) -> bool:
@@ -26,7 +26,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """`is_expert` after `fmoe.ownership.refresh`, for loops over parameters."""
+    """`is_expert` after `fmoe.runtime.ownership.refresh`, for loops over parameters."""
     return not getattr(parameter, "allreduce", True)
 
 

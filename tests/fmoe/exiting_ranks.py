@@ -27,7 +27,7 @@ def exit_codes(runs: int, scripts: list[str], provocation: str, is_whole: bool =
     Args:
         scripts: names of functions below.
         provocation: "idle": threads of gloo run only when nothing else does, on one CPU with the main thread; a third
-            of the runs abort then without `fmoe.collectives`. "none".
+            of the runs abort then without `fmoe.runtime.collectives`. "none".
         is_whole: finalize to the end, which takes most of a second, not only until the first module is freed.
     """
     if dist.is_initialized():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from exiting_ranks import exit_codes
 from forks import only, values
 
-from fmoe import collectives
+from fmoe.runtime import collectives
 
 SCRIPTS = ["trained", "with_hooks", "evaluated", "averaged", "group_destroyed", "plain", "not_waited_for", "alone"]
 

@@ -1,0 +1,1 @@
+"""What modules of a process share: collectives that end cleanly, and marks on parameters."""
