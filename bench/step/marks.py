@@ -20,6 +20,7 @@ def marks_of(engine: Engine) -> Iterator[Mark]:
     for block in blocks(engine):
         yield block, "forward", LAYER
         yield from _of_ours(block) if isinstance(block, MegatronMoE) else _of_megatron(block)
+    yield DispatchPlan, "from_routing", "plan"
     yield DispatchPlan, "permute", "dispatch"
     yield DispatchPlan, "combine", "combine"
     for chunk in engine.model:
@@ -36,8 +37,9 @@ def blocks(engine: Engine) -> list[nn.Module]:
 
 def _of_ours(block: MegatronMoE) -> Iterator[Mark]:
     yield block.gate, "forward", "router"
-    yield block.exchange, "open", "plan"
-    # A changed `forward` of experts would keep the layer from the native operation (`fmoe.experts.Runner.mix`).
+    if block.exchange.group is not None:  # the exchange of counts
+        yield block.exchange, "open", "plan"
+    # A changed `forward` of experts would keep the layer from the native operation (`ExpertCall.fused`).
     yield block.experts, "forward" if block.experts.backend == "torch" else "mix", "experts"
 
 
