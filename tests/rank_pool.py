@@ -91,22 +91,9 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
             function, args = pipe.recv()
         except EOFError:
             break
-        _destroy_groups()  # of the call before, which has ended on all ranks
         try:
             result = function(*args)
         except Exception as error:
             result = Raised(type(error), str(error), traceback.format_exc())
         pipe.send(result)
     dist.destroy_process_group()
-
-
-def _destroy_groups() -> None:
-    """Destroy all process groups but the world: the threads of each wake a hundred times a second."""
-    import torch.distributed as dist
-
-    from fmoe.exchange import hierarchical
-
-    hierarchical._subgroups.clear()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
