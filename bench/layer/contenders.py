@@ -6,7 +6,6 @@ N assignments.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -153,21 +152,12 @@ def ours(problem: Problem, gemm: str = "auto", **options) -> nn.Module:
     return layer
 
 
-def _backends() -> dict[str, Layer]:
-    """Ours, one for each backend that FMoE can be told to take."""
-    import fmoe
-
-    if "backend" not in inspect.signature(fmoe.FMoE).parameters:
-        return {OURS[1]: Layer(ours)}
-    return {name: Layer(functools.partial(ours, backend=name.removeprefix("fmoe "))) for name in OURS}
-
-
 def layers() -> dict[str, Layer]:
     """All contenders by name, whether they are installed or not."""
     from bench.layer import peers
 
     return {
-        **_backends(),
+        **{name: Layer(functools.partial(ours, backend=name.removeprefix("fmoe "))) for name in OURS},
         "HF grouped_mm": Layer(peers.hugging_face("grouped_mm"), "transformers"),
         "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_quadratic=True),
         "megatron-core SequentialMLP": Layer(peers.megatron, "megatron"),
