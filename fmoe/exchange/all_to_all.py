@@ -62,15 +62,8 @@ class AllToAllExchange(base.GroupExchange):
     def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
         if not self.shadow:
             return super().prepare(facts, experts, device)
-        if not hasattr(experts, "shadow"):
-            raise UserError(
-                f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
-                f"kind without buffers), not {type(experts).__name__}"
-            )
-        if getattr(experts, "_is_fsdp_managed_module", False):
-            raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
         try:
-            parameters = experts.shadow(0)
+            parameters = self._first_expert(experts)
         except UserError as error:
             self.post_failure(error)  # others may have experts that can be shadowed, and wait
             raise
@@ -79,6 +72,21 @@ class AllToAllExchange(base.GroupExchange):
         if self.cost is None:
             self.cost = measure(self.group, parameters, facts["d_model"], device)
         return None
+
+    def _first_expert(self, experts: nn.Module) -> list[Tensor]:
+        """Parameters of this rank's first expert.
+
+        Raises:
+            UserError: the experts cannot be shadowed.
+        """
+        if not hasattr(experts, "shadow"):
+            raise UserError(
+                f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
+                f"kind without buffers), not {type(experts).__name__}"
+            )
+        if getattr(experts, "_is_fsdp_managed_module", False):
+            raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
+        return experts.shadow(0)
 
     def describe(self) -> str:
         return (

@@ -242,7 +242,7 @@ def _device_of(experts: nn.Module, x: Any) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-_MESSAGE_BYTES = 2048
+_MESSAGE_BYTES = 4096
 
 
 def raise_on_all_ranks(
@@ -278,7 +278,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
     Raises:
         UserError: names the fact, the ranks that differ from most, and the values.
     """
-    lines = [f"{name}={value}".replace("\n", " ")[:120] for name, value in facts.items()]
+    lines = [f"{name}={value}".replace("\n", " ")[:400] for name, value in facts.items()]
     message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
     messages = all_gather(group, message, "introduction of a layer").wait(for_host=True).view(group.size(), -1)
     rows = [_as_text(message).split("\n") for message in messages]

@@ -174,8 +174,9 @@ class Handle:
     grads: list[Pending] | None = None
 
     def wait(self) -> Tensor:
-        """Return the rows."""
-        rows = _Wait.apply(self.rows, self)
+        """Return the rows; once."""
+        placeholder, self.rows = self.rows, None  # its graph refers to this handle
+        rows = _Wait.apply(placeholder, self)
         return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
 
 
