@@ -1,7 +1,7 @@
 """Auxiliary losses: their formulas, and `AuxLosses`, which adds those of a layer to its backward pass.
 
-Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it is the same
-however the batch is spread over micro batches and ranks.
+Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it does not
+depend on how the batch is spread over micro batches and ranks, if they hold equally many tokens.
 
 Shape letters: G groups, S tokens of a group, E experts, T tokens, K experts per token.
 """
@@ -128,7 +128,7 @@ _default_scale: float | Tensor = 1.0
 def set_loss_scale(value: float | Tensor) -> None:
     """The factor between auxiliary losses and the backward pass, for every layer that was given none of its own.
 
-    A trainer sets it to what its own loss is multiplied with: (loss scale of fp16) / (micro batches a step). It is 1
+    A trainer sets it to the factor on its own loss: (loss scale of fp16) / (micro batches a step). It is 1
     for plain ``loss.backward()``.
     """
     global _default_scale
@@ -136,7 +136,7 @@ def set_loss_scale(value: float | Tensor) -> None:
 
 
 def loss_scale() -> float | Tensor:
-    """What `set_loss_scale` was told last."""
+    """Return the value of `set_loss_scale`."""
     return _default_scale
 
 
@@ -153,7 +153,8 @@ class AuxLosses:
     Attributes:
         metrics: statistics since they were last reset.
         counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
-        observers: called with each routing that is counted.
+        observer: the gate's ``record``, called with each routing that is counted (under torch.compile only with its
+            losses and statistics); None for none.
     """
 
     counts_evaluation = False
@@ -170,7 +171,7 @@ class AuxLosses:
         self.weights = {**DEFAULT_LOSS_WEIGHTS, **(weights or {})}
         self.is_manual, self.loss_scale, self.name = is_manual, scale, name
         self.metrics = LayerMetrics(num_experts, tuple(self.weights))
-        self.observers: list[Callable[[Routing], None]] = []
+        self.observer: Callable[[Routing], None] | None = None
         self.pending: list[Tensor] = []
         self._warned = self._has_offered = False
         self._number = _register(self)
@@ -219,7 +220,14 @@ class AuxLosses:
             return routing.weight_TK
         return attach_loss(routing.weight_TK, total, self.scale)
 
-    def count(self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool) -> list[Tensor]:
+    def count(
+        self,
+        routing: Routing,
+        weight_TK: Tensor,
+        outputs: list[Tensor],
+        training: bool,
+        observer: Callable[[Routing], None] | None = None,
+    ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
         An activation checkpoint runs a forward pass several times, so the backward pass counts. It reaches the outputs
@@ -227,6 +235,7 @@ class AuxLosses:
 
         Args:
             weight_TK: result of `attach`.
+            observer: of this forward pass; None for `observer` of the object.
         """
         if not training:
             if self.counts_evaluation:
@@ -237,20 +246,21 @@ class AuxLosses:
         trained = [index for index, out in enumerate(outputs) if out.requires_grad]
         if not trained:
             if not _is_recomputation():
-                self.record(routing)
+                self.record(routing, observer)
         elif not torch.compiler.is_compiling():
-            _call_on_backward([outputs[index] for index in trained], lambda: self.record(routing))
+            _call_on_backward([outputs[index] for index in trained], lambda: self.record(routing, observer))
         elif not weight_TK.requires_grad:  # otherwise `attach` has seen to it
             index = trained[0]
             outputs = [*outputs]
             outputs[index] = _attach_opaque(outputs[index], routing, None, self._number)
         return outputs
 
-    def record(self, routing: Routing) -> None:
-        """Count the statistics of one micro batch; called once, as a rule in its backward pass."""
+    def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
+        """Count the statistics of one micro batch; called once, usually from its backward pass."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
-        for observer in self.observers:
+        observer = observer or self.observer
+        if observer is not None:
             observer(routing)
         if self.pending and not self._warned:
             self._warned = True
@@ -266,7 +276,7 @@ class AuxLosses:
         return sum(pending) if pending else None
 
     def _offer(self, total: Tensor) -> None:
-        """To `collect`."""
+        """Queue a loss for `collect`."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True

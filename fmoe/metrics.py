@@ -126,7 +126,9 @@ class LayerMetrics:
 def counting(model: nn.Module) -> Iterator[None]:
     """Within, passes in evaluation are counted in the metrics of ``model``'s layers: loads, drops and entropy, since a
     gate has no losses then. What was counted before is put aside meanwhile."""
-    layers = [m.aux for m in model.modules() if isinstance(getattr(m, "metrics", None), LayerMetrics)]
+    layers = [
+        m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
+    ]
     aside = [layer.metrics for layer in layers]
     for layer in layers:
         layer.metrics = LayerMetrics(layer.metrics.num_experts, layer.metrics.loss_names)

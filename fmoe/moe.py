@@ -66,9 +66,10 @@ class MoE(nn.Module):
 
     def assemble(self, gate: Any, experts: nn.Module | None, shared: nn.Module | None) -> None:
         """Install the parts that have parameters; called again when a layer is rebuilt under another seed."""
-        self.gate, self.shared = gate, shared
+        self.gate = gate
         if experts is not None:
             self.experts = experts
+        self.shared = shared  # the order is that of parameters in saved optimizer states
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
         """Route every token and combine the outputs of its experts.
@@ -88,12 +89,13 @@ class MoE(nn.Module):
         runs_collectives = getattr(self.gate, "runs_collectives", False)
         with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
             tokens = self.split(x, mask, token_ids)
+            experts = self.call(tokens)
             routing = tokens.local_routing(self.route(tokens))
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
-            experts = self.call(tokens)
             outputs = session.run(routing, weight_TK, tokens.rows(experts.needs_keys), experts)
             outputs = self.finish(outputs, tokens, weight_TK)
-            outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training)
+            observer = getattr(self.gate, "record", None)
+            outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training, observer)
         return self.result(outputs, experts)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
@@ -113,7 +115,7 @@ class MoE(nn.Module):
         return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
 
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
-        """Add what does not go through the exchange."""
+        """Add the shared expert's output."""
         if self.shared is None:
             return outputs
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
@@ -161,6 +163,10 @@ class MoE(nn.Module):
         """Routing statistics since they were last reset (`fmoe.metrics`)."""
         return self.aux.metrics
 
+    @metrics.setter
+    def metrics(self, metrics: LayerMetrics) -> None:
+        self.aux.metrics = metrics
+
     def collect_losses(self) -> Tensor | None:
         """With ``aux_loss="manual"``: return the weighted losses of the forward passes since the last call, summed."""
         return self.aux.collect()
@@ -191,7 +197,7 @@ class MoE(nn.Module):
             from torch.distributed.fsdp import FSDPModule
 
             if not any(isinstance(module, FSDPModule) for module in experts.modules()):
-                return  # torch's fully_shard took them for replicas: `refuse_replicating_wrapper` looks for the mark
+                return  # torch's fully_shard treated them as replicas: `refuse_replicating_wrapper` looks for the mark
         self._mark_experts()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -199,7 +205,9 @@ class MoE(nn.Module):
         if name == "experts":
             self._mark_experts()
         elif name == "gate":
-            self.aux.observers = [value.record] if hasattr(value, "record") else []
+            self.aux.observer = getattr(value, "record", None)
+        elif name == "name":
+            self.aux.name = value
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty

@@ -214,8 +214,8 @@ class MegatronAux(AuxLosses):
             total = total * routing.stats.tokens
         return total
 
-    def record(self, routing: Routing) -> None:
-        super().record(routing)
+    def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
+        super().record(routing, observer)
         for name, loss in routing.losses.items():
             save_to_aux_losses_tracker(
                 _TRACKED.get(name, name),

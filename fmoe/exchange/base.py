@@ -99,7 +99,7 @@ class GroupExchange:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
         self.ep_rank, self.ep_size = group.rank(), group.size()
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
@@ -173,7 +173,7 @@ class GroupExchange:
         self.post_failure(error)
 
     def restore_context(self, outputs: list[Tensor]) -> None:
-        """Have errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
+        """Make errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -276,7 +276,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
         facts: values that are compared and shown as text.
 
     Raises:
-        UserError: names the fact, the ranks that differ from most, and the values.
+        UserError: names the fact, the ranks that differ from the majority, and the values.
     """
     lines = [f"{name}={value}".replace("\n", " ")[:400] for name, value in facts.items()]
     message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
@@ -299,7 +299,7 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     the experts of several ranks for replicas.
 
     Called in the forward pass, because torch reads which parameters to ignore from the outermost module, which a layer
-    cannot reach, and tells no module that it was wrapped: only the wrapper that runs is visible from within.
+    cannot reach, and does not notify the modules that it wraps: only the wrapper that runs is visible from within.
 
     Raises:
         UserError: a wrapper replicates or shards the experts of several ranks.

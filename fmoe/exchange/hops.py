@@ -23,8 +23,8 @@ Counts = list[list[int]]
 class Hop:
     """Rows to the peers of ``group`` (`forward`) and back (`back`).
 
-    `start` begins either, so that experts compute meanwhile. The backward pass does the same: the gradient of a row
-    leaves when the backward pass reaches the point where the row arrived, and is awaited where the row left.
+    `start` is the asynchronous form of both, so that experts compute meanwhile. In the backward pass, `Handle.wait`
+    starts the exchange of the gradients and `start` waits for it.
 
     Attributes:
         send, receive: rows to and from each peer.
@@ -157,12 +157,12 @@ class _AllToAll(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Handle:
-    """Rows under way.
+    """An all-to-all in flight.
 
     Attributes:
-        back: on the way of `Hop.back`.
+        back: True for `Hop.back`, False for `Hop.forward`.
         dtype: of the rows before and after.
-        rows: stands for the rows in the graph until `wait`.
+        rows: placeholder of the rows in the graph until `wait`.
         pending, grads: collectives under way, of rows and of their gradients.
     """
 

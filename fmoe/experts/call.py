@@ -26,7 +26,7 @@ class ExpertCall:
         training: the layer's mode.
 
     Attributes:
-        needs_keys: rows need keys of noise, as their last tensor [R, 1], for dropout that does not depend on the split.
+        needs_keys: rows need dropout keys, as their last tensor [R, 1], for dropout that does not depend on the split.
 
     Raises:
         UserError: tokens and experts have different dtypes, without autocast.
@@ -57,7 +57,8 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
-        """Permute, compute and combine in one operation; None if the experts have none, or someone looks on."""
+        """Permute, compute and combine in one operation; None if the experts have none, or a hook is
+        registered."""
         if self.needs_keys or not self._is_plain():
             return None
         out = self.module.mix(inputs[0], weight_TK, plan)
@@ -75,7 +76,7 @@ class ExpertCall:
         return self.module.shadow(local)
 
     def run_with(self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """As a call, by experts of other ranks, given their parameters."""
+        """Run rows through experts of other ranks, given their parameters."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
         return self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
 

@@ -160,6 +160,10 @@ class FMoE(MoE):
     """
 
     _expert_dp_comm: str | None = None
+    # Plain attributes, which subclasses may set.
+    num_experts: int = 0
+    num_local_experts: int = 0
+    first_expert: int = 0
 
     def __init__(
         self,
@@ -202,7 +206,9 @@ class FMoE(MoE):
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
         self.d_model, self.d_hidden = spec.d_model, spec.d_hidden
         self.top_k = getattr(self.gate, "top_k", top_k)
-        self.world_size, self.num_expert = self.exchange.ep_size, self.num_local_experts
+        self.num_experts = self.exchange.num_experts
+        self.world_size, self.num_local_experts = self.exchange.ep_size, self.exchange.num_local_experts
+        self.num_expert, self.first_expert = self.num_local_experts, self.exchange.ep_rank * self.num_local_experts
         self.moe_group, self.expert_tensor_group = spec.moe_group, spec.expert_tensor_group
 
     slice_group, sequence_group = _of("layout", "slice_group"), _of("layout", "sequence_group")
@@ -213,6 +219,15 @@ class FMoE(MoE):
     def aux_loss(self) -> str:
         """ "auto" or "manual"."""
         return "manual" if self.aux.is_manual else "auto"
+
+    @aux_loss.setter
+    def aux_loss(self, value: str) -> None:
+        self.aux.is_manual = value == "manual"
+
+    @classmethod
+    def build(cls, **options: Any) -> "FMoE":
+        """Return the layer of these options (`fmoe.build.Spec`)."""
+        return cls(**options)
 
     @property
     def slice_size(self) -> int:

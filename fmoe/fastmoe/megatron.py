@@ -287,3 +287,18 @@ DistributedDataParallel = gone(
     "DistributedDataParallel",
     "megatron-core's own knows experts; elsewhere there is fmoe.DistributedGroupedDataParallel",
 )
+
+__all__ = [
+    "DistributedDataParallel",
+    "MegatronMLP",
+    "add_balance_log",
+    "add_fmoe_args",
+    "fmoefy",
+    "generate_megatron_gate_hook",
+    "get_balance_profile",
+    "load_checkpoint",
+    "patch_forward_step",
+    "patch_model_provider",
+    "reset_gate_hook",
+    "save_checkpoint",
+]

@@ -26,14 +26,10 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
     Raises:
         UserError: the gate returned an invalid routing.
     """
-    if isinstance(gate, Router):
-        routing = gate(x_TD, groups)
-    else:
-        result = gate(x_TD, groups) if takes_groups(gate) else gate(x_TD)
-        routing = checked(gate, result, groups, num_experts, name=name, check=check)
-    if check and not bool(routing.weight_TK.isfinite().all()):
-        raise UserError(f"the router of {name} gave weights that are not finite: its input or weights are not")
-    return routing
+    if isinstance(gate, Router) and not check:
+        return gate(x_TD, groups)
+    result = gate(x_TD, groups) if isinstance(gate, Router) or takes_groups(gate) else gate(x_TD)
+    return checked(gate, result, groups, num_experts, name=name, check=check)
 
 
 def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
@@ -61,6 +57,8 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
                 f"the gate of {name} returned expert {high if high >= num_experts else low}, "
                 f"which is not in -1..{num_experts - 1} (num_experts={num_experts})"
             )
+    if check and not bool(weight_TK.isfinite().all()):
+        raise UserError(f"the router of {name} gave weights that are not finite: its input or weights are not")
     return routing
 
 

@@ -91,7 +91,7 @@ def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_o
 
 
 def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -> None:
-    """Raises UserError where group-limited routing cannot be."""
+    """Raise a UserError if the settings of group-limited routing are invalid."""
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
     if not 1 <= num_kept <= num_groups:
@@ -101,12 +101,12 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -
 
 
 def normalize_scores(score_TX: Tensor) -> Tensor:
-    """Scores over the sum of a token's."""
+    """Return the scores divided by each token's sum."""
     return score_TX / score_TX.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
 def check_score(score: str, routed_scale: float) -> None:
-    """Raises UserError where a router has no such scores, or no weights of such a scale."""
+    """Raise a UserError if the score function or the scale is invalid."""
     if score not in ("softmax", "sigmoid"):
         raise UserError(f"score={score!r} is none of softmax, sigmoid")
     if not (routed_scale > 0 and math.isfinite(routed_scale)):

@@ -24,12 +24,12 @@ from fmoe.runtime import collectives
 
 @dataclass(frozen=True)
 class Scores:
-    """What a router thinks of its tokens, at least float32.
+    """Logits and probabilities of a router, at least float32.
 
     Attributes:
         x_TD: the router's input; this rank's part of it alone where the gate `routes_by_logits`.
         logits_TE: its output.
-        probs_TE: softmax of the logits, or what else sums to one.
+        probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: of the logits.
     """
 
@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a gate makes of the scores.
+    """Experts and combine weights that a gate chose.
 
     Attributes:
         expert_TK: best first; -1 for a choice that is not made.
@@ -55,7 +55,7 @@ class Choice:
 
 
 class Router(nn.Module):
-    """What all gates share: the number of choices, capacity, statistics.
+    """Base class of gates: experts per token, capacity, statistics.
 
     Args:
         d_model: D.
@@ -70,11 +70,9 @@ class Router(nn.Module):
     """
 
     default_top_k = 2
-    # Whether all that `choose` looks at is logits, or nothing of the tokens: where ranks have parts of the sequences,
-    # those (E numbers a token) are gathered, not the gate's input (D). All ranks then make the same of them, and a
-    # rank's logits get the gradients of its own tokens' weights and of the losses: a token's weights may not have
-    # gradients of other tokens' logits, nor `choose` parameters of its own. A class says so for itself, not for those
-    # derived from it.
+    # True if `choose` depends on logits only. If ranks hold parts of the sequences, logits (E per token) are then
+    # gathered instead of the gate's input (D). `choose` must have no parameters, and a token's weights must depend on
+    # its own logits only. Not inherited: each class states it for itself.
     routes_by_logits = False
 
     def __init__(
@@ -118,7 +116,7 @@ class Router(nn.Module):
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        """Assignments that no expert gets more of, as far as the gate's capacity tells; None without one."""
+        """Return an upper bound on the assignments of any expert; None without capacity."""
         factor = self._factor()
         if factor is None:
             return None
@@ -195,7 +193,7 @@ class TopKRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the router's parameters anew from torch's default generator; on the CPU, whose keys hold."""
+        """Draw the router's parameters again from torch's default generator, on the CPU on every device."""
         if self.weight.is_meta:
             return
         value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
@@ -209,7 +207,7 @@ class TopKRouter(Router):
                 self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
-        """What the router looks at, of this rank's tokens; in the router's precision."""
+        """Return the input of the router, of this rank's tokens; in the router's precision."""
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -325,8 +323,8 @@ def routing_stats(
     return RoutingStats(load_E[1:], dropped, entropy_T.sum().float(), tokens)
 
 
-# Counting and dropping are ordered by (group, expert, token), so that every run drops the same assignments: a counter
-# advanced by atomics would drop others each time.
+# Assignments are dropped in the order of (group, expert, choice, token), so that every run drops the same ones: a
+# counter advanced by atomics would drop others each time.
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:

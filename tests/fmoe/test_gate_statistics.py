@@ -116,7 +116,7 @@ def test_bias_counts_a_step_once_under_accumulation_and_recomputation():
     gate = build("sigmoid", 2)
     x = skewed_tokens(64).requires_grad_()
     aux = AuxLosses(EXPERTS)
-    aux.observers.append(gate.record)
+    aux.observer = gate.record
 
     def forward(part):
         routing = gate(part, RoutingGroups(1, len(part)))
