@@ -99,7 +99,7 @@ class GroupExchange:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
         self.ep_rank, self.ep_size = group.rank(), group.size()
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
