@@ -26,37 +26,43 @@ class AllGatherExchange(GroupExchange):
         group, num_experts, wire_dtype: see `GroupExchange`. Sums are taken in float32 whatever they travel in.
     """
 
-    def open(self, routing: Routing, depth: int) -> "_Gathered":
-        return self._agree(routing, routing.expert_TK.device, None, depth)
-
-    def abort(self, error: Exception, device: torch.device) -> None:
-        self._agree(None, device, error, 0)
+    def plan(self, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return the choices [T, K], and how many there are of each expert."""
+        expert_N = routing.expert_TK.reshape(-1) + 1
+        count_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_N.device)
+        return routing.expert_TK, count_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
 
     @torch.no_grad()
-    def _agree(self, routing: Routing | None, device: torch.device, error: Exception | None, depth: int) -> "_Gathered":
-        head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
-        head[0], head[3] = int(error is not None), depth
-        if routing is not None:
-            head[1], head[2] = routing.expert_TK.shape
-            expert_N = routing.expert_TK.reshape(-1) + 1
-            counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=device)
-            head[4:] = counts.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
-        heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
-        heads = heads.view(self.ep_size, -1).tolist()  # the one look of the host
-        failed = [rank for rank, row in enumerate(heads) if row[0]]
-        if failed:
-            self.raise_on_all_ranks(failed, error, device)
+    def open(self, plan: tuple[Tensor, Tensor], depth: int) -> "_Gathered":
+        (expert_TK, count_E), device = plan, plan[0].device
+        head = torch.tensor([0, *expert_TK.shape, depth], dtype=torch.int64, device="cpu")
+        heads = self._exchange_heads(torch.cat([head.to(device), count_E]), None)
         longest = max(row[1] for row in heads)
         top_k = max(row[2] for row in heads)
         padded = torch.full((longest, top_k), -1, dtype=torch.int64, device=device)
-        padded[: routing.expert_TK.shape[0], : routing.expert_TK.shape[1]] = routing.expert_TK
+        padded[: expert_TK.shape[0], : expert_TK.shape[1]] = expert_TK
         everyones = all_gather(self.group, padded, "gathering of choices").wait()
         first = self.ep_rank * self.num_local_experts
         local = everyones - first
         local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
         plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
         counts = [sum(row[4 + first + e] for row in heads) for e in range(self.num_local_experts)]
-        return _Gathered(self, plan, counts, longest, top_k, max(row[3] for row in heads))
+        depth = self.agreed_depth(depth, max(row[3] for row in heads))
+        return _Gathered(self, plan, counts, longest, top_k, depth)
+
+    def abort(self, error: Exception, device: torch.device) -> None:
+        head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
+        head[0] = 1
+        self._exchange_heads(head, error)
+
+    def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
+        """Return what each rank tells the others: whether it failed, T, K, its depth, its rows for each expert."""
+        heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
+        heads = heads.view(self.ep_size, -1).tolist()  # the one look of the host
+        failed = [rank for rank, row in enumerate(heads) if row[0]]
+        if failed:
+            self.raise_on_all_ranks(failed, error, head.device)
+        return heads
 
 
 class _Gathered:

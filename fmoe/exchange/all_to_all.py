@@ -20,9 +20,8 @@ from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
-from fmoe.routing import Routing
 
-_DEPTHS = 3  # number of depths of `base.GroupExchange.open`
+_DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
 
 class AllToAllExchange(base.GroupExchange):
@@ -94,8 +93,7 @@ class AllToAllExchange(base.GroupExchange):
             f"shadow={self.shadow}, cost={self.cost})"
         )
 
-    def open(self, routing: Routing, depth: int) -> "Dispatch | ChunkedDispatch":
-        plan = DispatchPlan.from_routing(routing, self.num_experts)
+    def open(self, plan: DispatchPlan, depth: int) -> "Dispatch | ChunkedDispatch":
         return self._agree(plan, plan.count_E, None, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
@@ -119,7 +117,7 @@ class AllToAllExchange(base.GroupExchange):
         if max(flags) >= _DEPTHS:
             self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
         hops, counts_PX, order_E = self._hops(tensors, on_host)
-        depth, num_chunks = max(flags), max(self.chunks, needed)
+        depth, num_chunks = self.agreed_depth(depth, max(flags)), max(self.chunks, needed)
         if num_chunks == 1 and not shadowed:
             plan = plan if order_E is None else plan.arranged(1, order_E)
             return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)

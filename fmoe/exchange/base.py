@@ -1,9 +1,8 @@
 """Contracts of exchanges, which move rows to the ranks that own their experts, and back.
 
-A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. It agrees on what
-    goes
-where, permutes, sends, calls the experts, returns their outputs and combines them. An error on one rank inside the
-session raises on every rank.
+A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. It agrees on the
+counts of rows, permutes, sends, calls the experts, returns their outputs and combines them. An error on one rank inside
+the session raises on every rank.
 
 Shape letters: T tokens, K experts per token, D width, E experts of all ranks, L experts of a rank, W ranks, M rows that
 this rank sends, R rows that it receives. Rank w of the group owns the experts w * L ... (w + 1) * L - 1.
@@ -23,7 +22,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import PeerError, Traffic, all_gather, broadcast, monitor_of
 from fmoe.experts.call import ExpertCall
+from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
+
+NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
 
 
 class Dispatch(Protocol):
@@ -152,17 +154,38 @@ class GroupExchange:
         """Return the exchange and its options, for `prepare`."""
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
-    def open(self, routing: Routing, depth: int) -> Dispatch:
+    def plan(self, routing: Routing) -> Any:
+        """Return what `open` needs of a routing."""
+        return DispatchPlan.from_routing(routing, self.num_experts)
+
+    def open(self, plan: Any, depth: int) -> Dispatch:
         """Agree with the other ranks on the counts of rows. The host waits for the device here, at most once.
 
         Args:
-            depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither. All ranks go
-                as far as one of them has to (except `PaddedExchange`, which exchanges nothing beforehand).
+            plan: from `plan`.
+            depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither, or
+                `NO_GRAD`. All ranks go as far as one of them has to (except `PaddedExchange`, which exchanges nothing
+                beforehand).
 
         Raises:
             PeerError: another rank failed before it got here.
+            UserError: this rank trains while another one runs without gradients.
         """
         raise NotImplementedError
+
+    def agreed_depth(self, own: int, largest: int) -> int:
+        """Return how far all ranks go backward, from this rank's depth and the largest one of all."""
+        if largest == NO_GRAD and own in (1, 2):
+            self._refuse_no_grad()
+        return 0 if largest == NO_GRAD else largest
+
+    def _refuse_no_grad(self) -> NoReturn:
+        error = UserError(
+            f"{monitor_of(self.group).context}: this rank trains while another one of moe_group runs under "
+            "torch.no_grad(), which would not join the backward pass"
+        )
+        self.post_failure(error)
+        raise error
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Called instead of `open` by a rank that failed before it: every rank raises.
@@ -215,8 +238,9 @@ class GroupSession:
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
         exchange = self._exchange
+        plan, depth = exchange.plan(routing), _backward_depth(inputs, experts.module)
         self.report = _nobody  # an error in `open` is reported there
-        dispatch = exchange.open(routing, _backward_depth(inputs, experts.module))
+        dispatch = exchange.open(plan, depth)
         self.report = exchange.post_failure
         outputs = dispatch.run(inputs, weight_TK, experts)
         exchange.restore_context(outputs)
@@ -228,9 +252,9 @@ def _nobody(_error: Exception) -> None:
 
 
 def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
-    """How far the backward pass goes: 2 to the tokens, 1 to the experts, 0 to neither."""
+    """How far the backward pass goes (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
-        return 0
+        return NO_GRAD
     if any(x.requires_grad for x in inputs):
         return 2
     return int(any(p.requires_grad for p in experts.parameters()))
@@ -281,16 +305,15 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
     lines = [f"{name}={value}".replace("\n", " ")[:400] for name, value in facts.items()]
     message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
     messages = all_gather(group, message, "introduction of a layer").wait(for_host=True).view(group.size(), -1)
-    rows = [_as_text(message).split("\n") for message in messages]
-    for column in zip(*rows, strict=False):
+    rows = [dict(line.split("=", 1) for line in _as_text(message).split("\n") if "=" in line) for message in messages]
+    for name in {name: None for row in rows for name in row}:
+        column = [row.get(name, "nothing") for row in rows]
         values = sorted(set(column), key=lambda value: (-column.count(value), column.index(value)))
         if len(values) > 1:
             ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
-            others = ", ".join(value.partition("=")[2] for value in values[1:])
-            name, _, usual = values[0].partition("=")
             raise UserError(
-                f"{rows[0][0].partition('=')[2]}: rank {', '.join(map(str, ranks))} has {name}={others}, "
-                f"the others of moe_group have {usual}"
+                f"{rows[0].get('name')}: rank {', '.join(map(str, ranks))} has {name}={', '.join(values[1:])}, "
+                f"the others of moe_group have {values[0]}"
             )
 
 

@@ -42,9 +42,8 @@ class LocalExchange:
 class LocalSession:
     """A forward pass whose errors concern no other rank.
 
-    A plain object, not a generator: ``torch.compile(fullgraph=True)`` traces ``with`` over an object that is
-        constructed
-    in the traced code.
+    A plain object, not a generator: ``torch.compile(fullgraph=True)`` traces ``with`` over an object that the traced
+    code constructs.
     """
 
     def __init__(self, num_experts: int):

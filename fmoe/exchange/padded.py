@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from fmoe.errors import UserError
 from fmoe.exchange.all_to_all import ChunkedDispatch, Dispatch, hop_counts
-from fmoe.exchange.base import GroupExchange
+from fmoe.exchange.base import NO_GRAD, GroupExchange
 from fmoe.exchange.collectives import all_reduce
 from fmoe.exchange.hops import HopCounts
 from fmoe.kernels.padded import PaddedPlan
-from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 
@@ -46,7 +45,7 @@ class PaddedExchange(GroupExchange):
         self.chunks, self.slots = chunks, slots
         self._counts: HopCounts | None = None
 
-    def open(self, routing: Routing, depth: int) -> Dispatch | ChunkedDispatch:
+    def plan(self, routing: Routing) -> PaddedPlan:
         max_load = routing.expert_TK.numel() if routing.max_load is None else routing.max_load
         device = routing.expert_TK.device
         if self.slots is None:
@@ -55,18 +54,20 @@ class PaddedExchange(GroupExchange):
                 all_reduce(self.group, agreed, dist.ReduceOp.MAX, "agreement on slots").wait(for_host=True)
             self.slots = int(agreed)
         if max_load > self.slots:
-            error = UserError(
+            raise UserError(
                 f"an expert may get {max_load} rows of this batch, and the padded exchange has slots={self.slots}: "
                 "give exchange_options={'slots': ...} for the largest batch, or a gate with a smaller capacity_factor"
             )
-            self.post_failure(error)
-            raise error
         slots = -(-self.slots // self.chunks) * self.chunks
-        plan = PaddedPlan(DispatchPlan.from_routing(routing, self.num_experts), slots, self.chunks)
+        return PaddedPlan(super().plan(routing), slots, self.chunks)
+
+    def open(self, plan: PaddedPlan, depth: int) -> Dispatch | ChunkedDispatch:
+        slots, device = -(-self.slots // self.chunks) * self.chunks, plan.inverse_TK.device
         if self._counts is None or self._counts.receive.device != device:
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
             self._counts = hop_counts(self.group, counts, counts, on_device)
+        depth = 0 if depth == NO_GRAD else depth
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
             Dispatch(plan, [self._counts.hop(self.wire_dtype, chunk, self.chunks)], rows, depth)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
+from fmoe.exchange.collectives import all_reduce
 from fmoe.kernels import backends
 from fmoe.kernels.cuda import routing
 from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
-from fmoe.runtime import collectives
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,11 @@ class TopKRouter(Router):
             if self.bias is not None:
                 self.bias.zero_()
 
+    @property
+    def runs_collectives(self) -> bool:
+        """Whether `forward` communicates."""
+        return self.balance_group is not None
+
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the input of the router, of this rank's tokens; in the router's precision."""
         return x_TD
@@ -271,8 +276,8 @@ class TopKRouter(Router):
         return scores, choice, routed.entropy_T
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        max_load = super().max_load(groups)
-        return groups.num_tokens if max_load is None else max_load  # a token chooses an expert once
+        max_load = super().max_load(groups)  # a token chooses an expert once
+        return groups.num_tokens if max_load is None else min(max_load, groups.num_tokens)
 
     def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
         losses = {}
@@ -283,7 +288,7 @@ class TopKRouter(Router):
             load_GE = load_GE.to(scores.probs_TE.dtype)
             if self.balance_group is not None:
                 total_E = load_GE.sum(0)
-                collectives.run(dist.all_reduce, total_E, group=self.balance_group)
+                all_reduce(self.balance_group, total_E, what="sum of loads").wait()
                 load_GE = total_E.expand_as(load_GE)
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)

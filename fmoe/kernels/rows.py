@@ -183,15 +183,23 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, ke
     num_tokens, top_k = inverse_TK.shape
     if num_rows == 0:
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
+    if _is_bag(rows_MD, weight_TK):
+        begin_T = None
+        if kept_TK is not None:
+            count_T = kept_TK.sum(1)
+            begin_T = count_T.cumsum(0) - count_T
+            inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
+        return torch.nn.functional.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
+    # A dropped assignment has no row: it takes another's, and zeros in the place of its values, which may be NaN.
     if kept_TK is not None:
         inverse_TK = inverse_TK.clamp(max=num_rows - 1)
-        weight_TK = kept_TK.to(rows_MD.dtype) if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
-    if _is_bag(rows_MD, weight_TK):
-        return torch.nn.functional.embedding_bag(inverse_TK, rows_MD, mode="sum", per_sample_weights=weight_TK)
+        weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
     total_TD = None
     for k in range(top_k):
         row_TD = rows_MD.index_select(0, inverse_TK[:, k]).to(dtype)
+        if kept_TK is not None:
+            row_TD = row_TD.masked_fill(~kept_TK[:, k : k + 1], 0)
         if weight_TK is None:
             total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)
         else:

@@ -11,7 +11,7 @@ from forks import values
 
 import fmoe
 from fmoe.exchange import EXCHANGES, Cost, build_exchange
-from fmoe.exchange.collectives import timeout_of
+from fmoe.exchange.collectives import PeerError, timeout_of
 from fmoe.exchange.shadow import choose
 from fmoe.kernels.rows import DispatchPlan, chunk_counts
 from fmoe.routing import Routing
@@ -194,6 +194,63 @@ def test_a_larger_batch_than_the_slots_is_an_error(two_ranks):
     for slots, message in values(two_ranks.run(padded_too_small)):
         assert slots == 6
         assert "may get 9 rows of this batch, and the padded exchange has slots=6" in message
+
+
+def fails_before_the_counts(exchange):
+    """Rank 1 fails between its gate and the exchange of counts, for which rank 0 waits."""
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, moe_group=dist.group.WORLD, exchange=exchange, seed=0)
+    x = torch.randn(6, 8)
+    layer(x)
+    if dist.get_rank() == 1:
+
+        def fail(*_):
+            raise MemoryError("no room for the plan")
+
+        DispatchPlan.from_routing = fail
+    try:
+        layer(x)
+    except (MemoryError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "hierarchical", "padded"])
+def test_an_error_before_the_counts_reaches_the_others(forks, exchange):
+    messages = values(forks.run(2, fails_before_the_counts, exchange))
+    assert messages[1] == "MemoryError: no room for the plan"
+    assert messages[0].startswith("PeerError: rank 1 failed in FMoE") and messages[0].endswith(messages[1])
+
+
+def fails_in_the_gate():
+    """Rank 1 fails before the sum of loads over the group, for which rank 0 waits in its gate."""
+    options = {"d_model": 8, "num_experts": 4, "d_hidden": 8, "moe_group": dist.group.WORLD, "seed": 0}
+    layer = fmoe.FMoE(gate="switch", gate_options={"balance_group": dist.group.WORLD}, **options)
+    x = torch.randn(6, 8)
+    layer(x)
+    try:
+        layer(x.double() if dist.get_rank() == 1 else x)
+    except (fmoe.UserError, PeerError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_an_error_reaches_ranks_that_wait_in_their_gates(forks):
+    (waiting, text), (failed, reason) = values(forks.run(2, fails_in_the_gate))
+    assert (waiting, failed) == ("PeerError", "UserError") and reason in text and "float64" in reason
+
+
+def one_without_gradients(exchange):
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=8, moe_group=dist.group.WORLD, exchange=exchange, seed=0)
+    x = torch.randn(6, 8)
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        try:
+            layer(x)
+        except (fmoe.UserError, PeerError) as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "hierarchical", "all_gather"])
+def test_one_rank_without_gradients_is_refused(forks, exchange):
+    for message in values(forks.run(2, one_without_gradients, exchange)):
+        assert "this rank trains while another one of moe_group runs under torch.no_grad()" in message
 
 
 def timeouts():

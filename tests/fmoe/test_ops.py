@@ -12,6 +12,7 @@ import fmoe
 from fmoe import kernels
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.kernels import reference
+from fmoe.kernels.native import loader as native
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
@@ -63,6 +64,43 @@ def test_plan_is_sorted_stable_and_of_fixed_size():
         mine = plan.perm_N[: sum(plan.counts)][kept == e]
         assert (mine.diff() > 0).all(), "token order within an expert"
     assert torch.equal(plan.perm_N[plan.inverse_TK.flatten()], torch.arange(100))
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("slots", [None, 60], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_row_that_is_not_finite_stays_with_its_token(dtype, slots, drop):
+    plan, expert, weight = random_plan(torch.Generator().manual_seed(3), 50, 2, 4, drop)
+    num_rows, rows_NK = sum(plan.counts), plan.inverse_TK
+    if slots is not None:
+        plan = PaddedPlan(plan, slots, 1)
+        num_rows, rows_NK = 4 * slots, plan.inverse_TK
+    sick = int(rows_NK[expert >= 0].max())  # the last row, which stood in for assignments without one
+    hit_T = ((rows_NK == sick) & (expert >= 0)).any(1)
+    x = torch.randn(50, 6, dtype=dtype, requires_grad=True)
+    rows = plan.permute(x, num_rows)
+    rows.backward(torch.ones_like(rows).index_fill(0, torch.tensor([sick]), torch.nan))
+    out = plan.combine(rows.detach().index_fill(0, torch.tensor([sick]), torch.nan), weight.to(dtype))
+    assert torch.equal(out.isnan().all(1), hit_T) and torch.equal(out.isnan().any(1), hit_T)
+    assert torch.equal(x.grad.isnan().all(1), hit_T) and torch.equal(x.grad.isnan().any(1), hit_T)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_an_expert_that_is_not_finite_reaches_its_tokens_alone(backend):
+    if backend == "native" and not native.load():
+        pytest.skip(native.why())
+    layer = fmoe.FMoE(d_model=8, num_experts=4, d_hidden=16, top_k=1, gate="switch", seed=0, backend=backend)
+    with torch.no_grad():
+        next(layer.experts.parameters())[3] = torch.nan
+    x, mask = torch.randn(40, 8, requires_grad=True), torch.arange(40) % 5 != 0
+    seen = []
+    layer.gate.register_forward_hook(lambda _m, _i, routing: seen.append(routing.expert_TK))
+    y = layer(x, mask)
+    y.nan_to_num().sum().backward()
+    expert_T = seen[0].squeeze(1)
+    assert (expert_T == 3).any() and (expert_T == -1).sum() > 8
+    assert torch.equal(y.isnan().any(1), expert_T == 3) and (y[~mask] == 0).all()
+    assert x.grad[expert_T != 3].isfinite().all()
 
 
 def test_grouped_linear_poisons_nothing():
