@@ -71,20 +71,12 @@ class Layout:
         return LocalTokens([x_TD], seen_GD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
 
     def tokens(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        seed: int = 0,
-        *,
-        before: int = 0,
-        shards: "TokenShards | None" = None,
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None" = None
     ) -> tuple[Tensor, RoutingGroups]:
         """Return the tokens ``x_TD`` of an input (a view if possible) and their routing groups.
 
         Args:
             x, mask, token_ids, seed: see `split`.
-            before: tokens of the micro batch that precede these, on other ranks.
             shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
                 ``mask`` and ``token_ids`` are of all of them.
 
@@ -96,26 +88,24 @@ class Layout:
         if not x.is_floating_point():
             raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
-        if mask is not None and mask.shape != leading:
-            raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
+        for name, value in (("mask", mask), ("token_ids", token_ids)):
+            if value is not None and value.shape != leading:
+                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have {tuple(leading)}")
         if mask is not None and mask.dtype != torch.bool:
-            raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
-        if token_ids is not None and token_ids.shape != leading:
-            raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
+            raise UserError(f"mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
         sequence_first = self.sequence_first and x.dim() == 3
-        sequence_length = leading[0] if sequence_first else leading[-1]
-        size = sequence_length if self.group_size is None else self.group_size
+        length = leading[0] if sequence_first else leading[-1]
         groups = RoutingGroups(
-            leading.numel() // sequence_length if sequence_length else 0,
-            sequence_length,
-            size=size,
+            leading.numel() // max(length, 1),
+            length,
+            size=self.group_size,
             sequence_first=sequence_first,
             mask_T=None if mask is None else mask.reshape(-1),
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
-            first_group=(before + random.first_token()) // max(size, 1),
             noise_key=lambda: random.noise_key(seed),
             shards=shards,
         )
+        groups.first_group = random.first_token() // groups.size
         return x.reshape(-1, self.d_model), groups
 
 

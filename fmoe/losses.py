@@ -122,6 +122,8 @@ def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
     return (square_T * mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
+Observer = Callable[[Routing], None]  # a gate's `record`
+
 _default_scale: float | Tensor = 1.0
 
 
@@ -171,7 +173,7 @@ class AuxLosses:
         self.weights = {**DEFAULT_LOSS_WEIGHTS, **(weights or {})}
         self.is_manual, self.loss_scale, self.name = is_manual, scale, name
         self.metrics = LayerMetrics(num_experts, tuple(self.weights))
-        self.observer: Callable[[Routing], None] | None = None
+        self.observer: Observer | None = None
         self.pending: list[Tensor] = []
         self._warned = self._has_offered = False
         self._number = _register(self)
@@ -193,8 +195,7 @@ class AuxLosses:
         Raises:
             UserError: the gate returned a loss that has no weight.
         """
-        unknown = routing.losses.keys() - self.weights.keys()
-        if unknown:
+        if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
         weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
         return sum(weighted) if weighted else None
@@ -208,25 +209,17 @@ class AuxLosses:
         if not (training and torch.is_grad_enabled()):
             return routing.weight_TK
         total = self.total(routing)
-        total = total if total is None or share == 1 else total * share
-        if total is not None and self.is_manual:
-            self._offer(total)
-            total = None
-        if total is not None and not total.requires_grad:
-            total = None
+        if total is not None:
+            total = total if share == 1 else total * share
+            if self.is_manual:
+                self._offer(total)
+            total = total if total.requires_grad and not self.is_manual else None
         if torch.compiler.is_compiling() and (total is not None or routing.weight_TK.requires_grad):
             return _attach_opaque(routing.weight_TK, routing, total, self._number)
-        if total is None:
-            return routing.weight_TK
-        return attach_loss(routing.weight_TK, total, self.scale)
+        return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
 
     def count(
-        self,
-        routing: Routing,
-        weight_TK: Tensor,
-        outputs: list[Tensor],
-        training: bool,
-        observer: Callable[[Routing], None] | None = None,
+        self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
     ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
@@ -255,7 +248,7 @@ class AuxLosses:
             outputs[index] = _attach_opaque(outputs[index], routing, None, self._number)
         return outputs
 
-    def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
+    def record(self, routing: Routing, observer: Observer | None = None) -> None:
         """Count the statistics of one micro batch; called once, usually from its backward pass."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)

@@ -5,7 +5,7 @@ rank, S tokens of a group (the last group may be padded).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
@@ -82,54 +82,51 @@ class Routing:
     max_load: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class RoutingGroups:
     """The sets of tokens that capacity and balance losses are counted over, and their noise.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
-    2.2), whatever order the tokens lie in memory, and never "what this rank happens to hold". Data parallel size, micro
-    batch size and expert parallel size then change nothing, as long as each micro batch holds whole groups.
+    2.2), in whatever order the tokens lie in memory. The tokens that a rank holds never define a group, so that data
+    parallel size, micro batch size and expert parallel size change nothing, if each micro batch holds whole groups.
 
-    Args:
-        num_sequences, sequence_length: the tokens are that many sequences of that many tokens; T is their product.
+    Attributes:
+        num_sequences, sequence_length: shape of the token stream; T is their product.
         size: tokens of a group; None for one sequence.
         sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
         mask_T: bool, True for tokens to route (padding is False); None for all.
-        token_ids_T: of the vocabulary, for gates that route by them; None where nobody gave them.
-        first_group: index of the first group within the global batch of the step; while torch.compile traces a scalar
-            on the host.
-        noise_key: makes the key of the noise, called only by gates that draw some.
-        shards: how the tokens are spread over ranks, if this one holds a part of them; groups consist of all of them.
+        token_ids_T: ids of the vocabulary, for gates that route by them; None if they were not given.
+        first_group: index of the first group within the global batch of the step; a scalar on the host while
+            torch.compile traces.
+        noise_key: returns the key of the noise; called only by gates that draw noise.
+        shards: spread of the tokens over ranks, if this rank holds a part of them; groups consist of all of them.
+        num_tokens: T.
+        count: G.
 
     Raises:
-        UserError: ``mask_T`` or ``token_ids_T`` is not one for each token.
+        UserError: the shape of ``mask_T`` or ``token_ids_T`` is not [T].
     """
 
-    def __init__(
-        self,
-        num_sequences: int,
-        sequence_length: int,
-        *,
-        size: int | None = None,
-        sequence_first: bool = False,
-        mask_T: Tensor | None = None,
-        token_ids_T: Tensor | None = None,
-        first_group: int | Tensor = 0,
-        noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0),
-        shards: Shards | None = None,
-    ):
-        self.num_tokens = num_sequences * sequence_length
-        self.size = max(sequence_length if size is None else size, 1)
+    num_sequences: int
+    sequence_length: int
+    _: KW_ONLY
+    size: int | None = None
+    sequence_first: bool = False
+    mask_T: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    first_group: int | Tensor = 0
+    noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0)
+    shards: Shards | None = None
+    _key: int | Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_sequences * self.sequence_length
+        self.size = max(self.sequence_length if self.size is None else self.size, 1)
         self.count = -(-self.num_tokens // self.size)
-        for name, value in (("mask_T", mask_T), ("token_ids_T", token_ids_T)):
+        self.sequence_first = self.sequence_first and self.num_sequences > 1
+        for name, value in (("mask_T", self.mask_T), ("token_ids_T", self.token_ids_T)):
             if value is not None and value.shape != (self.num_tokens,):
                 raise UserError(f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), the tokens")
-        self.mask_T, self.token_ids_T = mask_T, token_ids_T
-        self.first_group = first_group
-        self._shape = (num_sequences, sequence_length)
-        self._sequence_first = sequence_first and num_sequences > 1
-        self._noise_key = noise_key
-        self._shards = shards
-        self._key: int | Tensor | None = None
 
     @property
     def padding(self) -> int:
@@ -143,14 +140,13 @@ class RoutingGroups:
     @property
     def layout(self) -> tuple[int, int]:
         """How the tokens lie in memory: (sequences, their length) where it is [length, sequences], else (1, T)."""
-        return self._shape if self._sequence_first else (1, self.num_tokens)
+        return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
         """[T, ...] in memory order -> [G, S, ...] in group order; the last group is filled up with ``pad``."""
         rest = x_TX.shape[1:]
-        if self._sequence_first:
-            num_sequences, length = self._shape
-            x_TX = x_TX.reshape(length, num_sequences, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        if self.sequence_first:
+            x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *rest).transpose(0, 1).flatten(0, 1)
         if self.padding:
             x_TX = torch.cat([x_TX, x_TX.new_full((self.padding, *rest), pad)])
         return x_TX.reshape(self.count, self.size, *rest)
@@ -159,9 +155,8 @@ class RoutingGroups:
         """[G, S, ...] in group order -> [T, ...] in memory order; the inverse of `split`."""
         rest = x_GSX.shape[2:]
         x_TX = x_GSX.reshape(self.count * self.size, *rest)[: self.num_tokens]
-        if self._sequence_first:
-            num_sequences, length = self._shape
-            x_TX = x_TX.reshape(num_sequences, length, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        if self.sequence_first:
+            x_TX = x_TX.reshape(self.num_sequences, self.sequence_length, *rest).transpose(0, 1).flatten(0, 1)
         return x_TX
 
     @property
@@ -179,7 +174,7 @@ class RoutingGroups:
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
         """A key of noise for every group, int64 [G], that it has wherever it lies."""
         if self._key is None:
-            self._key = self._noise_key()
+            self._key = self.noise_key()
         index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
@@ -191,14 +186,17 @@ class RoutingGroups:
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Noise in [0, 1) for this rank's tokens, [T, width], float32: values of `random.uniform16` that a token has at
         every split."""
-        if self._shards is None:
-            return self._uniform16(width, purpose, device)
-        num_sequences, length = self._shape
-        in_sequences = self._sequence_first or (num_sequences == 1 and self._shards.length == length)
+        if self.shards is not None:
+            return self._shards_uniform16(width, purpose, device)
+        return self._uniform16(width, purpose, device)
+
+    def _shards_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
+        num_sequences, length = self.num_sequences, self.sequence_length
+        in_sequences = self.sequence_first or (num_sequences == 1 and self.shards.length == length)
         if not in_sequences or self.size != length:
-            return self._shards.local(self._uniform16(width, purpose, device), self._rows)
+            return self.shards.local(self._uniform16(width, purpose, device), self._rows)
         # Every sequence is a group, of which this rank has the same part.
-        begin, end = self._shards.bounds
+        begin, end = self.shards.bounds
         keys_G = self._group_keys(purpose, device)
         noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
@@ -212,14 +210,14 @@ class RoutingGroups:
 
         All ranks must compute the same from the result, and each token's result only from its own values.
         """
-        if self._shards is None:
+        if self.shards is None:
             return x_TX
-        return self._shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
+        return self.shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
 
     @property
     def _rows(self) -> int:
         """Tokens for each place along which the tokens are cut."""
-        return self.num_tokens // self._shards.length if self._shards.length else 1
+        return self.num_tokens // self.shards.length if self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""

@@ -121,18 +121,18 @@ class AllToAllExchange(base.GroupExchange):
         if num_chunks == 1 and not shadowed:
             plan = plan if order_E is None else plan.arranged(1, order_E)
             return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
-        chunks = [
-            Dispatch(
-                None,
-                [hop.hop(self.wire_dtype, chunk, num_chunks) for hop in hops],
-                self._per_expert(chunk_of(counts_PX, chunk, num_chunks)),
-                depth,
-            )
-            for chunk in range(num_chunks)
-        ]
         plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
+        chunks = self._chunks(hops, counts_PX, num_chunks, depth)
         at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
         return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
+
+    def _chunks(self, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int) -> "list[Dispatch]":
+        chunks = []
+        for chunk in range(num_chunks):
+            counts_L = self._per_expert(chunk_of(counts_PX, chunk, num_chunks))
+            parts = [hop.chunk(chunk, num_chunks).hop(self.wire_dtype) for hop in hops]
+            chunks.append(Dispatch(None, parts, counts_L, depth))
+        return chunks
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
         """Rows of each local expert: kind x is of expert ``x % L``."""

@@ -25,6 +25,7 @@ from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
+Facts = Callable[[Any], dict[str, object]]  # a layer's input -> what must be the same on all ranks
 NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
 
 
@@ -67,12 +68,7 @@ class Exchange(Protocol):
     traffic: Traffic
 
     def session(
-        self,
-        name: str,
-        facts: Callable[[Any], dict[str, object]],
-        experts: nn.Module,
-        x: Any,
-        gate_runs_collectives: bool = False,
+        self, name: str, facts: Facts, experts: nn.Module, x: Any, gate_runs_collectives: bool = False
     ) -> AbstractContextManager[Session]:
         """Open a forward pass.
 
@@ -117,12 +113,7 @@ class GroupExchange:
 
     @contextmanager
     def session(
-        self,
-        name: str,
-        facts: Callable[[Any], dict[str, object]],
-        experts: nn.Module,
-        x: Any,
-        gate_runs_collectives: bool = False,
+        self, name: str, facts: Facts, experts: nn.Module, x: Any, gate_runs_collectives: bool = False
     ) -> Iterator["GroupSession"]:
         """Open a forward pass (`Exchange.session`)."""
         for group in self.groups:
@@ -231,9 +222,7 @@ class GroupSession:
 
     def __init__(self, exchange: GroupExchange, device: torch.device, gate_runs_collectives: bool):
         self._exchange = exchange
-        self.report: Callable[[Exception], None] = lambda error: exchange.abort(error, device)
-        if gate_runs_collectives:
-            self.report = exchange.post_failure
+        self.report = exchange.post_failure if gate_runs_collectives else lambda error: exchange.abort(error, device)
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
@@ -329,21 +318,30 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     """
     if torch.compiler.is_compiling():
         return
-    expert = next(experts.parameters(), None)
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and any(expert is p for p in wrapper._module_parameters):
-        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-        if others & set(dist.get_process_group_ranks(wrapper.process_group)):
-            raise UserError(
-                f"torch's DistributedDataParallel made the experts of {name} on all ranks those of its first "
-                "rank: build the model anew and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
-            )
+    if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
+        _refuse_ddp(experts, group, name, wrapper)
     # FSDP puts its own tensors in the place of parameters, which lose the mark of experts.
-    if getattr(experts, "_is_fsdp_managed_module", False) and getattr(expert, "allreduce", True):
-        from torch.distributed.fsdp import FSDPModule
+    if getattr(experts, "_is_fsdp_managed_module", False):
+        _refuse_fully_shard(experts, name)
 
-        if not any(isinstance(module, FSDPModule) for module in experts.modules()):
-            raise UserError(
-                f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: build "
-                "the model anew and shard it with fmoe.parallel.fully_shard(model, groups)"
-            )
+
+def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper: DistributedDataParallel) -> None:
+    expert = next(experts.parameters(), None)
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    replicas = set(dist.get_process_group_ranks(wrapper.process_group))
+    if others & replicas and any(expert is p for p in wrapper._module_parameters):
+        raise UserError(
+            f"torch's DistributedDataParallel made the experts of {name} on all ranks those of its first rank: build "
+            "the model anew and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
+        )
+
+
+def _refuse_fully_shard(experts: nn.Module, name: str) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    is_marked = not getattr(next(experts.parameters(), None), "allreduce", True)
+    if not is_marked and not any(isinstance(module, FSDPModule) for module in experts.modules()):
+        raise UserError(
+            f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: build the model "
+            "anew and shard it with fmoe.parallel.fully_shard(model, groups)"
+        )

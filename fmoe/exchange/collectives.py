@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
@@ -26,6 +26,8 @@ from fmoe.runtime import collectives
 logger = logging.getLogger(__name__)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+Splits = list[int] | None
 
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
@@ -221,13 +223,7 @@ class Pending:
     """A collective under way; keeps alive what it reads and writes."""
 
     def __init__(
-        self,
-        monitor: GroupMonitor,
-        work: collectives.Started,
-        what: str,
-        sent: int,
-        result: torch.Tensor,
-        *read: torch.Tensor,
+        self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
     ):
         monitor.started += 1
         if monitor.traffic is not None:
@@ -235,7 +231,7 @@ class Pending:
         self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
         self._result, self._read = result, read
 
-    def wait(self, for_host: bool = False) -> torch.Tensor:
+    def wait(self, for_host: bool = False) -> Tensor:
         """What it brings; ``for_host`` before the host is to read it."""
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)
@@ -248,13 +244,14 @@ class Pending:
 
 
 def all_to_all(
-    group: dist.ProcessGroup,
-    rows: torch.Tensor,
-    receive: list[int] | None = None,
-    send: list[int] | None = None,
-    what: str = "exchange of rows",
+    group: dist.ProcessGroup, rows: Tensor, receive: Splits = None, send: Splits = None, what: str = "exchange of rows"
 ) -> Pending:
-    """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
+    """``all_to_all_single`` under a monitor.
+
+    Args:
+        rows: sorted by the rank that they go to.
+        receive, send: rows from and to each rank; None for equal parts.
+    """
     rows = rows.contiguous()
     out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
     monitor = monitor_of(group)
@@ -266,7 +263,7 @@ def all_to_all(
     return Pending(monitor, work, what, sent, out, rows)
 
 
-def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
+def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
     """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
@@ -276,7 +273,7 @@ def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gather
     return Pending(monitor, work, what, part.nbytes * (group.size() - 1), out, part)
 
 
-def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
+def all_reduce(group: dist.ProcessGroup, value: Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
     """``all_reduce`` in place, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
@@ -284,7 +281,7 @@ def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.S
     return Pending(monitor, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
 
 
-def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "broadcast") -> Pending:
+def broadcast(group: dist.ProcessGroup, value: Tensor, worker: int, what: str = "broadcast") -> Pending:
     """``broadcast`` in place from the group's ``worker``, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
@@ -293,7 +290,7 @@ def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: 
     return Pending(monitor, work, what, value.nbytes * others, value)
 
 
-def reduce(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "reduction") -> Pending:
+def reduce(group: dist.ProcessGroup, value: Tensor, worker: int, what: str = "reduction") -> Pending:
     """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
@@ -306,9 +303,8 @@ def _start_errors(monitor: GroupMonitor, what: str):
     """A connection that is known to be broken is told when the next collective starts."""
     try:
         yield
-    except dist.DistBackendError as error:
-        raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error
     except RuntimeError as error:
-        if "onnection" not in str(error) and "imed out" not in str(error):
+        is_broken = "onnection" in str(error) or "imed out" in str(error)
+        if not is_broken and not isinstance(error, dist.DistBackendError):
             raise
         raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error

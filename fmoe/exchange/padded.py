@@ -70,7 +70,7 @@ class PaddedExchange(GroupExchange):
         depth = 0 if depth == NO_GRAD else depth
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
-            Dispatch(plan, [self._counts.hop(self.wire_dtype, chunk, self.chunks)], rows, depth)
+            Dispatch(plan, [self._counts.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
             for chunk in range(self.chunks)
         ]
         return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks, None)

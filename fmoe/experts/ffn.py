@@ -6,6 +6,7 @@ Shape letters: R rows, L experts of this worker, D model width, H hidden width.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
+Parameters = tuple[Tensor | None, ...]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -223,45 +225,44 @@ class FFNExperts(Stacked):
         return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)
 
     def _run(
-        self,
-        parameters: tuple[Tensor | None, ...],
-        rows_RD: Tensor,
-        counts_L: Tensor | Sequence[int],
-        keys_R: Tensor | None,
+        self, parameters: Parameters, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None
     ) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
-        weight_in, bias_in, weight_out, bias_out = parameters
-        fused = self._fused(rows_RD, parameters)
-        if fused is not None:
-            return fused(rows_RD, *parameters, counts_L, self.activation, self.gated)
+        if operation := self._backend_ffn(rows_RD, parameters):
+            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
-        if not (self.dropout and self.training):
-            return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
-        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
         if self.dropout and self.training:
-            if keys_R is None:
-                hidden_RH = F.dropout(hidden_RH, self.dropout)
-            else:
-                kept_RH = self.own_hidden(random.uniform(keys_R, self.d_hidden * self.hidden_parts)) >= self.dropout
-                hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
+            return self._run_with_dropout(parameters, rows_RD, counts, keys_R)
+        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
+
+    def _run_with_dropout(
+        self, parameters: Parameters, rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None
+    ) -> Tensor:
+        weight_in, bias_in, weight_out, bias_out = parameters
+        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
+        if keys_R is None:
+            hidden_RH = F.dropout(hidden_RH, self.dropout)
+        else:
+            kept_RH = self.own_hidden(random.uniform(keys_R, self.d_hidden * self.hidden_parts)) >= self.dropout
+            hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
-        """All of a worker that has every expert, in one operation; None where the backend has none.
+    def fused_forward(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
+        """Permute, compute and combine in one operation, on a rank that has every expert; None if the backend has no
+        such operation.
 
         Returns:
             ``sum_k weight_tk * output of expert (t, k)``, [T, D].
         """
         parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         x_TD, parameters = _autocast(x_TD, parameters)
-        fused = self._fused(x_TD, parameters)
-        if fused is None:
-            return None
-        arguments = plan.fused_arguments(weight_TK)
-        return fused(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
+        if operation := self._backend_ffn(x_TD, parameters):
+            arguments = plan.fused_arguments(weight_TK)
+            return operation(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
+        return None
 
-    def _fused(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
-        """The backend's operation for these; None for the torch path."""
+    def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
+        """Return the backend's operation for these tensors; None for torch's."""
         if self.backend == "torch" or (self.dropout and self.training):
             return None
         if self.backend in external.BACKENDS:
@@ -271,12 +272,15 @@ class FFNExperts(Stacked):
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
-            wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
-            raise UserError(
-                f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
-                f"{self.weight_in.dtype}"
-            )
+            self._refuse(rows_RD)
         return None
+
+    def _refuse(self, rows_RD: Tensor) -> NoReturn:
+        wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
+        raise UserError(
+            f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+            f"{self.weight_in.dtype}"
+        )
 
     def own_hidden(self, x_RH: Tensor) -> Tensor:
         """Of something that hidden units have, what this rank's have."""
@@ -290,7 +294,7 @@ class FFNExperts(Stacked):
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
 
 
-def _autocast(rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Parameters]:
     device = rows_RD.device.type
     if not torch.is_autocast_enabled(device):
         return rows_RD, parameters

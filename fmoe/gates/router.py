@@ -97,18 +97,11 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the gate's parameters anew, as the constructor did; here there are none."""
 
-    def finish(
-        self,
-        expert_TK: Tensor,
-        weight_TK: Tensor,
-        losses: Mapping[str, Tensor],
-        entropy_T: Tensor,
-        groups: RoutingGroups,
-    ) -> Routing:
-        """The Routing of choices that padding is left out of already: capacity and statistics."""
-        kept_TK = self.drop(expert_TK, groups)
-        stats = routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
-        return Routing(kept_TK, weight_TK, losses, stats, self.max_load(groups))
+    def finish(self, choice: Choice, entropy_T: Tensor, groups: RoutingGroups) -> Routing:
+        """Return the routing of choices that leave out padding: apply capacity, collect statistics."""
+        expert_TK = self.drop(choice.expert_TK, groups)
+        stats = routing_stats(choice.expert_TK, expert_TK, entropy_T, groups, self.num_experts)
+        return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
         """The choices with -1 where the expert is over its capacity."""
@@ -145,7 +138,7 @@ class FixedRouter(Router):
         weight_TK = torch.full((groups.num_tokens, self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
         expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
         entropy_T = torch.full((groups.num_tokens,), self.entropy(), device=x_TD.device, dtype=torch.float32)
-        return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
+        return self.finish(Choice(expert_TK, weight_TK), entropy_T, groups)
 
 
 class TopKRouter(Router):
@@ -186,7 +179,7 @@ class TopKRouter(Router):
         )
         if balance_group is not None and "balance" not in self.common_losses:
             raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss")
-        self.balance_group = balance_group
+        self.balance_group, self.runs_collectives = balance_group, balance_group is not None
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
@@ -205,11 +198,6 @@ class TopKRouter(Router):
             self.weight.copy_(value)
             if self.bias is not None:
                 self.bias.zero_()
-
-    @property
-    def runs_collectives(self) -> bool:
-        """Whether `forward` communicates."""
-        return self.balance_group is not None
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the input of the router, of this rank's tokens; in the router's precision."""
@@ -260,7 +248,7 @@ class TopKRouter(Router):
             scores, choice, entropy_T = self._decide(x_TD.to(dtype), groups)
             expert_TK = leave_out_padding(choice.expert_TK, groups)
             losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
-        return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
+        return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Scores, choice and the entropy of each token's probabilities."""

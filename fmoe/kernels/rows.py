@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fmoe.kernels import backends, memory
 from fmoe.kernels.cuda import rows as cuda_rows
@@ -179,24 +180,26 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
     """``sum_k weight_tk * rows[inverse_tk]`` over the kept assignments (None: all); weight None is one."""
-    num_rows = rows_MD.shape[0]
-    num_tokens, top_k = inverse_TK.shape
-    if num_rows == 0:
-        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    if _is_bag(rows_MD, weight_TK):
-        begin_T = None
-        if kept_TK is not None:
-            count_T = kept_TK.sum(1)
-            begin_T = count_T.cumsum(0) - count_T
-            inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
-        return torch.nn.functional.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
+    if rows_MD.shape[0] == 0:
+        return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
+    if not _is_bag(rows_MD, weight_TK):
+        return _sum_choices(rows_MD, weight_TK, inverse_TK, kept_TK)
+    begin_T = None
+    if kept_TK is not None:
+        begin_T = kept_TK.sum(1).cumsum(0) - kept_TK.sum(1)
+        inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
+    return F.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
+
+
+def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    """`gather_sum` choice by choice."""
     # A dropped assignment has no row: it takes another's, and zeros in the place of its values, which may be NaN.
     if kept_TK is not None:
-        inverse_TK = inverse_TK.clamp(max=num_rows - 1)
+        inverse_TK = inverse_TK.clamp(max=rows_MD.shape[0] - 1)
         weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
     total_TD = None
-    for k in range(top_k):
+    for k in range(inverse_TK.shape[1]):
         row_TD = rows_MD.index_select(0, inverse_TK[:, k]).to(dtype)
         if kept_TK is not None:
             row_TD = row_TD.masked_fill(~kept_TK[:, k : k + 1], 0)

@@ -45,10 +45,7 @@ class Started:
         """Wait as `torch.distributed.Work.wait` does."""
         if self._work is None:
             return
-        if timeout is None:
-            self._work.wait()
-        else:
-            self._work.wait(timeout)
+        self._work.wait(*() if timeout is None else (timeout,))
         if self._aliases:
             self._work = None
             if _is_exiting:
