@@ -53,7 +53,7 @@ class Layout:
         Raises:
             UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
         """
-        local, seen, shards, loss_share = x, x, None, 1.0
+        local, seen, shards = x, x, None
         if self.slice_group is not None:
             local = take_slice(x, self.slice_group)
             shards = TokenShards.of_slices(x.shape[0], self.slice_group)
@@ -62,8 +62,7 @@ class Layout:
             shards = TokenShards.of_equal_parts(x.shape[0], self.sequence_group)
             seen = x if by_logits else shards.gather(x)
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
-        if shards is not None and not by_logits:
-            loss_share = 1 / shards.size
+        loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
         seen_GD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
         # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
         x_TD = seen_GD if local is seen else local.reshape(-1, self.d_model)

@@ -99,17 +99,13 @@ class GroupExchange:
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
             raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
+        self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all that rows travel over
         self.ep_rank, self.ep_size = group.rank(), group.size()
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
         self._is_prepared = False
 
     def __deepcopy__(self, memo) -> "GroupExchange":
         return self  # process groups cannot be copied, and the rest belongs to the group
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All groups that rows travel over."""
-        return (self.group,)
 
     @contextmanager
     def session(
@@ -118,12 +114,13 @@ class GroupExchange:
         """Open a forward pass (`Exchange.session`)."""
         for group in self.groups:
             monitor_of(group).start_pass(name, self.traffic)
-        device = _device_of(experts, x)
         if not self._is_prepared:
             with self.traffic.paused():
-                self.prepare(facts(x), experts, device)
+                self.prepare(facts(x), experts, _device_of(experts, x))
             self._is_prepared = True
-        session = GroupSession(self, device, gate_runs_collectives)
+        session = GroupSession(self, lambda error: self.abort(error, _device_of(experts, x)))
+        if gate_runs_collectives:
+            session.report = self.post_failure
         try:
             refuse_replicating_wrapper(experts, self.group, name)
             yield session
@@ -186,8 +183,8 @@ class GroupExchange:
         """
         self.post_failure(error)
 
-    def restore_context(self, outputs: list[Tensor]) -> None:
-        """Make errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
+    def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return ``outputs``; errors in their backward pass name this forward pass, not the latest of another layer."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -197,6 +194,7 @@ class GroupExchange:
         for out in outputs:
             if out.requires_grad:
                 out.register_hook(restore)
+        return outputs
 
     def post_failure(self, error: Exception) -> None:
         """Tell the ranks that wait for this one that it failed and will not join them."""
@@ -220,9 +218,8 @@ class GroupSession:
         report: tells the other ranks of an error.
     """
 
-    def __init__(self, exchange: GroupExchange, device: torch.device, gate_runs_collectives: bool):
-        self._exchange = exchange
-        self.report = exchange.post_failure if gate_runs_collectives else lambda error: exchange.abort(error, device)
+    def __init__(self, exchange: GroupExchange, report: Callable[[Exception], None]):
+        self._exchange, self.report = exchange, report
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
@@ -231,9 +228,7 @@ class GroupSession:
         self.report = _nobody  # an error in `open` is reported there
         dispatch = exchange.open(plan, depth)
         self.report = exchange.post_failure
-        outputs = dispatch.run(inputs, weight_TK, experts)
-        exchange.restore_context(outputs)
-        return outputs
+        return exchange.restore_context(dispatch.run(inputs, weight_TK, experts))
 
 
 def _nobody(_error: Exception) -> None:

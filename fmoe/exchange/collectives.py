@@ -75,7 +75,7 @@ class GroupMonitor:
     Attributes:
         context: the layer and its forward pass, for messages.
         started: collectives so far.
-        traffic: where what they send is added; None for nowhere.
+        traffic: counts what they send.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -83,7 +83,7 @@ class GroupMonitor:
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
         self.context, self.started = "a layer", 0
-        self.traffic: Traffic | None = None
+        self.traffic = Traffic()
         self._passes: collections.Counter[str] = collections.Counter()
         self._has_posted = False
         try:
@@ -91,7 +91,7 @@ class GroupMonitor:
         except (AttributeError, KeyError, ValueError):
             self._store = None
 
-    def start_pass(self, label: str, traffic: Traffic | None = None) -> None:
+    def start_pass(self, label: str, traffic: Traffic) -> None:
         """A layer's forward pass over this group begins; what is sent from here on is added to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
@@ -226,8 +226,7 @@ class Pending:
         self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
     ):
         monitor.started += 1
-        if monitor.traffic is not None:
-            monitor.traffic.sent += sent
+        monitor.traffic.sent += sent
         self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
         self._result, self._read = result, read
 

@@ -71,6 +71,7 @@ class HierarchicalExchange(AllToAllExchange):
             )
         self.node_size, self.num_nodes = node_size, self.ep_size // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
+        self.groups = (group, self.node, self.peers)
         ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
         for key, part, expected in (
             ("this node", self.node, ranks[first : first + node_size]),
@@ -78,10 +79,6 @@ class HierarchicalExchange(AllToAllExchange):
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
                 raise UserError(f"exchange_options: groups have the ranks {found} for {key}, not {expected}")
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (self.group, self.node, self.peers)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:

@@ -26,6 +26,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
+Counts = Tensor | Sequence[int]  # rows of each expert
 Parameters = tuple[Tensor | None, ...]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -195,7 +196,7 @@ class FFNExperts(Stacked):
         """Whether the layer is to send a key with every row, for noise that does not depend on where it is made."""
         return self.dropout > 0
 
-    def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
+    def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
         """Rows of expert 0, then those of expert 1, ... -> their outputs: [R, D].
 
         Args:
@@ -224,9 +225,7 @@ class FFNExperts(Stacked):
         own = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)
 
-    def _run(
-        self, parameters: Parameters, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None
-    ) -> Tensor:
+    def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
         if operation := self._backend_ffn(rows_RD, parameters):
             return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)

@@ -110,10 +110,9 @@ class Router(nn.Module):
 
     def max_load(self, groups: RoutingGroups) -> int | None:
         """Return an upper bound on the assignments of any expert; None without capacity."""
-        factor = self._factor()
-        if factor is None:
+        if (factor := self._factor()) is None:
             return None
-        return sum(capacity(factor, size * self.top_k, self.num_experts) for size in groups.sizes())
+        return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
 
     def _factor(self) -> float | None:
         return self.capacity_factor if self.training else self.eval_capacity_factor
@@ -343,8 +342,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     if not expert_TK.numel():
         return expert_TK
     if backends.cuda_takes_choices(expert_TK, num_experts):
-        shape = groups.layout
-        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *shape, factor)
+        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *groups.layout, factor)
     expert_GSK = groups.split(expert_TK, pad=-1)
     num_groups, size, top_k = expert_GSK.shape
     # A queue for every (group, expert); what was never assigned waits in a queue of its own, past the last expert.
@@ -352,10 +350,8 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
     queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
     sorted_N, order_N = queue_N.sort(stable=True)
-    place_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64) - torch.searchsorted(
-        sorted_N, sorted_N
-    )
-    place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
+    index_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, index_N - torch.searchsorted(sorted_N, sorted_N))
     limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
     fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
     return groups.join(torch.where(fits_GKS.transpose(1, 2), expert_GSK, -1))
@@ -364,8 +360,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
     """`capacity` of each group, int64 [G]; on the device where a mask says how many tokens a group has."""
     if groups.mask_T is None:
-        return torch.tensor(
-            [capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device, dtype=torch.int64
-        )
+        limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
+        return torch.tensor(limit_G, device=device, dtype=torch.int64)
     assignments_G = groups.valid(device).sum(1) * top_k
     return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

@@ -23,13 +23,9 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
     """The number of an activation in `ACTIVATIONS`; None for one that no kernel computes."""
-    if activation is F.gelu:
-        return 0
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
-    if activation is F.relu:
-        return 2
-    return 3 if activation is F.silu else None
+    return 0 if activation is F.gelu else 2 if activation is F.relu else 3 if activation is F.silu else None
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:

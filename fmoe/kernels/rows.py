@@ -152,13 +152,12 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     return _Combine.apply(rows_MD, weight_TK, inverse_TK)
 
 
-def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``.
 
     Args:
-        dtype: of the result; None for the dtype of the rows, which gradients always have.
+        dtype: of the result; gradients have that of the rows.
     """
-    dtype = rows.dtype if dtype is None else dtype
     if backends.cuda_takes_rows(rows, dtype=dtype):
         return cuda_rows.reorder(rows, index, inverse, dtype)
     return _Reorder.apply(rows, index, inverse, dtype)
