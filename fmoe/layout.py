@@ -1,8 +1,8 @@
-"""The tokens that a rank routes: from a layer's input to this rank's rows, and from their outputs to that of the layer.
+"""The tokens that a rank routes: from a layer's input to this rank's rows, and back to the layer's output.
 
 Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate has to see whole routing
 groups, so its input, or its logits if it uses nothing else, are gathered. All ranks of the group then make the same
-decisions, and each goes on with those about its own tokens.
+decisions, and each rank continues with its own tokens.
 
 Shape letters: T tokens of this rank, G tokens that the gate decides about, D model width, K experts per token.
 """
@@ -24,7 +24,7 @@ from fmoe.runtime import collectives
 
 @dataclass(eq=False)
 class Layout:
-    """How inputs lie in memory and over ranks.
+    """Layout of inputs in memory and over ranks.
 
     Args:
         d_model: D.
@@ -117,8 +117,8 @@ class LocalTokens:
         gate_input_TD: input of the gate, [G, D], or [T, D] if its logits are gathered.
         groups: the routing groups of the G tokens.
         leading: the input's shape without D.
-        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those of several ranks are
-            summed.
+        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those gradients are
+            summed over ranks.
         shards: how the G tokens are spread over ranks; None if they are this rank's own.
         rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
         slice_group: its outputs are gathered in `join`.
@@ -143,7 +143,7 @@ class LocalTokens:
         return x_GX if self.shards is None else self.shards.local(x_GX, self.rows_per_entry)
 
     def local_routing(self, routing: Routing) -> Routing:
-        """Return the decisions about this rank's tokens. Losses and statistics stay those of all G tokens."""
+        """Return the decisions about this rank's tokens. Losses and statistics still cover all G tokens."""
         if self.shards is None:
             return routing
         expert_TK = self.local(routing.expert_TK)
@@ -204,7 +204,7 @@ class TokenShards:
 
     @property
     def length(self) -> int:
-        """Entries of all ranks."""
+        """Number of entries on all ranks."""
         return sum(self.lengths)
 
     @property
@@ -214,7 +214,7 @@ class TokenShards:
         return begin, begin + self.lengths[self.group.rank()]
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """All entries, from this rank's ``x``; differentiable.
+        """Gather the entries of all ranks from this rank's ``x``; differentiable.
 
         Args:
             full: the result, if this rank has it anyway: nothing is communicated in the forward pass.
@@ -225,11 +225,11 @@ class TokenShards:
         return _Gather.apply(x, full, self, alike)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks; differentiable."""
+        """Return this rank's part of the sum over ranks; differentiable."""
         return _ReduceScatter.apply(x, self)
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """This rank's part of ``x``, of which each entry has ``rows`` rows."""
+        """Return this rank's part of ``x``, which has ``rows`` rows per entry."""
         begin, end = self.bounds
         return x.narrow(0, begin * rows, (end - begin) * rows)
 

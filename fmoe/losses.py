@@ -1,4 +1,4 @@
-"""Auxiliary losses: their formulas, and `AuxLosses`, which adds those of a layer to its backward pass.
+"""Auxiliary losses: the formulas, and `AuxLosses`, which adds a layer's losses to its backward pass.
 
 Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it does not
 depend on how the batch is spread over micro batches and ranks, if they hold equally many tokens.
@@ -32,11 +32,11 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
     """``E * sum_e f_e P_e``, 1 when balanced (Switch, arXiv 2101.03961 equations 4-6; GShard's ``l_aux``, arXiv
     2006.16668 algorithm 1, is the same up to a constant).
 
-    E is the number of experts in all, never those of one rank.
+    E counts the experts of all ranks.
 
     Args:
         probs_GSE: the router's probabilities, differentiable.
-        load_GE: how often the group chose each expert, before any choice was dropped for capacity.
+        load_GE: number of choices of each expert in the group, before capacity.
         valid_GS: which places hold a token; None for all.
 
     Returns:
@@ -61,7 +61,7 @@ def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor 
 
     Args:
         scores_GSE: positive affinities of tokens and experts, differentiable.
-        load_GE: how often each expert is among the K best scores of the group's tokens.
+        load_GE: number of the group's tokens that have the expert among their K best scores.
         valid_GS: which places hold a token; None for all.
     """
     return load_balancing_loss(scores_GSE / scores_GSE.sum(-1, keepdim=True).clamp(min=1e-20), load_GE, valid_GS)
@@ -82,11 +82,11 @@ def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor
 
 
 def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """``CV(Load)^2``, Load being a smooth estimate of how many of the group's tokens an expert gets (arXiv 1701.06538
+    """``CV(Load)^2``, Load being a smooth estimate of an expert's share of the group's tokens (arXiv 1701.06538
     equations 10-11).
 
     Args:
-        chosen_GSE: probability P(x, i) that a new draw of an expert's noise alone has it chosen (equation 9).
+        chosen_GSE: probability P(x, i) that the expert is chosen if only its noise is drawn again (equation 9).
         valid_GS: which places hold a token; None for all.
 
     Returns:
@@ -128,10 +128,10 @@ _default_scale: float | Tensor = 1.0
 
 
 def set_loss_scale(value: float | Tensor) -> None:
-    """The factor between auxiliary losses and the backward pass, for every layer that was given none of its own.
+    """Set the factor between auxiliary losses and the backward pass, for layers without a ``loss_scale`` option.
 
-    A trainer sets it to the factor on its own loss: (loss scale of fp16) / (micro batches a step). It is 1
-    for plain ``loss.backward()``.
+    A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). It is 1 for plain
+    ``loss.backward()``.
     """
     global _default_scale
     _default_scale = value
@@ -149,7 +149,7 @@ class AuxLosses:
         num_experts: E.
         weights: factor of each loss by name; a missing one keeps its default.
         is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
-        scale: returns the factor between the losses and the backward pass; None for that of `set_loss_scale`.
+        scale: returns the factor between the losses and the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
     Attributes:
@@ -190,7 +190,7 @@ class AuxLosses:
         return (self.loss_scale or loss_scale)()
 
     def total(self, routing: Routing) -> Tensor | None:
-        """Return the weighted sum of a routing's losses; None if there is none.
+        """Return the weighted sum of a routing's losses; None without losses.
 
         Raises:
             UserError: the gate returned a loss that has no weight.
@@ -286,7 +286,7 @@ def collect_losses(model: nn.Module) -> Tensor:
     """Return the auxiliary losses of all layers with ``aux_loss="manual"``, to be added to the training loss.
 
     Returns:
-        A scalar; zero if there is none.
+        A scalar; zero without losses.
     """
     found = [aux.collect() for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for loss in found if loss is not None]
@@ -332,8 +332,8 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
 def _is_recomputation() -> bool:
     """Return whether a checkpoint repeats a forward pass that ran with gradients enabled before.
 
-    Reentrant checkpoints run the first pass without gradients: there, the second is the first that counts. Torch does
-    not tell which of them is running, but the stack shows it.
+    Reentrant checkpoints run the first pass without gradients: there, the second pass is the first that counts. Torch
+    has no API for the kind of checkpoint, so the stack is searched.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
@@ -357,7 +357,7 @@ _MAX_COUNTED = 4096
 
 
 def _register(aux: AuxLosses) -> Tensor:
-    """Return a number, on the CPU: a tensor, so that what is compiled for one layer serves all like it."""
+    """Return a number, as a tensor on the CPU, so that layers of equal shape share compiled code."""
     number = next(_numbers)
     _registered[number] = aux
     return torch.tensor(number, dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
-"""What a gate sees (`RoutingGroups`) and what it decides (`Routing`).
+"""Input of gates (`RoutingGroups`) and their decisions (`Routing`).
 
-Shape letters: T tokens on this rank, D model width, E experts in all, K experts a token, G routing groups on this
-rank, S tokens of a group (the last group may be padded).
+Shape letters: T tokens on this rank, D model width, E experts, K experts per token, G routing groups on this rank, S
+tokens of a group (the last group may be padded).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """How tokens are spread over the ranks of a group (`fmoe.layout.TokenShards`)."""
+    """Spread of tokens over the ranks of a group (`fmoe.layout.TokenShards`)."""
 
     @property
     def length(self) -> int:
-        """Entries of all ranks."""
+        """Number of entries on all ranks."""
         ...
 
     @property
@@ -29,22 +29,22 @@ class Shards(Protocol):
         ...
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """All entries, from those of this rank."""
+        """Return the entries of all ranks."""
         ...
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Those of this rank."""
+        """Return this rank's entries of ``x``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingStats:
-    """What happened in one routing, as detached tensors on the tokens' device. Every field is a sum, so that adding
-    them over micro batches and ranks gives the figures of the whole batch.
+    """Statistics of one routing, as detached tensors on the tokens' device. Every field is a sum, so that sums over
+    micro batches and ranks are the statistics of the whole batch.
 
     Attributes:
-        load_E: assignments that each expert got, dropped ones not counted (float32).
-        dropped: assignments dropped for lack of capacity, scalar.
+        load_E: kept assignments of each expert (float32).
+        dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
     """
@@ -56,21 +56,20 @@ class RoutingStats:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which statistics are summed over micro batches: in float32, counts above 2^24 no longer grow. MPS
-    has no float64."""
+    """Return the dtype of sums over micro batches: float64 except on MPS, because counts in float32 stop at 2^24."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a gate decided: a value, with no side channel.
+    """A gate's decision.
 
     Attributes:
-        expert_TK: global expert ids, int64; -1 where the assignment was dropped or never made.
-        weight_TK: combine weights, differentiable, in the router's precision. Those of dropped assignments are not
-            used.
+        expert_TK: global expert ids, int64; -1 for assignments that are dropped or not made.
+        weight_TK: combine weights, differentiable, in the router's precision. Weights of dropped assignments are
+            ignored.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
-        stats: see `RoutingStats`; None if the gate keeps none.
+        stats: see `RoutingStats`; None for none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
     """
@@ -87,13 +86,13 @@ class RoutingGroups:
     """The sets of tokens that capacity and balance losses are counted over, and their noise.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
-    2.2), in whatever order the tokens lie in memory. The tokens that a rank holds never define a group, so that data
-    parallel size, micro batch size and expert parallel size change nothing, if each micro batch holds whole groups.
+    2.2), independent of the tokens' order in memory and of their spread over ranks. Data parallel size, micro batch
+    size and expert parallel size thus change nothing, if each micro batch holds whole groups.
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
         size: tokens of a group; None for one sequence.
-        sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
+        sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
         token_ids_T: ids of the vocabulary, for gates that route by them; None if they were not given.
         first_group: index of the first group within the global batch of the step; a scalar on the host while
@@ -130,20 +129,20 @@ class RoutingGroups:
 
     @property
     def padding(self) -> int:
-        """Tokens that the last group is short of."""
+        """Number of missing tokens in the last group."""
         return self.count * self.size - self.num_tokens
 
     def sizes(self) -> list[int]:
-        """Tokens of each group: ``size``, and what is left for the last."""
+        """Return the number of tokens of each group: ``size``, and the rest for the last group."""
         return [self.size] * (self.count - 1) + [self.size - self.padding] if self.count else []
 
     @property
     def layout(self) -> tuple[int, int]:
-        """How the tokens lie in memory: (sequences, their length) where it is [length, sequences], else (1, T)."""
+        """Memory layout: (sequences, length) if tokens are stored as [length, sequences], else (1, T)."""
         return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
-        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is filled up with ``pad``."""
+        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is padded with ``pad``."""
         rest = x_TX.shape[1:]
         if self.sequence_first:
             x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *rest).transpose(0, 1).flatten(0, 1)
@@ -161,30 +160,30 @@ class RoutingGroups:
 
     @property
     def is_ragged(self) -> bool:
-        """Some group holds places without a token to route."""
+        """Some group has a position without a token to route."""
         return self.mask_T is not None or self.padding > 0
 
     def valid(self, device: torch.device) -> Tensor:
-        """bool [G, S]: which places hold a token to route."""
+        """Return a mask, bool [G, S], of the positions that hold a token to route."""
         mask_T = self.mask_T
         if mask_T is None:
             mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         return self.split(mask_T, pad=False)
 
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """A key of noise for every group, int64 [G], that it has wherever it lies."""
+        """Return a noise key for each group, int64 [G], equal at every split."""
         if self._key is None:
             self._key = self.noise_key()
         index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Noise in [0, 1) of shape [T, width], float32, that each token has wherever its group lies."""
+        """Return noise in [0, 1), float32 [T, width], equal for a token at every split."""
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Noise in [0, 1) for this rank's tokens, [T, width], float32: values of `random.uniform16` that a token has at
+        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, equal for a token at
         every split."""
         if self.shards is not None:
             return self._shards_uniform16(width, purpose, device)
@@ -195,7 +194,7 @@ class RoutingGroups:
         in_sequences = self.sequence_first or (num_sequences == 1 and self.shards.length == length)
         if not in_sequences or self.size != length:
             return self.shards.local(self._uniform16(width, purpose, device), self._rows)
-        # Every sequence is a group, of which this rank has the same part.
+        # Every sequence is a group, and this rank holds the same part of each.
         begin, end = self.shards.bounds
         keys_G = self._group_keys(purpose, device)
         noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
@@ -206,7 +205,7 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return the values of all tokens, from those of this rank's tokens; ``x_TX`` itself if this rank has all.
+        """Gather values of all tokens from this rank's ``x_TX``; ``x_TX`` itself if this rank has all tokens.
 
         All ranks must compute the same from the result, and each token's result only from its own values.
         """
@@ -216,15 +215,15 @@ class RoutingGroups:
 
     @property
     def _rows(self) -> int:
-        """Tokens for each place along which the tokens are cut."""
+        """Tokens per entry of the dimension along which they are sharded."""
         return self.num_tokens // self.shards.length if self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""
+        """Return standard normal noise, float32 [T, width]; otherwise as `uniform`."""
         noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def token_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """A key of noise for every token, int64 [T], that it has wherever its group lies."""
+        """Return a noise key for each token, int64 [T], equal at every split."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
         return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))

@@ -97,7 +97,7 @@ class GroupExchange:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
         self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all that rows travel over
         self.ep_rank, self.ep_size = group.rank(), group.size()
@@ -211,11 +211,11 @@ class GroupExchange:
 class GroupSession:
     """A forward pass over a group.
 
-    How the other ranks learn of an error on this one depends on where they wait for it: until `run` they exchange the
-    counts of rows, or are in the gate's collectives; afterwards they are in an exchange of rows.
+    An error on this rank must reach the others where they wait: before `run` in the exchange of counts or in the gate's
+    collectives, afterwards in an exchange of rows.
 
     Attributes:
-        report: tells the other ranks of an error.
+        report: makes an error of this rank raise on the other ranks.
     """
 
     def __init__(self, exchange: GroupExchange, report: Callable[[Exception], None]):
@@ -236,7 +236,7 @@ def _nobody(_error: Exception) -> None:
 
 
 def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
-    """How far the backward pass goes (`GroupExchange.open`)."""
+    """Return this rank's backward depth (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
         return NO_GRAD
     if any(x.requires_grad for x in inputs):
@@ -315,7 +315,7 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
         return
     if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
         _refuse_ddp(experts, group, name, wrapper)
-    # FSDP puts its own tensors in the place of parameters, which lose the mark of experts.
+    # FSDP replaces parameters by its own tensors, which lack the mark of experts.
     if getattr(experts, "_is_fsdp_managed_module", False):
         _refuse_fully_shard(experts, name)
 
@@ -326,8 +326,8 @@ def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper
     replicas = set(dist.get_process_group_ranks(wrapper.process_group))
     if others & replicas and any(expert is p for p in wrapper._module_parameters):
         raise UserError(
-            f"torch's DistributedDataParallel made the experts of {name} on all ranks those of its first rank: build "
-            "the model anew and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
+            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks with its first rank's: "
+            "rebuild the model and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
         )
 
 
@@ -337,6 +337,6 @@ def _refuse_fully_shard(experts: nn.Module, name: str) -> None:
     is_marked = not getattr(next(experts.parameters(), None), "allreduce", True)
     if not is_marked and not any(isinstance(module, FSDPModule) for module in experts.modules()):
         raise UserError(
-            f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: build the model "
-            "anew and shard it with fmoe.parallel.fully_shard(model, groups)"
+            f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: rebuild "
+            "the model and shard it with fmoe.parallel.fully_shard(model, groups)"
         )

@@ -1,8 +1,8 @@
-"""Waiting for other workers without hanging: who keeps this one waiting, and what failed there.
+"""Collectives that do not hang: a failure on one rank raises on every rank and names it.
 
-A worker that waits longer than `PATIENCE` writes into the store of its process group where it waits, and looks whether
-another one wrote that it failed. At the group's timeout, or when a connection breaks, those that wrote nothing are
-named. The fast path touches no store: it is one wait with a short timeout.
+A rank that waits longer than `PATIENCE` writes its position into the store of its process group, and reads whether
+another rank wrote that it failed. At the group's timeout, or when a connection breaks, the error names the ranks that
+have not reported. The fast path does not use the store: it is one wait with a short timeout.
 """
 
 import collections
@@ -35,7 +35,7 @@ _GRACE = 2.0  # more seconds for the others to say where they are, once a connec
 
 
 class PeerError(RuntimeError):
-    """Another worker of the group failed, ended or stands still; the message names it, the layer and the step."""
+    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step."""
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -50,12 +50,12 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class Traffic:
-    """What a worker sends to others for one layer.
+    """Bytes that a rank sends to other ranks for one layer.
 
     Attributes:
-        sent: bytes so far: of an all-to-all what is not for itself, of an all-gather its part to each other worker, of
-            an all-reduce its share of a ring's, of a broadcast the root's to each other worker, of a reduction what is
-            for the root. Reckoned from shapes: nothing is read and nothing waits.
+        sent: bytes so far, computed from shapes. An all-to-all counts the rows for other ranks, an all-gather this
+            rank's part once for each other rank, an all-reduce its share of a ring algorithm, a broadcast the root's
+            tensor once for each other rank, a reduction one tensor on all ranks but the root.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what is agreed on once, whenever a process begins: it is no part of a step."""
+        """Leave out setup traffic, which is not part of a step."""
         sent = self.sent
         yield
         self.sent = sent
@@ -74,8 +74,8 @@ class GroupMonitor:
 
     Attributes:
         context: the layer and its forward pass, for messages.
-        started: collectives so far.
-        traffic: counts what they send.
+        started: number of collectives so far.
+        traffic: counts the bytes sent.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -92,7 +92,7 @@ class GroupMonitor:
             self._store = None
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
-        """A layer's forward pass over this group begins; what is sent from here on is added to ``traffic``."""
+        """Begin a layer's forward pass over this group, whose bytes are added to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
@@ -101,10 +101,10 @@ class GroupMonitor:
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
-        """Returns when ``work``, the collective of that number, is done. For the CPU.
+        """Wait for ``work``, the collective of that number, on the CPU.
 
         Raises:
-            PeerError: another worker failed, is gone, or did not join within the group's timeout.
+            PeerError: another rank failed, is gone, or did not join within the group's timeout.
         """
         begin, patience = time.monotonic(), PATIENCE
         while True:
@@ -119,7 +119,7 @@ class GroupMonitor:
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """For CUDA: before the host reads what ``work`` brings, so that it never blocks for ever."""
+        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever."""
         begin = time.monotonic()
         next_look, nap = begin + PATIENCE, 1e-5
         while not work.is_completed():
@@ -131,7 +131,7 @@ class GroupMonitor:
             nap = min(1.2 * nap, 1e-3)
 
     def post_failure(self, error: Exception) -> None:
-        """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
+        """Report to ranks that wait for this one, now or later, that it failed and will not join them."""
         reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
@@ -145,8 +145,8 @@ class GroupMonitor:
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
-        """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant. Those who
-        have waited since ``begin`` have said so after `PATIENCE`."""
+        """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
+        reported: ranks that have waited since ``begin`` report after `PATIENCE`."""
         self._post(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
         last, absent = end + _GRACE, None
@@ -174,7 +174,7 @@ class GroupMonitor:
             raise PeerError(found[2])
 
     def _absent(self, number: int) -> list[int] | None:
-        """Ranks that do not wait for the collective of that number, or for a later one; None if the store is gone."""
+        """Return the ranks that have not reported this collective or a later one; None if the store is gone."""
 
         def at(store):
             keys = {rank: f"fmoe/at/{rank}" for rank in self.ranks}
@@ -191,7 +191,7 @@ class GroupMonitor:
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """The store's answer; None if it has gone."""
+        """Return the store's answer; None if the store is gone."""
         answers: list[Any] = []
 
         def call() -> None:
@@ -213,14 +213,14 @@ _monitors: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMonitor]" = weakre
 
 
 def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
-    """The one monitor of a group, whoever exchanges over it."""
+    """Return the monitor of a group, shared by all its exchanges."""
     if group not in _monitors:
         _monitors[group] = GroupMonitor(group)
     return _monitors[group]
 
 
 class Pending:
-    """A collective under way; keeps alive what it reads and writes."""
+    """A collective in flight; keeps its tensors alive."""
 
     def __init__(
         self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
@@ -231,7 +231,11 @@ class Pending:
         self._result, self._read = result, read
 
     def wait(self, for_host: bool = False) -> Tensor:
-        """What it brings; ``for_host`` before the host is to read it."""
+        """Return the result.
+
+        Args:
+            for_host: the host reads it next: on a GPU, wait until it is there.
+        """
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)
         else:
@@ -263,7 +267,7 @@ def all_to_all(
 
 
 def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
-    """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
+    """``all_gather_into_tensor`` under a monitor: [n, ...] on each rank -> [W * n, ...]."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     monitor = monitor_of(group)
@@ -280,26 +284,27 @@ def all_reduce(group: dist.ProcessGroup, value: Tensor, op=dist.ReduceOp.SUM, wh
     return Pending(monitor, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
 
 
-def broadcast(group: dist.ProcessGroup, value: Tensor, worker: int, what: str = "broadcast") -> Pending:
-    """``broadcast`` in place from the group's ``worker``, under a monitor."""
+def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
+    """``broadcast`` in place from rank ``source`` of the group, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
-        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, worker), group=group)
-    others = group.size() - 1 if group.rank() == worker else 0
+        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
+    others = group.size() - 1 if group.rank() == source else 0
     return Pending(monitor, work, what, value.nbytes * others, value)
 
 
-def reduce(group: dist.ProcessGroup, value: Tensor, worker: int, what: str = "reduction") -> Pending:
-    """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
+def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
+    """``reduce`` in place to rank ``target`` of the group, under a monitor; on other ranks ``value`` is undefined
+    afterwards."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
-        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, worker), group=group)
-    return Pending(monitor, work, what, 0 if group.rank() == worker else value.nbytes, value)
+        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)
+    return Pending(monitor, work, what, 0 if group.rank() == target else value.nbytes, value)
 
 
 @contextlib.contextmanager
 def _start_errors(monitor: GroupMonitor, what: str):
-    """A connection that is known to be broken is told when the next collective starts."""
+    """Turn the error of a connection that broke earlier into a PeerError: starting the next collective raises it."""
     try:
         yield
     except RuntimeError as error:

@@ -75,7 +75,7 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class HopCounts:
-    """How many rows of each kind a hop moves.
+    """Numbers of rows of each kind that a hop moves.
 
     Attributes:
         send_PX, receive_PX: on the host.

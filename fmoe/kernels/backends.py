@@ -1,4 +1,4 @@
-"""Choice of the backend: the one place that says which kernels take which tensors.
+"""Choice of the backend: which kernels accept which tensors.
 
 The answer depends on the kernels loaded for a device, never on the device's type: tests load CUDA kernels for the CPU.
 """
@@ -22,7 +22,7 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
-    """The number of an activation in `ACTIVATIONS`; None for one that no kernel computes."""
+    """Return the index of an activation in `ACTIVATIONS`; None for an activation that no kernel computes."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
     return 0 if activation is F.gelu else 2 if activation is F.relu else 3 if activation is F.silu else None

@@ -23,9 +23,9 @@ from fmoe.routing import Routing
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Assignments sorted by expert, those of one expert in token order, dropped ones at the end.
+    """Assignments sorted by expert and then by token, dropped ones at the end.
 
-    The plan has the fixed size N whatever was dropped, so that the host need not wait for values of the device.
+    The plan has the fixed size N, so that the host need not wait for the number of dropped assignments.
 
     Attributes:
         perm_N: the assignment (token * K + choice) of each row.
@@ -156,7 +156,7 @@ def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) ->
     """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``.
 
     Args:
-        dtype: of the result; gradients have that of the rows.
+        dtype: of the result; gradients have the dtype of ``rows``.
     """
     if backends.cuda_takes_rows(rows, dtype=dtype):
         return cuda_rows.reorder(rows, index, inverse, dtype)
@@ -192,7 +192,7 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, ke
 
 def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
     """`gather_sum` choice by choice."""
-    # A dropped assignment has no row: it takes another's, and zeros in the place of its values, which may be NaN.
+    # A dropped assignment has no row. It gathers another one and replaces its values, which may be NaN, by zeros.
     if kept_TK is not None:
         inverse_TK = inverse_TK.clamp(max=rows_MD.shape[0] - 1)
         weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)

@@ -180,7 +180,7 @@ def test_what_cannot_be(on):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "_reasons", {})
-    with pytest.raises(UserError, match="backend='cuda' cannot be: there is no CUDA device"):
+    with pytest.raises(UserError, match="backend='cuda' is unavailable: there is no CUDA device"):
         layer_of("cuda")
 
 
