@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import List, Optional, Tuple  # noqa: UP035 - torch reads schemas of operations from these
 
 import torch
@@ -198,7 +199,7 @@ class AuxLosses:
         if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
         weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
-        return sum(weighted) if weighted else None
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     def attach(self, routing: Routing, share: float, training: bool) -> Tensor:
         """Return the combine weights, whose backward pass adds the gradients of the losses.
@@ -266,7 +267,7 @@ class AuxLosses:
     def collect(self) -> Tensor | None:
         """With ``is_manual``: return the losses of the forward passes since the last call, summed."""
         pending, self.pending = self.pending, []
-        return sum(pending) if pending else None
+        return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
         """Queue a loss for `collect`."""
@@ -288,10 +289,10 @@ def collect_losses(model: nn.Module) -> Tensor:
     Returns:
         A scalar; zero without losses.
     """
-    found = [aux.collect() for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
-    found = [loss for loss in found if loss is not None]
+    layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
+    found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:
-        return sum(found)
+        return sum(found[1:], found[0])
     parameter = next(model.parameters(), None)
     return torch.zeros((), device=None if parameter is None else parameter.device, dtype=torch.float32)
 
@@ -326,7 +327,7 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
 
     for out in outputs:
         # A view that is changed in place leaves the graph, its base does not.
-        (out._base if out._is_view() else out).register_hook(run)
+        (out if out._base is None else out._base).register_hook(run)
 
 
 def _is_recomputation() -> bool:
@@ -337,7 +338,7 @@ def _is_recomputation() -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "recompute_fn" and frame.f_code.co_filename == checkpoint.__file__:
             return True
@@ -402,7 +403,7 @@ def _record(
     """(the gradient, the scale of the losses); counts the statistics once per ticket. The backward pass uses the
     result, so that no compiler leaves the operation out."""
     layer = _registered.get(int(number))
-    scale = 1.0
+    scale: float | Tensor = 1.0
     if layer is not None:
         if int(ticket) not in _counted:  # else the backward pass runs again: retain_graph
             _counted[int(ticket)] = None

@@ -109,7 +109,7 @@ class RoutingGroups:
     num_sequences: int
     sequence_length: int
     _: KW_ONLY
-    size: int | None = None
+    size: int = None  # type: ignore[assignment]  # None until __post_init__
     sequence_first: bool = False
     mask_T: Tensor | None = None
     token_ids_T: Tensor | None = None
@@ -186,16 +186,16 @@ class RoutingGroups:
         """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, equal for a token at
         every split."""
         if self.shards is not None:
-            return self._shards_uniform16(width, purpose, device)
+            return self._uniform16_of(self.shards, width, purpose, device)
         return self._uniform16(width, purpose, device)
 
-    def _shards_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
+    def _uniform16_of(self, shards: Shards, width: int, purpose: str, device: torch.device) -> Tensor:
         num_sequences, length = self.num_sequences, self.sequence_length
-        in_sequences = self.sequence_first or (num_sequences == 1 and self.shards.length == length)
+        in_sequences = self.sequence_first or (num_sequences == 1 and shards.length == length)
         if not in_sequences or self.size != length:
-            return self.shards.local(self._uniform16(width, purpose, device), self._rows)
+            return shards.local(self._uniform16(width, purpose, device), self._rows)
         # Every sequence is a group, and this rank holds the same part of each.
-        begin, end = self.shards.bounds
+        begin, end = shards.bounds
         keys_G = self._group_keys(purpose, device)
         noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
@@ -216,7 +216,7 @@ class RoutingGroups:
     @property
     def _rows(self) -> int:
         """Tokens per entry of the dimension along which they are sharded."""
-        return self.num_tokens // self.shards.length if self.shards.length else 1
+        return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
         """Return standard normal noise, float32 [T, width]; otherwise as `uniform`."""

@@ -86,10 +86,11 @@ class GroupMonitor:
         self.traffic = Traffic()
         self._passes: collections.Counter[str] = collections.Counter()
         self._has_posted = False
+        self._store: dist.Store | None = None
         try:
             self._store = dist.distributed_c10d._get_process_group_store(group)
         except (AttributeError, KeyError, ValueError):
-            self._store = None
+            pass
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
         """Begin a layer's forward pass over this group, whose bytes are added to ``traffic``."""
@@ -114,7 +115,7 @@ class GroupMonitor:
             except RuntimeError as error:
                 if work.is_completed():
                     raise self._broken(error, what, number, begin) from error
-            rest = begin + timeout_of(self._group()) - time.monotonic()
+            rest = begin + self._timeout() - time.monotonic()
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))
 
@@ -126,7 +127,7 @@ class GroupMonitor:
             now = time.monotonic()
             if now > next_look:
                 next_look = now + PATIENCE
-                self._look(what, number, now >= begin + timeout_of(self._group()))
+                self._look(what, number, now >= begin + self._timeout())
             time.sleep(nap)
             nap = min(1.2 * nap, 1e-3)
 
@@ -137,11 +138,15 @@ class GroupMonitor:
         text = json.dumps([self.started, self.rank, reason[:4000]])
         self._has_posted = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
 
+    def _timeout(self) -> float:
+        group = self._group()
+        return 0.0 if group is None else timeout_of(group)
+
     def _look(self, what: str, number: int, is_late: bool) -> None:
         self._post(what, number)
         self._raise_if_failed(number)
         if is_late:
-            seconds = timeout_of(self._group())
+            seconds = self._timeout()
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
@@ -227,7 +232,8 @@ class Pending:
     ):
         monitor.started += 1
         monitor.traffic.sent += sent
-        self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
+        self._monitor, self._what, self._number = monitor, what, monitor.started
+        self._work: collectives.Started | None = work
         self._result, self._read = result, read
 
     def wait(self, for_host: bool = False) -> Tensor:

@@ -44,7 +44,7 @@ def cuda_is_loaded(device: torch.device) -> bool:
 
 
 # torch.compiler.assume_constant_result sets this, but importing torch._dynamo takes as long again as importing torch.
-cuda_is_loaded._dynamo_marked_constant = True
+cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:

@@ -197,16 +197,16 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
         inverse_TK = inverse_TK.clamp(max=rows_MD.shape[0] - 1)
         weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
-    total_TD = None
+    total_TD = rows_MD.new_zeros(0)
     for k in range(inverse_TK.shape[1]):
         row_TD = rows_MD.index_select(0, inverse_TK[:, k]).to(dtype)
         if kept_TK is not None:
             row_TD = row_TD.masked_fill(~kept_TK[:, k : k + 1], 0)
         if weight_TK is None:
-            total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)
+            total_TD = total_TD.add_(row_TD) if k else row_TD
         else:
             weight_T1 = weight_TK[:, k : k + 1].to(dtype)
-            total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
+            total_TD = total_TD.addcmul_(row_TD, weight_T1) if k else row_TD.mul_(weight_T1)
     return total_TD.to(rows_MD.dtype)
 
 

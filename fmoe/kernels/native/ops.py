@@ -47,7 +47,7 @@ def expert_ffn(
             elsewhere are then lost: for callers without any.
     """
     check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
-    if perm_N is not None:
+    if weight_TK is not None:
         weight_TK = weight_TK.float().contiguous()
     counts = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64, device="cpu")
     parameters = [None if p is None else p.contiguous() for p in (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)]
