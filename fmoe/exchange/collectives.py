@@ -87,10 +87,8 @@ class GroupMonitor:
         self._passes: collections.Counter[str] = collections.Counter()
         self._has_posted = False
         self._store: dist.Store | None = None
-        try:
+        with contextlib.suppress(AttributeError, KeyError, ValueError):
             self._store = dist.distributed_c10d._get_process_group_store(group)
-        except (AttributeError, KeyError, ValueError):
-            pass
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
         """Begin a layer's forward pass over this group, whose bytes are added to ``traffic``."""
