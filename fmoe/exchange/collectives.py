@@ -225,13 +225,14 @@ def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
 class Pending:
     """A collective in flight; keeps its tensors alive."""
 
+    _work: collectives.Started | None
+
     def __init__(
         self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
     ):
         monitor.started += 1
         monitor.traffic.sent += sent
-        self._monitor, self._what, self._number = monitor, what, monitor.started
-        self._work: collectives.Started | None = work
+        self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
         self._result, self._read = result, read
 
     def wait(self, for_host: bool = False) -> Tensor:
