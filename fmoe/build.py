@@ -1,7 +1,7 @@
 """From names and options to the parts of a layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import Gate, build_gate
@@ -115,6 +115,19 @@ class Spec:
         self.num_experts, self.d_hidden = self.num_experts * self.granularity, self.d_hidden // self.granularity
         self.top_k = self.top_k and self.top_k * self.granularity
         self.expert_options = dict(self.expert_options or {})
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Spec":
+        """Return the spec of these options.
+
+        Raises:
+            UserError: an unknown or invalid option.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise UserError(f"unknown option {key}={options[key]!r} of a layer; {known_names(key, known)}")
+        return cls(**options)
 
     def arguments(
         self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses

@@ -202,7 +202,7 @@ class FMoE(MoE):
                 "moe_group": moe_group,
                 "expert": "ffn" if expert is None else expert,
             }
-        spec = Spec(**{"name": "FMoE"} | options)
+        spec = Spec.of({"name": "FMoE"} | options)
         super().__init__(**spec.arguments(layout=NestedLayout))
         self.spec, self.is_fastmoe = spec, is_fastmoe
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
