@@ -17,6 +17,7 @@ import numpy as np
 
 from pretrain.compare.groups import common_name
 from pretrain.compare.runs import OF_NO_EFFECT
+from pretrain.metrics import METRICS, Metric
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
 
@@ -69,6 +70,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
         "time": round(time.time()),
         "runs": [_run(run, arrays, len(runs)) for run in runs],
         "groups": _groups(runs),
+        "metrics": [_declaration(metric) for metric in METRICS],
     }
     text = json.dumps(header | {"arrays": arrays.places}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -126,9 +128,32 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}
-    values |= {name: record.curves.mean(name) for name in ("tokens_per_second", "mfu", "step_seconds")}
+    values |= {metric.key: record.curves.mean(metric.key) for metric in METRICS if _is_averaged(metric)}
     values["skipped"] = sum(event["kind"] == "skip" and not event["lost"] for event in run.events)
     return {name: value for name, value in values.items() if _is_finite(value)}
+
+
+def _declaration(metric: Metric) -> dict[str, Any]:
+    """Declaration as the page needs it; ``figure`` is the label under Numbers, empty for none."""
+    section = "routing" if metric.reduce else metric.section
+    figure = metric.label + ", mean of the layers" * (section == "routing")
+    if not metric.is_exact:
+        figure += ", mean" if _is_averaged(metric) else ", last"
+    return {
+        "name": metric.key,
+        "unit": metric.unit,
+        "doc": metric.doc.replace("`", ""),
+        "title": metric.label,
+        "section": section,
+        "figure": "" if section in ("events", "more") else figure,
+        "log": metric.is_log,
+        "exact": metric.is_exact,
+    }
+
+
+def _is_averaged(metric: Metric) -> bool:
+    """True if the figure of a run is the mean over its steps."""
+    return metric.section == "speed" and not metric.is_exact
 
 
 def _lost(record: Record) -> dict[str, int]:

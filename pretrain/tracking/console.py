@@ -7,25 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from fmoe.errors import UserError
+from pretrain.metrics import METRICS
 from pretrain.tracking.tracker import Metrics
 
 _REFRESH_SECONDS = 0.1
 _MIN_WIDTH_FOR_BAR = 110
 
-# Metric, label, format; in the order of the line.
-_FIELDS = (
-    ("loss", "loss", ".4f"),
-    ("val/loss", "val loss", ".4f"),
-    ("epochs", "epochs", ".3g"),
-    ("lr", "lr", ".1e"),
-    ("grad_norm", "grad_norm", ".2f"),
-    ("tokens_per_second", "tok/s", ",.0f"),
-    ("mfu", "mfu", ".0%"),
-    ("moe/load_cv", "load_cv", ".2f"),
-    ("moe/drop_rate", "dropped", ".1%"),
-    ("loss_scale", "loss_scale", "g"),
-    ("skipped_steps", "skipped", "d"),
-)
 _PROGRESS_KEYS = frozenset(["loss", "val/loss", "lr", "tokens_per_second", "mfu"])
 
 
@@ -84,7 +71,8 @@ class ConsoleTracker:
 
 
 def _fields(metrics: Metrics) -> str:
-    return "".join(f"  {label} {metrics[key]:{spec}}" for key, label, spec in _FIELDS if metrics.get(key) is not None)
+    known = ((metric.console, metrics.get(metric.key)) for metric in METRICS if metric.console)
+    return "".join("  " + text.format(value) for text, value in known if value is not None)
 
 
 def _progress(console: Console) -> Progress:

@@ -15,7 +15,7 @@ function fromBase64(text) {
   return bytes;
 }
 
-/** {runs, fmoe, time} of deflated bytes. */
+/** Unpacks deflated bytes to {runs, groups, metrics, fmoe, time}; metrics has the declarations by name. */
 async function decode(bytes) {
   const buffer = await inflate(bytes);
   const size = new DataView(buffer).getUint32(0, true);
@@ -24,7 +24,7 @@ async function decode(bytes) {
   const runs = header.runs.map((run, index) => new Run(run, index, array));
   const groups = header.groups.map(({ name, runs: members }, index) =>
     new Group(name, members.map((number) => runs[number]), index));
-  return { ...header, runs, groups };
+  return { ...header, runs, groups, metrics: new Map(header.metrics.map((declared) => [declared.name, declared])) };
 }
 
 function arrayAt(buffer, start, [kind, length, offset]) {

@@ -36,7 +36,7 @@ const format = {
   integer: (v) => Math.round(v).toLocaleString("en-US"),
   loss: (v) => v.toFixed(4),
   compact,
-  rate: (v, digits = 4) => compact(v, digits),
+  rate: (v, digits = 4) => compact(v, digits) + "/s",
   small,
   percent: (v, digits = 3) => plain(100 * v, digits) + " %",
   mebibytes: (v, digits) => bytes(v * 2 ** 20, digits),

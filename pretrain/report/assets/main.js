@@ -165,12 +165,12 @@ function build() {
   const add = (id, specs) => specs.map((spec) => new Plot(byId(id), spec));
   const select = element("select", { id: "layer-metric", "aria-label": "Metric by layer" });
   const names = new Set(model.runs.flatMap((run) => Object.keys(run.layer_curves).map((name) => name.split("/")[1])));
-  const titles = new Map(ROUTING.map(([name, title]) => [name, title]));
-  const order = [...titles.keys(), ...names].filter((name, index, all) => names.has(name) && all.indexOf(name) === index);
-  fill(select, order.map((name) => [name, titles.get(name) ?? name]), order[0] ?? "");
+  const order = [...model.metrics.keys()].map((name) => name.replace(/^moe\//, "")).filter((name) => names.delete(name));
+  order.push(...names);
+  fill(select, order.map((name) => [name, model.metrics.has(`moe/${name}`) ? capital(declared(`moe/${name}`).title) : name]), order[0] ?? "");
   select.addEventListener("change", drawPlots);
-  plots = [...add("loss", [lossChart()]), ...add("optimizer", OPTIMIZER()), ...add("speed", SPEED()),
-    ...add("by-layer", [layerChart(select)]), ...add("routing", MEANS()), ...add("other", others(model.runs))];
+  plots = [...add("loss", [lossChart()]), ...add("optimizer", section("optimizer")), ...add("speed", section("speed")),
+    ...add("by-layer", [layerChart(select)]), ...add("routing", section("routing")), ...add("other", others(model.runs))];
 }
 
 /** Smoothing to begin with: about a hundredth of the longest run. */

@@ -51,7 +51,8 @@ class Plot {
     const tools = element("div", { class: "tools" }, ...(spec.tools ?? []), this._button);
     this._unit = element("span", { class: "unit" });
     this.card = element("div", { class: spec.wide ? "card wide" : "card" },
-      element("div", { class: "head" }, element("h3", {}, spec.title), this._unit, tools), this._readout, this._body);
+      element("div", { class: "head" }, element("h3", {}, spec.title), this._unit, tools),
+      ...(spec.doc ? [element("p", { class: "doc", title: spec.doc }, spec.doc)] : []), this._readout, this._body);
     this.card.dataset.plot = spec.title;
     parent.append(this.card);
     this._body.addEventListener("keydown", (event) => this._key(event));
