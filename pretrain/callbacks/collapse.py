@@ -1,4 +1,4 @@
-"""Warnings of collapsed routers, which no longer spread their tokens."""
+"""Warnings of collapsed routers."""
 
 import logging
 from typing import Any
@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class CollapseWarning(Callback):
-    """Looks at the load of each layer's experts over ``guard.collapse_window`` steps, window after window.
+    """Check the load of each layer's experts over windows of ``guard.collapse_window`` steps.
 
-    A layer is collapsed when the load's coefficient of variation or the share of experts that got nothing in all of
-    the window is above its limit. Adds ``guard/collapsed_layers`` at the end of a window, and warns when a layer
-    collapses, once until it has recovered.
+    A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
+    the window, exceeds the limit. Adds ``guard/collapsed_layers`` at the end of a window, and warns once when a layer
+    collapses, until it has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):

@@ -1,8 +1,8 @@
-"""Runs as the bytes that the page draws from: JSON, arrays behind it, all of it deflated.
+"""Binary payload of the page: JSON followed by arrays, deflated.
 
-``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. Arrays of 4-byte numbers lie byte plane
-by byte plane, and floats of layers, all but the last of a series, and means are rounded to fewer bits of mantissa than
-they have: both for the sake of the size.
+``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, arrays of 4-byte
+numbers are stored as byte planes, and layer series and means are rounded to 16 bits of mantissa. The last value of a
+series keeps all bits.
 """
 
 import json
@@ -21,30 +21,30 @@ from pretrain.metrics import METRICS, Metric
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
 
-# Bits of mantissa, of 23: a relative error of 2^-(bits + 1). Means are drawn, but not read out.
+# Bits of mantissa, out of 23: a relative error of 2^-(bits + 1). Means are drawn but never shown as text.
 _CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
-# Loads are a byte: 0 dead, 255 not logged, else the logarithm of load times experts, between these powers of two.
+# A load is one byte: 0 dead, 255 not logged, else log2(load x experts), from _LOWEST up.
 _LOWEST = -8.0
 _CODES = 254
-# A page of many runs: the frames of each are fewer.
+# Lower bound on the frames of a run when many runs share a page.
 _FRAMES_AT_LEAST = 4
 
 
 class Arrays:
-    """Arrays one behind the other.
+    """Arrays concatenated into one buffer.
 
     Attributes:
-        places: dtype, length and offset of each, by its number.
+        layout: dtype, length and offset by array number.
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[str, int, int]] = []
+        self.layout: list[tuple[str, int, int]] = []
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """The number of the array: uint8, or what fits into uint32 or float32. ``bits`` of mantissa are kept,
-        of the last float, with which a curve ends, all."""
+        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` of mantissa, the
+        last one all of them."""
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -52,18 +52,18 @@ class Arrays:
         else:
             kind, data = "f4", _planes(_rounded(array, bits))
         raw = data.tobytes()
-        self.places.append((kind, array.size, self._size))
+        self.layout.append((kind, array.size, self._size))
         self._parts.append(raw)
         self._size += len(raw)
-        return len(self.places) - 1
+        return len(self.layout) - 1
 
     def tobytes(self) -> bytes:
-        """All of them."""
+        """Return the buffer."""
         return b"".join(self._parts)
 
 
 def encode(runs: Sequence[RunFolder]) -> bytes:
-    """The runs as they are now; see the module."""
+    """Return the payload of the runs; the module docstring has the format."""
     arrays = Arrays()
     header = {
         "fmoe": _version(),
@@ -72,7 +72,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
         "groups": _groups(runs),
         "metrics": [_declaration(metric) for metric in METRICS],
     }
-    text = json.dumps(header | {"arrays": arrays.places}, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(header | {"arrays": arrays.layout}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return zlib.compress(len(text).to_bytes(4, "little") + text + arrays.tobytes(), 9)
 
@@ -120,8 +120,8 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return the final numbers of a run, or its latest: the last finite ones. Numbers that never were finite, or are
-    unknown, are left out."""
+    """Return a run's figures: the last finite values, and means for `_is_averaged`. Figures that were never finite or
+    are unknown are left out."""
     record, told = run.record, run.told
     values: dict[str, Any] = {name: told.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": told.get("world_size"), "step": record.step, "total_steps": run.total_steps}
@@ -157,14 +157,14 @@ def _is_averaged(metric: Metric) -> bool:
 
 
 def _lost(record: Record) -> dict[str, int]:
-    """Series that are not finite at their end: the step of their last finite value."""
+    """Return the step of the last finite value of each series whose latest value is not finite."""
     found = record.last_finite.items()
     return {name: step for name, (step, _) in found if not math.isfinite(record.last[name])}
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """By name: numbers of the arrays of steps (differences), values and, where a span is more than a step, of the
-    means' steps and values."""
+    """Return array numbers by series name: steps (as differences) and values; for spans of several steps, also steps
+    and values of the means."""
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)
@@ -181,7 +181,7 @@ def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, An
 def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
     steps, shares = loads.frames()
     most = max(_FRAMES_AT_LEAST, cells // shares.shape[1])
-    if len(steps) > most:  # neighbours share a frame
+    if len(steps) > most:  # average neighbouring frames
         starts = np.arange(0, len(steps), -(-len(steps) // most))
         ends = np.append(starts[1:], len(steps))
         steps = np.stack([steps[starts, 0], steps[ends - 1, 1]], 1)
@@ -196,7 +196,7 @@ def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
         "experts": list(loads.sizes.values()),
         "frames": steps.tolist(),
         "log2": [_LOWEST, highest],
-        "codes": arrays.add(code.T.copy()),  # a row an expert: neighbours in time are alike, which deflates better
+        "codes": arrays.add(code.T.copy()),  # [experts, frames]: consecutive frames are similar, which deflates better
     }
 
 

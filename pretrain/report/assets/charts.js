@@ -1,7 +1,7 @@
-// Which curves there are.
+// Charts and their curves.
 
-// By unit: the format of the axis, of values that are read out, and the multiples that ticks are round in. A unit that the
-// format shows is not repeated beside the title.
+// Formats by unit: of the axis, of readouts, and the unit whose multiples are ticks. An empty unit is already part of the
+// format.
 const FORMATS = {
   "nats per token": { format: format.small, read: format.loss },
   fraction: { unit: "", format: format.percent },
@@ -36,7 +36,7 @@ function section(name) {
 
 function capital(text) { return text.charAt(0).toUpperCase() + text.slice(1); }
 
-/** The curve of a run; with smoothing a faint one, and its mean over it. */
+/** Returns the lines of a run's series; with smoothing, the faint series below its mean. */
 function curve(run, name, view, label, { colour = runColour(run.index), of = "curves", ...style } = {}) {
   const series = run.series(name, of);
   if (!series) return [];
@@ -50,11 +50,11 @@ function curve(run, name, view, label, { colour = runColour(run.index), of = "cu
   }
   if (!view.smoothing || style.dots) return [base];
   const mean = { ...base, x: run.places(series.mx, view.axis), y: smooth(series, view.smoothing), raw: base };
-  if (of !== "curves") return [mean]; // of many layers the faint ones would hide the others
+  if (of !== "curves") return [mean]; // faint curves of many layers would hide the others
   return [{ ...base, quiet: true, width: 1, colour: faint(colour) }, { ...mean, width: 2 }];
 }
 
-/** Of 1024 bytes each, as so many mebibytes or of bytes. */
+/** Returns unitOf for binary units of a value that is `scale` bytes per 1. */
 function binaryUnit(scale) {
   return (value) => 1024 ** Math.max(0, Math.floor(Math.log(Math.max(1, value * scale)) / Math.log(1024))) / scale;
 }

@@ -1,4 +1,4 @@
-// Numbers, events and recipes.
+// Tables of figures, events and recipes.
 
 // Figures of a run beside its metrics.
 const FIRST = [["step", "steps made", format.integer], ["total_steps", "steps of the recipe", format.integer]];
@@ -23,7 +23,7 @@ function runName(run) {
   return [dot(runColour(run.index)), " ", element("span", { class: "run" }, run.name)];
 }
 
-/** A number of a run; of a group with the range of its runs, of a series that is no longer finite with where it was. */
+/** Returns a figure's elements: value, range of a group, and the last finite step of a series that is not finite. */
 function worth(run, key, text) {
   if (run.summary[key] === undefined) return ["–"];
   const [low, high] = (run.spread?.[key] ?? [0, 0]).map((value) => text(value));
@@ -33,7 +33,7 @@ function worth(run, key, text) {
   return parts;
 }
 
-/** Runs in the order of a number, those without it last; as they were given without one. */
+/** Sorts runs by a figure, those without it last; without a figure, keeps their order. */
 function sorted(runs, { key, isUp }) {
   if (key === null) return runs;
   const of = (run) => (key === "name" ? run.name : run.summary[key]);
@@ -42,8 +42,8 @@ function sorted(runs, { key, isUp }) {
   return [...known, ...runs.filter((run) => of(run) === undefined)];
 }
 
-/** One run's numbers as tiles, those of several as a table: a few a column each, many a row each. onSort(key) is called
- * where a number's name is pressed. */
+/** Draws the figures: tiles for one run, else a table with a column per run, or a row per run if there are many.
+ * onSort(key) is called on a click on a figure's name. */
 function drawNumbers(card, runs, order, onSort) {
   const known = figures().filter(([key]) => runs.some((run) => run.summary[key] !== undefined));
   card.classList.toggle("tiles", runs.length === 1);
@@ -91,7 +91,7 @@ function drawEvents(table, runs, withSaves) {
   table.replaceChildren(first, element("tbody", {}, ...rows));
 }
 
-/** Keys of the recipes, those that differ marked; returns how many do. */
+/** Draws the keys of the recipes and marks those that differ. */
 function drawRecipe(table, runs, { differing, find }) {
   const known = runs.filter((run) => Object.keys(run.recipe).length);
   const keys = [...new Set(known.flatMap((run) => Object.keys(run.recipe)))];
