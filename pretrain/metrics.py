@@ -69,7 +69,7 @@ class Metric:
 
 
 # In the order of docs/tracking.md, the console line and the report.
-METRICS: list[Metric] = [
+DECLARED: list[Metric] = [
     Metric(
         "loss",
         "nats per token",
@@ -259,7 +259,7 @@ def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | lis
     """Return the layer metrics of a step under their logged names: each layer's, and the means of numbers."""
     found: dict[str, Any] = {}
     for number, report in reports.items():
-        for metric in METRICS:
+        for metric in DECLARED:
             if metric.reduce:
                 value = found[f"moe/layer_{number}/{metric.name}"] = metric.reduce(report)
                 if not isinstance(value, list):
@@ -270,7 +270,7 @@ def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | lis
 def table() -> str:
     """Return the declarations as the table in docs/tracking.md."""
     lines = ["| name | unit | what | when |", "|---|---|---|---|"]
-    for metric in METRICS:
+    for metric in DECLARED:
         names = f"`{metric.key}`, `moe/layer_N/{metric.name}`" if metric.reduce else f"`{metric.name}`"
         if "a list" in metric.unit:
             names = f"`moe/layer_N/{metric.name}`"

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from fmoe.metrics import coefficient_of_variation
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.config import GuardConfig
 
@@ -55,11 +56,9 @@ class CollapseWarning(Callback):
 
 def _describe(config: GuardConfig, load: list[float]) -> str:
     """Describe why a window's load counts as collapsed; empty if it does not."""
-    mean = sum(load) / len(load) if load else 0.0
-    if not mean:
+    if not any(load):
         return ""
-    cv = (sum((x - mean) ** 2 for x in load) / len(load)) ** 0.5 / mean
-    dead = sum(x == 0 for x in load)
+    cv, dead = coefficient_of_variation(load), sum(x == 0 for x in load)
     wrong = []
     if cv > config.collapse_cv:
         wrong.append(f"load CV {cv:.2f} above guard.collapse_cv={config.collapse_cv:g}")

@@ -14,7 +14,7 @@ from pretrain.data.inputs import open_validation
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
-from pretrain.metrics import METRICS, Metric
+from pretrain.metrics import DECLARED, Metric
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _values(result: Result) -> dict[str, Any]:
 
 
 def _layer_values(layer: LayerReport) -> dict[Metric, float | list[float]]:
-    return {metric: metric.reduce(layer) for metric in METRICS if metric.reduce and metric.is_evaluated}
+    return {metric: metric.reduce(layer) for metric in DECLARED if metric.reduce and metric.is_evaluated}
 
 
 def _finite(value: float | None) -> float | None:

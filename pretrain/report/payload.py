@@ -17,7 +17,7 @@ import numpy as np
 
 from pretrain.compare.groups import common_name
 from pretrain.compare.runs import OF_NO_EFFECT
-from pretrain.metrics import METRICS, Metric
+from pretrain.metrics import DECLARED, Metric
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
 
@@ -70,7 +70,7 @@ def encode(runs: Sequence[RunFolder]) -> bytes:
         "time": round(time.time()),
         "runs": [_run(run, arrays, len(runs)) for run in runs],
         "groups": _groups(runs),
-        "metrics": [_declaration(metric) for metric in METRICS],
+        "metrics": [_declaration(metric) for metric in DECLARED],
     }
     text = json.dumps(header | {"arrays": arrays.layout}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
@@ -128,7 +128,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}
-    values |= {metric.key: record.curves.mean(metric.key) for metric in METRICS if _is_averaged(metric)}
+    values |= {metric.key: record.curves.mean(metric.key) for metric in DECLARED if _is_averaged(metric)}
     values["skipped"] = sum(event["kind"] == "skip" and not event["lost"] for event in run.events)
     return {name: value for name, value in values.items() if _is_finite(value)}
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from fmoe.errors import UserError
-from pretrain.metrics import METRICS
+from pretrain.metrics import DECLARED
 from pretrain.tracking.tracker import Metrics
 
 _REFRESH_SECONDS = 0.1
@@ -70,7 +70,7 @@ class ConsoleTracker:
 
 
 def _fields(metrics: Metrics) -> str:
-    known = ((metric.console, metrics.get(metric.key)) for metric in METRICS if metric.console)
+    known = ((metric.console, metrics.get(metric.key)) for metric in DECLARED if metric.console)
     return "".join("  " + text.format(value) for text, value in known if value is not None)
 
 

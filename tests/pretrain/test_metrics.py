@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from pretrain.metrics import METRICS, PAGE, Metric, table
+from pretrain.metrics import DECLARED, PAGE, Metric, table
 from pretrain.tracking import read_metrics
 
 
@@ -21,13 +21,13 @@ class Declared:
     """Called in a new process: adds the metric."""
 
     def __call__(self):
-        METRICS.append(BUSIEST)
+        DECLARED.append(BUSIEST)
 
 
 def test_the_table_in_the_docs_is_that_of_the_declarations(monkeypatch):
     assert table() in PAGE.read_text("utf-8"), "python -m pretrain.metrics"
-    assert len({metric.key for metric in METRICS}) == len(METRICS), "a name is declared twice"
-    monkeypatch.setattr("pretrain.metrics.METRICS", [BUSIEST])
+    assert len({metric.key for metric in DECLARED}) == len(DECLARED), "a name is declared twice"
+    monkeypatch.setattr("pretrain.metrics.DECLARED", [BUSIEST])
     row = "| `moe/busiest`, `moe/layer_N/busiest` | fraction | load of the busiest expert | every step |"
     assert table().splitlines()[2:] == [row]
 

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 
-from pretrain.metrics import METRICS
+from pretrain.metrics import DECLARED
 from pretrain.tracking import read_metrics
 from pretrain.tracking.loads import LOAD
 
@@ -121,9 +121,9 @@ def test_names_are_the_declared_ones(run):
     for row in read_metrics(run[0] / "metrics.jsonl"):
         logged |= {general(name): value for name, value in row.items() if name != "step"}
     lists = {name for name, value in logged.items() if isinstance(value, list)}
-    assert lists == {f"moe/layer_N/{metric.name}" for metric in METRICS if "a list" in metric.unit}
-    means = {metric.key for metric in METRICS if "a list" not in metric.unit}
-    assert sorted(logged) == sorted(means | {f"moe/layer_N/{metric.name}" for metric in METRICS if metric.reduce})
+    assert lists == {f"moe/layer_N/{metric.name}" for metric in DECLARED if "a list" in metric.unit}
+    means = {metric.key for metric in DECLARED if "a list" not in metric.unit}
+    assert sorted(logged) == sorted(means | {f"moe/layer_N/{metric.name}" for metric in DECLARED if metric.reduce})
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio"])
