@@ -21,8 +21,8 @@ from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine, state
 from pretrain.engine.flops import peak_flops
-from pretrain.metrics import routing_metrics
 from pretrain.process import Processes
+from pretrain.tracking.metrics import routing_metrics
 
 logger = logging.getLogger(__name__)
 

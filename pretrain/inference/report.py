@@ -14,7 +14,7 @@ from pretrain.data.inputs import open_validation
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
-from pretrain.metrics import DECLARED, Metric
+from pretrain.tracking.metrics import DECLARED, Metric
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np
 
 from pretrain.compare.groups import common_name
 from pretrain.compare.runs import OF_NO_EFFECT
-from pretrain.metrics import DECLARED, Metric
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
+from pretrain.tracking.metrics import DECLARED, Metric
 
 # Bits of mantissa, out of 23: a relative error of 2^-(bits + 1). Means are drawn but never shown as text.
 _CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16

@@ -3,7 +3,7 @@
 A tracker takes ``log(step, metrics)``, any number of times per step, and ``close(ok)``. Only rank 0 builds trackers.
 
 Names of metrics are paths, which dashboards group by the first component. They are the same in every tracker:
-`pretrain.metrics` declares them.
+`pretrain.tracking.metrics` declares them.
 """
 
 from pathlib import Path

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from fmoe.errors import UserError
-from pretrain.metrics import DECLARED
+from pretrain.tracking.metrics import DECLARED
 from pretrain.tracking.tracker import Metrics
 
 _REFRESH_SECONDS = 0.1

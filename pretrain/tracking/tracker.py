@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Destination of metrics; `pretrain.metrics` declares their names and units."""
+    """Destination of metrics; `pretrain.tracking.metrics` declares their names and units."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Record metrics of a step. A step may be logged more than once, for example with its validation loss."""

@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 
-from pretrain.metrics import DECLARED, PAGE, Metric, table
 from pretrain.tracking import read_metrics
+from pretrain.tracking.metrics import DECLARED, PAGE, Metric, table
 
 
 def busiest(layer):
@@ -25,9 +25,9 @@ class Declared:
 
 
 def test_the_table_in_the_docs_is_that_of_the_declarations(monkeypatch):
-    assert table() in PAGE.read_text("utf-8"), "python -m pretrain.metrics"
+    assert table() in PAGE.read_text("utf-8"), "python -m pretrain.tracking.metrics"
     assert len({metric.key for metric in DECLARED}) == len(DECLARED), "a name is declared twice"
-    monkeypatch.setattr("pretrain.metrics.DECLARED", [BUSIEST])
+    monkeypatch.setattr("pretrain.tracking.metrics.DECLARED", [BUSIEST])
     row = "| `moe/busiest`, `moe/layer_N/busiest` | fraction | load of the busiest expert | every step |"
     assert table().splitlines()[2:] == [row]
 

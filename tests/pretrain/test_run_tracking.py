@@ -13,9 +13,9 @@ from contextlib import closing
 
 import pytest
 
-from pretrain.metrics import DECLARED
 from pretrain.tracking import read_metrics
 from pretrain.tracking.loads import LOAD
+from pretrain.tracking.metrics import DECLARED
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 WANDB = os.path.join(os.path.dirname(sys.executable), "wandb")

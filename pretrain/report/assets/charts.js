@@ -13,7 +13,7 @@ const FORMATS = {
 };
 for (const unit of ["tokens", "FLOPs", "factor"]) FORMATS[unit] = { format: format.compact };
 
-/** The declaration of a metric (`pretrain/metrics.py`) with its formats; of one that is not declared, its name. */
+/** The declaration of a metric (`pretrain/tracking/metrics.py`) with its formats; of one that is not declared, its name. */
 function declared(name) {
   const found = { format: format.small, ...(model.metrics.get(name) ?? { name, title: name, unit: "" }) };
   return { ...found, ...(Object.hasOwn(FORMATS, found.unit) ? FORMATS[found.unit] : {}) };

@@ -9,7 +9,7 @@ Data flow:
 5. `pretrain.tracking` records these names; its console prints the metrics that declare a console format.
 6. `pretrain.report.payload` sends the declarations with the data, and the page draws its charts from them.
 7. `pretrain.inference.report` reduces the reports of an evaluation by the same declarations.
-8. ``python -m pretrain.metrics`` writes the table in docs/tracking.md, from a checkout.
+8. ``python -m pretrain.tracking.metrics`` writes the table in docs/tracking.md, from a checkout.
 """
 
 import re
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from fmoe.metrics import LayerReport
 
-PAGE = Path(__file__).parents[1] / "docs" / "tracking.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
 
 
 @dataclass(frozen=True)
