@@ -95,5 +95,19 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
             result = function(*args)
         except Exception as error:
             result = Raised(type(error), str(error), traceback.format_exc())
+        _destroy_groups()
         pipe.send(result)
     dist.destroy_process_group()
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups that a call made: each gloo group has a thread that wakes up a hundred times a second."""
+    import torch.distributed as dist
+
+    from fmoe.exchange import hierarchical
+
+    hierarchical._subgroups.clear()
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+        world.pg_names[object()] = ""  # torch makes names from their number, and the store keeps those of before

@@ -91,7 +91,6 @@ def exchange_options(case, groups):
     return options
 
 
-@functools.cache
 def groups_of(ep):
     return parallel.init(ep=ep)
 

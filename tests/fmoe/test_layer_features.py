@@ -191,7 +191,7 @@ def test_nests_of_tensors():
     inputs = {"a": tokens(2, 6), "b": torch.randn(2, 6, 3, requires_grad=True)}
     out = layer(inputs)
     assert out["a"].shape == (2, 6, D) and out["b"].shape == (2, 6, 5)
-    x_TD, groups = fmoe.layout.Layout(D).tokens(inputs["a"])
+    x_TD, groups = fmoe.layout.Layout(D).tokens(inputs["a"], None, None, seed=0)
     routing = layer.gate(x_TD, groups)
     flat_b = inputs["b"].reshape(-1, 3)
     for t in range(12):
