@@ -44,7 +44,7 @@ class MegatronMoE(MoE):
             that is not set.
         seed: seed of the run; keys the layer's weights and noise together with the layer number.
         layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
-        model_layers: number of layers in all stacks; None for the number in ``config``.
+        model_layers: number of layers over all stacks; None for the number in ``config``.
         options: all other options of `fmoe.build.Spec`.
 
     Raises:

@@ -55,7 +55,7 @@ class SharedGradScaler(MegatronGradScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of this class or of Megatron's scaler.
 
-        A constant scale does not change. A dynamic scale keeps its initial value if the state is that of a constant.
+        A constant scale does not change. A dynamic scale keeps its initial value if the state has none.
         """
         self.skipped = state.get("skipped", 0)
         if isinstance(self.scaler, DynamicGradScaler) and "scale" in state:
