@@ -225,7 +225,7 @@ def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
 
 def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled, caplog):
     def refuse(codes):
-        raise BuildError("the driver does not take the kernels: CUDA_ERROR_INVALID_IMAGE")
+        raise BuildError("the driver refuses the kernels: CUDA_ERROR_INVALID_IMAGE")
 
     monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", refuse)
     on_a_gpu(monkeypatch)
@@ -317,6 +317,6 @@ def test_launches(monkeypatch):
 
 def test_what_the_driver_says_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", FakeCore(refuses=True))
-    says = r"^the driver does not take the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
+    says = r"^the driver refuses the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
     with pytest.raises(BuildError, match=says):
         DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
