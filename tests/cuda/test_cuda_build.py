@@ -185,7 +185,7 @@ def test_command(capsys, compiled):
     out = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in out] == list(ARCHS) and all("built in" in line for line in out)
     assert cuda_line().startswith("cuda: built for sm_80, sm_90, sm_100, NVRTC ")
-    assert command("--arch", "sm_90") == 0 and "sm_90: there already: " in capsys.readouterr().out
+    assert command("--arch", "sm_90") == 0 and "sm_90: already built: " in capsys.readouterr().out
     assert command("--arch", "sm_90", "--force", "--verbose") == 0 and "registers" in capsys.readouterr().out
     assert len(compiled) == 4
     assert command("--clean") == 0 and capsys.readouterr().out.startswith("3 entries removed")

@@ -255,7 +255,7 @@ def test_compile_errors_are_one_line(tmp_path, folder):
     assert "failed: " in text and "answer.cpp:2:" in text and "nowhere" in text and "\n" not in text
     log = next(folder.glob("*.failed"))
     assert str(log) in text and "here" in log.read_text()
-    assert build.last_failure(ours).startswith(text.partition(" (all of it")[0])
+    assert build.last_failure(ours).startswith(text.partition(" (full output")[0])
     assert entries(folder) == [log.name]
     fixed = sources(tmp_path / "src")
     assert build.last_failure(fixed) is None and answer(build.library(fixed)) == 42
