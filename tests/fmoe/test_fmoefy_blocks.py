@@ -560,7 +560,7 @@ def test_families_that_hold_no_block_are_refused_in_one_line(family):
         sizes = {"hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4]}
         sizes |= {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "mlp_ratios": [2, 2]}
         model = transformers.SegformerModel(transformers.SegformerConfig(**sizes))
-        says = "lies between"
+        says = "row-wise activation between"
     else:
         sizes = {"hidden_size": 32, "embedding_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = transformers.SqueezeBertModel(transformers.SqueezeBertConfig(intermediate_size=48, **sizes))
