@@ -1,7 +1,7 @@
-"""The one console command: ``fmoe NAME ARGS...``.
+"""The console command ``fmoe NAME ARGS...``.
 
 Commands are entry points of the group ``fmoe.commands``, functions ``main(argv) -> int | None``. Any installed package
-can add one; this module imports none of them before it is asked for.
+can add one; this module imports only the command that runs.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from typing import NoReturn
 
 from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
 
-USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help tells more)"
+USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help for details)"
 
 
-# What `fmoe --help` says of each, in the order in which they are met. Text alone: no command is imported for it.
+# Summaries and order of `fmoe --help`. They are here so that `--help` imports no command.
 SUMMARIES = {
     "data": "text to a tokenizer and to token files",
     "train": "pretrain the model of a recipe",
-    "generate": "let a trained model go on with a text",
-    "evaluate": "loss, perplexity, bits a byte of trained models on any text",
+    "generate": "continue a text with a trained model",
+    "evaluate": "loss, perplexity and bits per byte of trained models on any text",
     "compare": "final losses of runs, and how soon one reaches another's",
     "report": "a dashboard of runs in one HTML file",
     "checkpoint": "list, verify and show checkpoints",
@@ -34,23 +34,23 @@ SUMMARIES = {
     "import": "a Hugging Face folder, or Megatron's weights, to a checkpoint",
     "build": "compile the native backend ahead of time",
     "selftest": "check the layer on these machines, alone or under torchrun",
-    "info": "what is installed, and what would run",
+    "info": "installed packages, devices and backends",
 }
 
 
 def commands() -> dict[str, EntryPoint]:
-    """The installed commands by name: ours in the order of `SUMMARIES`, then other packages' by name."""
-    order = {name: place for place, name in enumerate(SUMMARIES)}
+    """Return the installed commands by name: ours in the order of `SUMMARIES`, then those of other packages."""
+    order = {name: index for index, name in enumerate(SUMMARIES)}
     found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
 
 
 def extras() -> dict[str, list[str]]:
-    """Distributions that each extra of the installed fmoe adds, by the extra's name; other extras of fmoe left out."""
+    """Return the distributions that each extra of the installed fmoe adds, without other extras of fmoe."""
     found: dict[str, list[str]] = {}
     try:
         requirements = requires("fmoe") or []
-    except PackageNotFoundError:  # imported from a folder
+    except PackageNotFoundError:  # imported from a folder, not installed
         return found
     for requirement in requirements:
         name, extra = re.match(r"[\w.-]+", requirement), re.search(r"""extra == ["']([\w-]+)""", requirement)
@@ -60,19 +60,19 @@ def extras() -> dict[str, list[str]]:
 
 
 def usage() -> str:
-    """What ``fmoe --help`` prints."""
+    """Return the text of ``fmoe --help``."""
     known = commands()
     width = max(map(len, known), default=0)
     return "\n".join([USAGE, "", *(f"  {name:{width}}  {SUMMARIES.get(name, '')}".rstrip() for name in known)])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 2 for a wrong input (one line on stderr), or what it says itself."""
+    """Run one command and return its exit code: 2 for invalid input (one line on stderr), else the command's."""
     if argv is None:
         argv = sys.argv[1:]
         if sys.stdout is not None:
-            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files may be no UTF-8
-        os.environ["PYTHONSAFEPATH"] = "1"  # processes that this one starts import nothing from the working folder
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names may be invalid UTF-8
+        os.environ["PYTHONSAFEPATH"] = "1"  # child processes import nothing from the working directory
     known = commands()
     if not argv or argv[0] in ("-h", "--help"):
         return run("fmoe", lambda: print(usage())) or (0 if argv else EXIT_USAGE)
@@ -84,18 +84,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends with one line and exit code 2 for wrong arguments; an unknown option names the nearest."""
+    """Parser that reports invalid arguments in one line with exit code 2, and similar names of an unknown option."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
-        # Before argparse does: it would first miss what the option with the typing error was to be.
+        # Before argparse, which would first report a required option as missing if its name is misspelled.
         words = sys.argv[1:] if args is None else list(args)
         for word in words[: words.index("--")] if "--" in words else words:
             if not word.startswith("--"):
                 if self._subparsers is not None:
-                    break  # a subcommand and its options
+                    break  # a subcommand, which parses its own options
                 continue
             option = word.partition("=")[0]
             if not any(known == option or (self.allow_abbrev and known.startswith(option)) for known in self._options):
@@ -108,18 +108,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_option(option: str, known: Iterable[str], program: str, near: Sequence[str] = ()) -> str:
-    """Return the message for an option that is not in ``known``; ``near`` are the nearest, if the caller has them."""
+    """Return the message for an option that is not in ``known``; ``near`` are similar options, if given."""
     near = near or difflib.get_close_matches(option, list(known), n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all"
     return f"unknown option {option}; {hint}"
 
 
 def run(program: str, command) -> int:
-    """Calls ``command()`` and turns a `UserError` into its line on stderr and exit code 2, an interrupt into 130.
+    """Call ``command()`` and return its exit code.
 
-    A path that the system refuses, too long or not permitted, is a wrong input as well.
-
-    A reader of the output that ends first, as ``| head`` does, ends the command quietly with 141, as SIGPIPE would.
+    A `UserError` becomes one line on stderr and exit code 2, as does a path that the system refuses (too long, or no
+    permission). An interrupt becomes exit code 130. If the reader of the output ends first, as ``| head`` does, the
+    command ends silently with 141, as by SIGPIPE.
     """
     try:
         try:
@@ -161,7 +161,7 @@ def _refuse(program: str, message: str) -> int:
 
 
 def drop_output() -> None:
-    """Send standard output, with its buffer, to the null device from here on: it has no reader."""
+    """Redirect standard output, with its buffer, to the null device, because it has no reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -175,7 +175,7 @@ def _has_lost_reader() -> bool:
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # no file behind it
+    except (OSError, ValueError):  # standard output is not a file
         return False
     return bool(poll.poll(0))
 

@@ -1,6 +1,6 @@
-"""Layers over the same experts whose routing is not a choice of tokens: soft MoE and multi-gate MoE.
+"""Layers with dense routing: soft MoE and multi-gate MoE.
 
-Shape letters: B sequences, S tokens of one, D model width, E experts, P slots of an expert, N tasks.
+Shape letters: B sequences, S tokens per sequence, D model width, E experts, P slots per expert, N tasks.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from fmoe.experts import build_experts
 
 
 class _DenseExperts(nn.Module):
-    """What both have: all experts on this worker, drawn under the layer's seed, each given equally many rows."""
+    """Base class with all experts on this rank, keyed by the layer's seed, each with equally many rows."""
 
     def __init__(self, d_model, num_experts, d_hidden, expert, expert_options, seed):
         super().__init__()
@@ -31,7 +31,7 @@ class _DenseExperts(nn.Module):
         )
 
     def _run(self, rows_ERD: Tensor) -> Tensor:
-        """[E, R, D] -> [E, R, ...]: each expert over its R rows."""
+        """Map [E, R, D] to [E, R, ...]: each expert processes its R rows."""
         num_experts, num_rows, width = rows_ERD.shape
         counts_L = torch.full((num_experts,), num_rows, dtype=torch.int64, device="cpu")
         out = self.experts(rows_ERD.reshape(num_experts * num_rows, width), counts_L)
@@ -43,15 +43,16 @@ class _DenseExperts(nn.Module):
 
 
 class SoftMoE(_DenseExperts):
-    """Soft MoE (arXiv 2308.00951, algorithm 1): each slot of an expert is a mean of all tokens of a sequence, and each
-    token a mean of all slots' outputs. Nothing is dropped, nothing chosen; a sequence sees itself alone.
+    """Soft MoE (arXiv 2308.00951, algorithm 1).
+
+    The input of each slot is a weighted mean of all tokens of a sequence, and each token's output a weighted mean of
+    the outputs of all slots. No token is dropped. Not for autoregressive models: a token's output depends on later
+    tokens.
 
     Args:
         d_model: D.
-        num_experts, slots_per_expert: E and P; the paper takes as many slots as tokens.
+        num_experts, slots_per_expert: E and P; the paper uses as many slots as tokens.
         d_hidden, expert, expert_options, seed: as in `fmoe.FMoE`.
-
-    Not for autoregressive models: a token's output depends on the tokens behind it.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class SoftMoE(_DenseExperts):
             self.slots.copy_(torch.randn(self.slots.shape, device="cpu", dtype=torch.float32) * d_model**-0.5)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[..., S, D] -> the same.
+        """Map [..., S, D] to the same shape.
 
         Args:
-            mask: bool [..., S], False for padding: it is in no slot and comes out as zero.
+            mask: bool [..., S], False for padding, which slots ignore and whose output is zero.
         """
         self._check(x)
         x_BSD = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            # Normalised on both sides, as the paper does, so that the softmax does not collapse at large widths.
+            # Normalized on both sides, as in the paper, so that the softmax does not collapse at large widths.
             slots_QD = self.scale.to(dtype) * F.normalize(self.slots.to(dtype), dim=-1)
             logits_BSQ = F.normalize(x_BSD.to(dtype), dim=-1) @ slots_QD.t()
             combine_BSQ = logits_BSQ.softmax(-1)
@@ -102,8 +103,9 @@ class SoftMoE(_DenseExperts):
 
 
 class MMoE(_DenseExperts):
-    """Multi-gate Mixture-of-Experts (KDD 2018, Ma et al.): tasks share the experts, and each has a gate
-    of its own: ``y_n = sum_e softmax(W_n x)_e f_e(x)``.
+    """Multi-gate Mixture-of-Experts (Ma et al., KDD 2018): tasks share experts but not gates.
+
+    Task n has the output ``y_n = sum_e softmax(W_n x)_e f_e(x)``.
 
     Args:
         d_model: D.
@@ -133,7 +135,7 @@ class MMoE(_DenseExperts):
             )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """[..., D] -> N outputs of that shape, one a task."""
+        """Map [..., D] to N outputs of the same shape, one per task."""
         self._check(x)
         x_TD = x.reshape(-1, self.d_model)
         out_ETD = self._run(x_TD.expand(self.num_experts, -1, -1))

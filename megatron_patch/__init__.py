@@ -1,16 +1,16 @@
-"""The Megatron-core adapter: FMoE layers in GPT models, and a runtime for machines without a GPU.
+"""FMoE layers in Megatron-core models, and a runtime for machines without a GPU.
 
-``cpu.install()`` comes first where there is no GPU; it does nothing where there is one.
+Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core.
 """
 
 import warnings
 
-# Said by four modules of megatron-core when they are loaded. Nothing here needs either; where they are, they are used.
+# Four modules of megatron-core warn about Apex when they are imported. Apex is optional.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 
 from megatron_patch.layer import MegatronMoE  # noqa: E402
-from megatron_patch.patch import fmoe_layer_spec, fmoefy  # noqa: E402
-from megatron_patch.takeover import convert_moe_layers, fmoe_state_dict  # noqa: E402
+from megatron_patch.models import fmoe_layer_spec, fmoefy  # noqa: E402
+from megatron_patch.moe_layer import convert_moe_layers, fmoe_state_dict  # noqa: E402
 
 MegatronFMoE = MegatronMoE  # the name until 0.1
 

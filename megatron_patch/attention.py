@@ -1,6 +1,6 @@
 """Megatron-core's local attention through torch's fused scaled_dot_product_attention.
 
-Without Transformer Engine megatron-core writes out the [s, s] scores of every head, several times; torch has fused
+Without Transformer Engine, megatron-core materializes the [s, s] scores of every head several times; torch has fused
 kernels for CPU and GPU (FlashAttention, arXiv 2205.14135).
 """
 
@@ -13,16 +13,17 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_patch import wide
+from megatron_patch import bf16_linear
 from megatron_patch.dropout import HeadDropout
 
 
 class SDPAttention(DotProductAttention):
     """`DotProductAttention` with the same arguments, shapes and results.
 
-    What torch's kernel has no form for (softmax with an offset, sliding windows, layer-scaled scores, several queries
-    behind cached keys) goes the old way. A row whose keys are all masked gives NaN here and their mean there. bf16 is
-    computed in float32 where that is faster (`megatron_patch.wide`).
+    Cases that torch's kernel does not support use megatron-core's code: softmax with an offset, sliding windows,
+    layer-scaled scores, several queries after cached keys. A row whose keys are all masked gives NaN, where
+    megatron-core's code gives the mean of the values. bf16 is computed in float32 where that is faster
+    (`megatron_patch.bf16_linear`).
     """
 
     def forward(
@@ -35,23 +36,27 @@ class SDPAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """[s, b, heads, head width] each -> [s, b, heads * head width]. The mask is True where nothing is seen."""
+        """Map three tensors [s, b, heads, head width] to [s, b, heads * head width].
+
+        Args:
+            attention_mask: True where a query must not see a key.
+        """
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
-        # torch aligns a causal mask at the top left, which is another one where there are more keys than queries.
-        # One query behind cached keys sees all of them.
+        # torch aligns a causal mask at the top left, which is wrong with more keys than queries. A single query after
+        # cached keys sees all of them.
         is_causal &= query.shape[0] > 1
         special |= is_causal and query.shape[0] != key.shape[0]
         if special or attention_bias is not None or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        dtype = torch.float32 if query.dtype == torch.bfloat16 and wide.is_wanted() else query.dtype
+        dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         heads = [x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value)]
         dropout = self.attention_dropout.p if self.training else 0.0
         if dropout and isinstance(self.attention_dropout, HeadDropout):
             out = self._attend(*heads, attention_mask, is_causal)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
-        # As in the module replaced: under tensor parallelism each rank drops its own heads' scores.
+        # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
@@ -65,8 +70,10 @@ class SDPAttention(DotProductAttention):
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """[b, heads, s, head width] each -> the same, with the probabilities written out: torch's kernels draw their
-        own dropout."""
+        """Attend with keyed dropout of the probabilities, which torch's kernels do not support.
+
+        All shapes are [b, heads, s, head width].
+        """
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)

@@ -1,8 +1,7 @@
 """Megatron-core 0.16 on machines without a GPU.
 
-Megatron-core says "cuda" where it means "the device". `install` redirects those places to the CPU; `PATCHES` is the
-list of all that it changes, each with its reason. Where torch sees a GPU none of it is put in. A name that
-megatron-core has moved fails at once and by name, not as wrong numbers later.
+Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each with its reason. If
+torch sees a GPU, `PATCHES` are not applied. If megatron-core has moved a name, `install` raises and names it.
 """
 
 import contextlib
@@ -15,9 +14,8 @@ import torch
 from torch.utils._device import _device_constructors
 
 from fmoe import random
-from megatron_patch import adapter, wide
-from megatron_patch.patches import Patch, apply
-from megatron_patch.version import check_version
+from megatron_patch import bf16_linear, patches
+from megatron_patch.patches import Patch
 
 _CPU = torch.device("cpu")
 
@@ -31,7 +29,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 def _device_on_cpu(function: Callable) -> Callable:
-    """The function with ``device="cuda"`` (or a CUDA device's number) meaning the CPU."""
+    """Make ``device="cuda"``, or the number of a CUDA device, mean the CPU."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
@@ -44,7 +42,7 @@ def _device_on_cpu(function: Callable) -> Callable:
 
 
 def _to_on_cpu(to: Callable) -> Callable:
-    """``Tensor.to``, whose device may stand anywhere."""
+    """Make CUDA devices mean the CPU in any argument of ``Tensor.to``."""
 
     @functools.wraps(to)
     def wrapped(self, *args, **kwargs):
@@ -54,7 +52,7 @@ def _to_on_cpu(to: Callable) -> Callable:
 
 
 def _type_for_megatron(type_: Callable) -> Callable:
-    """``Tensor.type``, which names a CUDA tensor when megatron-core asks, and knows those names as a dtype."""
+    """Make ``Tensor.type`` return CUDA type names to megatron-core, and accept them."""
 
     @functools.wraps(type_)
     def wrapped(self, dtype=None, *args, **kwargs):
@@ -71,7 +69,7 @@ def _type_for_megatron(type_: Callable) -> Callable:
 
 
 class _NullStream:
-    """A stream of a device that finishes everything at once; all are alike."""
+    """A stream of a device that runs everything synchronously; all are equal."""
 
     def __init__(self, *args, **kwargs): ...
     def wait_stream(self, stream) -> None: ...
@@ -108,16 +106,16 @@ _STREAM = _NullStream()
 
 
 def _constant(value: Any) -> Callable[[Any], Any]:
-    """``make`` of a patch that puts a function returning ``value``, whatever its arguments."""
+    """Return the ``make`` of a patch to a function that always returns ``value``."""
     return lambda old: lambda *args, **kwargs: value
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
-    """The tracker over torch's CPU generator instead of the CUDA one.
+    """Make the tracker use torch's CPU generator instead of the CUDA one.
 
-    That generator also tells layers where the training is (`fmoe.random`), which must hold within `fork` too, around
-    all layers of a sequence parallel model. So a fork branches off from the generator outside of it, and goes on where
-    the one before ended only as long as that is the same: what is drawn depends on the position and the tracker's seed.
+    The generator also carries the position in training (`fmoe.random`), which layers read within `fork` too: a sequence
+    parallel model forks around all of its layers. So a fork branches from the outer generator, and continues the
+    previous fork only while that branch is the same. Draws then depend on the position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):
@@ -126,7 +124,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
             if seed in self.seeds_:
                 raise ValueError(f"seed {seed} is already used by another RNG state")
             if name in self.states_:
-                raise ValueError(f"RNG state {name} is already there")
+                raise ValueError(f"RNG state {name} already exists")
             self.seeds_.add(seed)
             self.__dict__.setdefault("_seed_of", {})[name] = seed
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
@@ -134,7 +132,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
         @contextlib.contextmanager
         def fork(self, name="model-parallel-rng"):
             if name not in self.states_:
-                raise KeyError(f"RNG state {name} was never added")
+                raise KeyError(f"RNG state {name} does not exist")
             outside = torch.get_rng_state()
             branch = None
             if random.position() is not None:
@@ -152,7 +150,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
 
 
 def _splits_as_numpy(move: Callable) -> Callable:
-    """Megatron's `maybe_move_tensor_to_cpu`, which turns split sizes into numpy only if they were on a GPU."""
+    """Make `maybe_move_tensor_to_cpu` convert split sizes to numpy for CPU tensors too."""
 
     def moved(tensor, as_numpy=False, record_stream=False):
         if as_numpy and torch.is_tensor(tensor):
@@ -162,8 +160,8 @@ def _splits_as_numpy(move: Callable) -> Callable:
     return moved
 
 
-def _max_without_places(largest: Callable) -> staticmethod:
-    """The largest logit of each token: the same values, without their places, which cost most of the time."""
+def _max_without_indices(largest: Callable) -> staticmethod:
+    """Compute the largest logit of each token without its index, which takes most of the time."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()
@@ -185,7 +183,7 @@ _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 PATCHES = (
     *(Patch("torch", name, _device_on_cpu, 'device="cuda" all over megatron-core') for name in _FACTORIES),
     *(Patch("torch:Tensor", name, _device_on_cpu, 'device="cuda"') for name in _NEW),
-    Patch("torch:Tensor", "to", _to_on_cpu, "moves to the current device"),
+    Patch("torch:Tensor", "to", _to_on_cpu, "moves tensors to the current device"),
     Patch("torch:Tensor", "cuda", lambda old: lambda self, *args, **kwargs: self, "masks (fused_softmax.py), buffers"),
     Patch(
         "torch:Tensor", "type", _type_for_megatron, "compared with torch.cuda.* (clip_grads.py:167, optimizer.py:671)"
@@ -215,7 +213,7 @@ PATCHES = (
         f"{_MOE}.moe_utils",
         "te_general_gemm",
         lambda old: old,
-        "Megatron's own router reads a name that is unset without Transformer Engine (moe_utils.py:1192)",
+        "Megatron's own router reads a name that is undefined without Transformer Engine (moe_utils.py:1192)",
         required=False,
     ),
     Patch(
@@ -227,50 +225,49 @@ PATCHES = (
     Patch(
         "megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy",
         "calculate_logits_max",
-        _max_without_places,
-        "torch.max along an axis takes several times as long as amax on a CPU (cross_entropy.py:31): nothing fails "
-        "without",
+        _max_without_indices,
+        "speed only: torch.max along an axis takes several times as long as amax on a CPU (cross_entropy.py:31)",
     ),
-    Patch(_LINEAR, "forward", wide.forward_in_float32, "bf16 products without instructions for them (layers.py:488)"),
-    Patch(_LINEAR, "backward", wide.backward_in_float32, "the same (layers.py:531)"),
+    Patch(_LINEAR, "forward", bf16_linear.forward_in_float32, "speed only: bf16 without instructions (layers.py:488)"),
+    Patch(_LINEAR, "backward", bf16_linear.backward_in_float32, "its backward pass (layers.py:531)"),
 )
 
 _installed = False
 
 
 def install() -> bool:
-    """Lets megatron-core run on the CPU with gloo, for the rest of the process, and puts in what the adapter changes
-    on any device (`megatron_patch.adapter`). Safe to call again.
+    """Apply the patches for any device and, without a GPU, `PATCHES`, for the rest of the process.
+
+    Megatron-core then runs on the CPU with gloo. Further calls do nothing.
 
     Returns:
-        Whether the CPU runtime is in place; False where torch sees a GPU.
+        Whether `PATCHES` are applied; False if torch sees a GPU.
 
     Raises:
-        UserError: megatron-core is outside the supported range, or a patched name has moved.
+        UserError: as `megatron_patch.patches.apply`.
     """
     global _installed
-    version = check_version()
-    adapter.install()
+    patches.install()
     if torch.cuda.is_available():
         return False
     if _installed:
         return True
-    # `with torch.device(...)` knows the functions that make tensors by identity, and looks them up when first used.
+    # `with torch.device(...)` collects the functions that make tensors at first use: it must see the originals.
     _device_constructors()
-    apply(PATCHES, version)
+    patches.apply(PATCHES)
     _installed = True
     return True
 
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Within, models are built, wrapped and given an optimizer on the meta device: shapes without memory.
+    """Put models, wrappers and optimizers built in this context on the meta device: shapes without memory.
 
     Raises:
-        RuntimeError: `install` has not put the CPU runtime in, because torch sees a GPU.
+        RuntimeError: `install` has not been called, or torch sees a GPU.
     """
     if not _installed:
-        raise RuntimeError("on_meta() is over the CPU runtime: hide GPUs (CUDA_VISIBLE_DEVICES=) and call install()")
+        raise RuntimeError("on_meta() needs the CPU runtime: hide GPUs (CUDA_VISIBLE_DEVICES=) and call install()")
     before = torch.cuda.current_device
     meta = torch.device("meta")
     torch.cuda.current_device = lambda: meta

@@ -1,8 +1,8 @@
-"""Dropout keyed by token and feature: the same elements are dropped however a job is split.
+"""Dropout keyed by token and feature, which drops the same elements however a job is split.
 
-Megatron-core draws from a generator, whose numbers depend on the shape of the micro batch and on how many tensor
-parallel ranks share a layer. Here each element's decision is a hash of (seed, step, layer, site, token, feature), as
-`fmoe.random` describes: micro batches, ranks, pipeline stages and recomputation change nothing.
+Megatron-core draws from a generator, so its dropout depends on the shape of the micro batch and on the number of tensor
+parallel ranks. Here each decision is a hash of (seed, step, layer, site, token, feature) (`fmoe.random`). It does not
+depend on micro batches, ranks, pipeline stages or recomputation.
 
 Shape letters: S sequence length on this rank, B sequences, H hidden size, A heads on this rank, K keys.
 """
@@ -21,15 +21,15 @@ from fmoe import random
 
 
 class TokenDropout(nn.Dropout):
-    """Dropout of hidden states [S, B, H], of which sequence parallel ranks hold a slice of each sequence.
+    """Dropout of hidden states [S, B, H]; under sequence parallelism, S is a slice of each sequence.
 
     Args:
         rate: probability of dropping an element.
-        site: key of this place in the model, with the seed of the run.
+        site: key of the seed of the run and this site in the model.
         is_sliced: whether S is this tensor parallel rank's slice of the sequences.
 
     Attributes:
-        part: added to the key, for a module that runs several times per micro batch.
+        part: name added to the key, for a module that runs several times per micro batch.
     """
 
     def __init__(self, rate: float, site: int, is_sliced: bool = False):
@@ -44,15 +44,19 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """A key for each row of features: int64 [S, B]."""
+        """Return a key for each row of features, int64 [S, B]."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
 
-    def token_keys(self, places: range, length: int, batch: int, device: torch.device) -> Tensor:
-        """A key for each token at ``places`` of ``batch`` sequences of ``length`` tokens: int64 [batch, places]."""
+    def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
+        """Return a key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
+
+        Returns:
+            int64 [batch, positions].
+        """
         sequences = torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(1) * length + random.first_token()
-        tokens = sequences + torch.arange(places.start, places.stop, dtype=torch.int64, device=device)
+        tokens = sequences + torch.arange(positions.start, positions.stop, dtype=torch.int64, device=device)
         return random.fold(random.derive(random.noise_key(self.site), f"dropout {self.part}", device), tokens)
 
 
@@ -68,7 +72,7 @@ class HeadDropout(TokenDropout):
 
 
 class _BiasDropoutAdd:
-    """Megatron-core's `get_bias_dropout_add` with another dropout."""
+    """Megatron-core's `get_bias_dropout_add` with keyed dropout."""
 
     def __init__(self, dropout: TokenDropout):
         self.dropout = dropout
@@ -86,14 +90,14 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replaces the dropout of a Megatron-core language model: embedding, attention probabilities, residual branches.
+    """Replace the dropout of a Megatron-core language model: embedding, attention probabilities, residual branches.
 
     Args:
-        model: whole, or a pipeline stage's part.
-        seed: of the run.
+        model: the whole model, or a pipeline stage.
+        seed: seed of the run.
     """
     for name, module in model.named_modules():
-        stack = name.partition(".")[0]  # a T5 numbers its encoder's and its decoder's layers from 1 each
+        stack = name.partition(".")[0]  # a T5 numbers the layers of its encoder and of its decoder from 1
         if isinstance(module, LanguageModelEmbedding):
             is_sliced = module.config.sequence_parallel
             site = random.key("dropout", seed, "embedding")
@@ -116,7 +120,7 @@ def _key_layer(layer: TransformerLayer, seed: int, stack: str) -> None:
 
 
 def _tensor_parallel() -> tuple[int, int]:
-    """(ranks, this rank)"""
+    """Return the size of the tensor parallel group and this rank."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

@@ -1,8 +1,8 @@
-"""Initial weights of a dense model that do not depend on the pipeline stage that draws them.
+"""Initial weights of a dense model that do not depend on the pipeline split.
 
-Megatron-core draws a stage's layers from the generator one after the other: a stage would draw other weights than the
-same layers have in one process. Here each layer is drawn under its number, as experts are under theirs (`fmoe.random`).
-Tensor parallel ranks take their parts of whole matrices where ``config.use_cpu_initialization`` is on.
+Megatron-core draws the layers of a stage from the generator in turn, so their weights depend on the split. Here the
+layer's number keys its weights, as the expert's number keys an expert's (`fmoe.random`). With
+``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
 import copy
@@ -22,12 +22,12 @@ from fmoe import random
 def keyed_layer_spec(
     spec: ModuleSpec, seed: int, part: str = "decoder", without_mlp: Collection[int] = ()
 ) -> ModuleSpec:
-    """A copy of a transformer layer's spec whose layers are drawn under (seed, part, number of the layer).
+    """Return a copy of a transformer layer's spec whose weights are keyed by (seed, part, layer number).
 
     Args:
-        part: of the model, where several number their layers from 1.
-        without_mlp: numbers of layers that are made without, for experts to take its place: a dense one would be drawn,
-            of any size, only to be thrown away. It is drawn last, so that the rest of the layer is the same.
+        part: name of the stack, in models where several stacks number their layers from 1.
+        without_mlp: numbers of layers to build without an MLP, which experts are going to replace. The MLP is drawn
+            last, so the rest of the layer has the same weights.
     """
 
     class KeyedLayer(spec.module):
@@ -46,7 +46,7 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: nn.Module, seed: int) -> None:
-    """Draws the untied output layer of a language model under its own key, where the chunk has one."""
+    """Draw the untied output layer of a language model under its own key, if the chunk has one."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight

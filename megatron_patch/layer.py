@@ -1,8 +1,7 @@
-"""The MoE layer in the place of the MLP of a Megatron-core transformer layer."""
+"""`MegatronMoE`: the MoE layer that replaces the MLP of a Megatron-core transformer layer."""
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,35 +19,37 @@ from fmoe.gates import GATES, FixedRouter
 from fmoe.losses import AuxLosses
 from fmoe.random import key
 from fmoe.routing import Routing
-from megatron_patch import adapter
+from megatron_patch import patches
 from megatron_patch.sharded import sharded_experts
 
-# Our names of losses in Megatron's aux-loss tracker, which its training loops log.
+# Names of losses in Megatron's aux-loss tracker, which its training loops log.
 _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
 
 
 class MegatronMoE(MoE):
-    """`fmoe.MoE` with the constructor and the call of the module in the MLP's place (megatron-core 0.16).
+    """`fmoe.MoE` with the constructor and the call of a Megatron-core MLP (megatron-core 0.16).
 
-    Width, activation, bias, initialisers and dtype come from ``config``; the tensor, expert and expert tensor parallel
-    groups from ``pg_collection`` or parallel_state. It sets ``config.num_moe_experts``, because the schedule hands the
-    scale of auxiliary losses only to models that have it.
+    Width, activation, bias, initializers and dtype come from ``config``; the tensor, expert and expert tensor parallel
+    groups from ``pg_collection`` or parallel_state. The layer sets ``config.num_moe_experts``, because Megatron's
+    schedule passes the scale of auxiliary losses only to models that have it.
 
     Each tensor parallel rank routes a slice of the sequences: its own under sequence parallelism, else one that it
-    takes; the gate decides over all of them. With an expert tensor parallel size above 1 the experts' hidden units are
-    spread over that group. ``config.recompute_modules`` with "mlp" or "moe" recomputes the layer in the backward pass.
+    takes. The gate decides over all slices. With an expert tensor parallel size above 1, hidden units of the experts
+    are split over that group. "mlp" or "moe" in ``config.recompute_modules`` recomputes the layer in the backward pass.
 
     Args:
-        config, submodules, layer_number, pg_collection, is_mtp_layer, name: what Megatron-core passes.
-        num_experts: in all.
-        d_hidden: hidden width of an expert; None for the config's ``moe_ffn_hidden_size``, else ``ffn_hidden_size``.
-        seed: of the run; with the layer number, the key of the layer's weights and noise.
-        layer_offset: added to the layer number: for the second stack of a model (a T5's decoder) the first's layers.
-        model_layers: layers of all stacks; None for those of ``config``.
+        config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
+        num_experts: number of experts over all ranks.
+        d_hidden: hidden width of an expert; None for ``moe_ffn_hidden_size`` of the config, or ``ffn_hidden_size`` if
+            that is not set.
+        seed: seed of the run; keys the layer's weights and noise together with the layer number.
+        layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
+        model_layers: number of layers over all stacks; None for the number in ``config``.
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: context parallelism, which cuts routing groups; a ready gate, which layers would share.
+        UserError: the config has context parallelism, which splits routing groups; ``gate`` is a module, which layers
+            would share.
     """
 
     def __init__(
@@ -69,25 +70,25 @@ class MegatronMoE(MoE):
         expert_options: Mapping[str, Any] | None = None,
         **options,
     ):
-        adapter.install()
+        patches.install()
         if config.context_parallel_size > 1:
             raise UserError(
-                f"context_parallel_size={config.context_parallel_size} cuts routing groups in a way that FMoE "
-                "layers do not follow: use 1"
+                f"context_parallel_size={config.context_parallel_size} is not supported, because it splits routing "
+                "groups: use 1"
             )
         if isinstance(options.get("gate"), nn.Module):
-            raise UserError("gate is one module for all layers: give its name or class, and gate_options")
+            raise UserError("gate must not be a module, which all layers would share: pass its name or class")
         self._run_seed, self._layer_offset = seed, layer_offset
         if layer_number is not None:
             layer_number += layer_offset
-        groups = _Groups.of(pg_collection)
-        size = groups.tensor.size() if groups.tensor else 1
+        tensor_group = _group(pg_collection, "tp", parallel_state.get_tensor_model_parallel_group)
+        size = tensor_group.size() if tensor_group else 1
         if config.tensor_model_parallel_size != size:
             raise UserError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the tensor "
-                f"parallel group, which has {size} ranks"
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the size "
+                f"of the tensor parallel group, {size}"
             )
-        if _has_a_router(options.get("gate", "naive")):
+        if _has_router(options.get("gate", "naive")):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
         if isinstance(options.get("expert", "ffn"), str):
             expert_options = {
@@ -106,10 +107,10 @@ class MegatronMoE(MoE):
             d_hidden=d_hidden,
             gate_options=gate_options,
             expert_options=expert_options,
-            moe_group=groups.expert,
-            slice_group=None if config.sequence_parallel else groups.tensor,
-            sequence_group=groups.tensor if config.sequence_parallel else None,
-            expert_tensor_group=groups.expert_tensor,
+            moe_group=_group(pg_collection, "ep", parallel_state.get_expert_model_parallel_group),
+            slice_group=None if config.sequence_parallel else tensor_group,
+            sequence_group=tensor_group if config.sequence_parallel else None,
+            expert_tensor_group=_group(pg_collection, "expt_tp", parallel_state.get_expert_tensor_parallel_group),
             loss_scale=_megatron_loss_scale,
             sequence_first=True,
             seed=key("layer", seed, layer_number or 0),
@@ -120,31 +121,35 @@ class MegatronMoE(MoE):
         num_layers = model_layers or config.num_layers + (config.mtp_num_layers or 0)
         super().__init__(**spec.arguments(aux=functools.partial(MegatronAux, config, layer_number, num_layers)))
         modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
-        # "mlp" is Megatron's own business, which recomputes whatever is in the MLP's place.
+        # With "mlp", Megatron itself recomputes the module that replaces the MLP.
         self._recomputes = "moe" in (modules or ()) and "mlp" not in modules
-        adapter.announce_experts(config, self.num_experts)
-        self._place()
+        config.num_moe_experts = self.num_experts
+        self._move()
 
-    def _place(self) -> None:
-        """On the device and in the dtype of the model around it."""
+    def _move(self) -> None:
+        """Move the layer to the device and dtype of the model."""
         on_meta = any(parameter.is_meta for parameter in self.parameters())
         on_cpu = on_meta or self.config.use_cpu_initialization
         self.to(device=None if on_cpu else torch.cuda.current_device(), dtype=self.config.params_dtype)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron-core once the layer knows its place; gate and experts are made anew under it."""
+        """Rebuild the gate and the experts under a new layer number; called by Megatron-core."""
         layer_number += self._layer_offset
         if layer_number != self.layer_number:
             self.layer_number = self.aux.layer_number = layer_number
             self.name = self.aux.name = _name(layer_number)
             self.seed = key("layer", self._run_seed, layer_number)
             self.assemble(**self.spec.parts(self.exchange, self.seed))
-            self._place()
+            self._move()
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> ([s, b, h], no bias). ``padding_mask`` is [b, s], True for padding, which is not routed."""
+        """Map [s, b, h] to ([s, b, h], no bias).
+
+        Args:
+            padding_mask: [b, s], True for padding, which is not routed.
+        """
         mask = None if padding_mask is None else ~padding_mask.bool().transpose(0, 1)
         if self._recomputes and self.training:
             return tensor_parallel.checkpoint(super().forward, False, hidden_states, mask), None
@@ -156,21 +161,23 @@ class MegatronMoE(MoE):
         slice_group, sequence_group = self.layout.slice_group, self.layout.sequence_group
         for parameter in self.parameters():
             if id(parameter) in experts:
-                # Ranks of a tensor parallel group hold other experts, or see other tokens: none is the duplicate that
-                # Megatron leaves out of the norm of the gradient.
+                # Tensor parallel ranks hold different experts, or see different tokens. Without the mark, Megatron
+                # takes the parameter for a duplicate, which it leaves out of the gradient norm.
                 parameter.tensor_model_parallel = True
             elif slice_group is not None or sequence_group is not None:
                 parameter.sequence_parallel = sequence_group is not None
-                setattr(parameter, adapter.PARTIAL, sequence_group is None)
+                setattr(parameter, patches.PARTIAL, sequence_group is None)
         bias, group = getattr(self.experts, "bias_out", None), self.spec.expert_tensor_group
         if bias is not None and group is not None:
-            bias.shared = group.rank() > 0  # equal on all ranks: Megatron's mark for "counted elsewhere"
+            bias.shared = group.rank() > 0  # equal on all ranks: Megatron then counts it once
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Experts sharded along their global id, and their hidden units over expert tensor parallel ranks; gate and
-        shared expert replicated."""
+        """Shard experts along their global id, and their hidden units over expert tensor parallel ranks.
+
+        The gate and the shared expert are replicated.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         rest = {
             name: value
@@ -197,10 +204,10 @@ class MegatronAux(AuxLosses):
     """`AuxLosses` that also enter Megatron's tracker, which its training loops log.
 
     Args:
-        config: of the model.
-        layer_number: the layer's, from 1.
-        num_layers: layers of the model.
-        arguments: of `AuxLosses`.
+        config: config of the model.
+        layer_number: number of the layer, from 1.
+        num_layers: number of layers in the model.
+        arguments: arguments of `AuxLosses`.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int | None, num_layers: int, *args, **arguments):
@@ -210,7 +217,7 @@ class MegatronAux(AuxLosses):
     def total(self, routing: Routing) -> Tensor | None:
         total = super().total(routing)
         if total is not None and self.config.calculate_per_token_loss and routing.stats is not None:
-            # The training loss is then a sum over tokens, which finalize_model_grads divides by their number.
+            # The training loss is then a sum over tokens. finalize_model_grads divides it by their number.
             total = total * routing.stats.tokens
         return total
 
@@ -226,36 +233,21 @@ class MegatronAux(AuxLosses):
             )
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Process groups of a layer; None where there is one rank."""
-
-    expert: dist.ProcessGroup | None
-    tensor: dist.ProcessGroup | None
-    expert_tensor: dist.ProcessGroup | None
-
-    @classmethod
-    def of(cls, collection) -> "_Groups":
-        def pick(name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:
-            group = getattr(collection, name, None)
-            group = default() if group is None else group
-            return None if group.size() == 1 else group
-
-        return cls(
-            pick("ep", parallel_state.get_expert_model_parallel_group),
-            pick("tp", parallel_state.get_tensor_model_parallel_group),
-            pick("expt_tp", parallel_state.get_expert_tensor_parallel_group),
-        )
+def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Return a process group of the collection, or the default; None if it has one rank."""
+    group = getattr(collection, name, None)
+    group = default() if group is None else group
+    return None if group.size() == 1 else group
 
 
-def _has_a_router(gate: Any) -> bool:
-    """Whether a gate is given by name and has weights to initialise."""
+def _has_router(gate: Any) -> bool:
+    """Return whether a gate is given by name and has weights to initialize."""
     cls = GATES.get(gate) if isinstance(gate, str) else None
     return isinstance(cls, type) and not issubclass(cls, FixedRouter)
 
 
 def _megatron_loss_scale() -> float | Tensor:
-    """What the schedule set for this micro batch: loss scale / micro batches."""
+    """Return the factor that the schedule set for this micro batch: loss scale / number of micro batches."""
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     return 1.0 if scale is None else scale
 

@@ -1,4 +1,4 @@
-"""One loss scale for all parts of an optimizer."""
+"""One fp16 loss scale for all optimizers of a `ChainedOptimizer`."""
 
 import functools
 from collections.abc import Callable
@@ -12,49 +12,51 @@ from torch import Tensor
 
 
 class SharedGradScaler(MegatronGradScaler):
-    """A scaler of Megatron-core that several optimizers have between them, and that moves once a step.
+    """A scaler that several optimizers share and that is updated once per step.
 
     Args:
-        scaler: Megatron's, dynamic or constant.
+        scaler: scaler of Megatron-core, dynamic or constant.
 
     Attributes:
-        skipped: steps that had an overflow so far.
+        skipped: number of steps with an overflow.
     """
 
-    def __init__(self, scaler: MegatronGradScaler):  # not the parent's, which makes a scale
+    def __init__(self, scaler: MegatronGradScaler):  # does not call the parent's, which allocates a scale
         self.scaler, self.skipped = scaler, 0
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by, fp32 [1]."""
+        """Factor of the loss, fp32 [1]."""
         return self.scaler.scale
 
     @property
     def inv_scale(self) -> Tensor:
-        """What gradients are multiplied by, fp32 [1]."""
+        """Factor of the gradients, fp32 [1]."""
         return self.scaler.inv_scale
 
     @property
     def can_fall(self) -> bool:
-        """Whether a lower scale is still to come, should there be an overflow."""
+        """Whether further overflows can lower the scale."""
         return isinstance(self.scaler, DynamicGradScaler) and bool(self.scale > self.scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing: this is what one of the optimizers found. See `settle`."""
+        """Do nothing: a single optimizer calls it with its own overflow. See `settle`."""
 
     def settle(self, found_inf: bool) -> None:
-        """Ends a step, of which all optimizers of all ranks know together whether there was an overflow."""
+        """Update the scale at the end of a step, with the overflow of all optimizers and ranks."""
         self.skipped += found_inf
         self.scaler.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: ``skipped``; of a dynamic scale ``scale``, ``growth_tracker``, ``hysteresis_tracker``."""
+        """Return plain numbers: ``skipped``, and ``scale``, ``growth_tracker``, ``hysteresis_tracker`` if dynamic."""
         state = {name: float(v) if torch.is_tensor(v) else v for name, v in self.scaler.state_dict().items()}
         return state | {"skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict`, or that of Megatron's scaler, gave. A constant scale stays what it is, and a
-        dynamic one begins anew after a constant one."""
+        """Load the state of this class or of Megatron's scaler.
+
+        A constant scale does not change. A dynamic scale keeps its initial value if the state has none.
+        """
         self.skipped = state.get("skipped", 0)
         if isinstance(self.scaler, DynamicGradScaler) and "scale" in state:
             scale = torch.full_like(self.scaler.scale, float(state["scale"]))
@@ -62,7 +64,7 @@ class SharedGradScaler(MegatronGradScaler):
 
 
 def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
-    """That of an optimizer built by Megatron-core; None where losses are not scaled."""
+    """Return the scaler of an optimizer built by Megatron-core; None if losses are not scaled."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(scaler := getattr(part, "grad_scaler", None), SharedGradScaler):
             return scaler
@@ -70,7 +72,7 @@ def grad_scaler(optimizer: MegatronOptimizer) -> SharedGradScaler | None:
 
 
 def share(init: Callable) -> Callable:
-    """``ChainedOptimizer.__init__`` that gives all parts the scaler of the first one, which scales the loss."""
+    """Make ``ChainedOptimizer.__init__`` give all optimizers the scaler of the first one, which scales the loss."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):
@@ -85,7 +87,7 @@ def share(init: Callable) -> Callable:
 
 
 def settle_together(prepare: Callable) -> Callable:
-    """``ChainedOptimizer.prepare_grads`` that says the same on every rank, and moves the scale once."""
+    """Make ``ChainedOptimizer.prepare_grads`` agree on overflows over all ranks, and update the scale once."""
 
     @functools.wraps(prepare)
     @torch.no_grad()
@@ -94,7 +96,7 @@ def settle_together(prepare: Callable) -> Callable:
         scaler = grad_scaler(self)
         if scaler is None:
             return found_inf
-        # Each part has asked the ranks that hold other parameters of its kind, not those that hold copies.
+        # Each optimizer has reduced over the ranks that hold its other parameters, not over those with replicas.
         found = torch.full_like(scaler.scale, float(found_inf))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         found_inf = bool(found)

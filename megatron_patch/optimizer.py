@@ -21,14 +21,13 @@ from fmoe import UserError
 from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, is_matrix, is_stacked
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
-from megatron_patch import adapter
-from megatron_patch.version import check_version
+from megatron_patch import patches
 
-# What is put in the place of Megatron's Adam while its optimizer is built, and why it has to be.
+# Names to replace while Megatron-core builds its optimizer.
 _STAND_INS = (
-    (megatron_optimizer, "Adam"),  # what is called as Adam(params=groups, lr=..., ...)
-    (megatron_optimizer, "USING_PYTORCH_OPTIMIZER"),  # else torch.optim.AdamW is called by that name
-    (distrib_optimizer, "Adam"),  # the distributed optimizer asserts that it got one
+    (megatron_optimizer, "Adam"),  # called as Adam(params=groups, lr=..., ...)
+    (megatron_optimizer, "USING_PYTORCH_OPTIMIZER"),  # if True, torch.optim.AdamW is called instead of Adam
+    (distrib_optimizer, "Adam"),  # the distributed optimizer asserts the type of the inner one
 )
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
@@ -36,14 +35,14 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class Shard:
-    """The flat range of a parameter that an optimizer of this rank steps, and the tensor it steps for it.
+    """The range of a flattened parameter that an optimizer of this rank steps.
 
     Attributes:
-        optimizer: torch's, which has the state of ``main``.
-        parameter: the model's.
-        main: the parameter itself, a float32 copy of it, or a flat part of either.
-        start, stop: of ``main`` in the flat parameter.
-        is_sharded: other ranks step other parts.
+        optimizer: torch's optimizer, which holds the state of ``main``.
+        parameter: parameter of the model.
+        main: tensor that is stepped: the parameter, a float32 copy of it, or a flat slice of either.
+        start, stop: range of ``main`` in the flattened parameter.
+        is_sharded: whether other ranks step other ranges.
     """
 
     optimizer: Optimizer
@@ -55,18 +54,18 @@ class Shard:
 
     @property
     def has_master(self) -> bool:
-        """Whether the stepped values are an fp32 copy of 16-bit ones."""
+        """Whether ``main`` is an fp32 copy of 16-bit values."""
         return self.parameter.dtype != torch.float32
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Those that step something on this rank: of dense parameters, of experts."""
+    """Return the inner optimizers that have parameters on this rank: for dense parameters, for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
-    """All that this rank steps, of all optimizers in ``optimizer``."""
+    """Yield the shards that this rank steps, of all inner optimizers."""
     for part in optimizers(optimizer):
         yield from _shards_of(part)
 
@@ -91,9 +90,9 @@ def _shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
 
 
 def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
-    """Tells the optimizer that others have changed ``shard.main``, and puts ``state`` in the place of its own.
+    """Update the optimizer after ``shard.main`` was changed, and replace its state with ``state`` if that is given.
 
-    An optimizer that steps on the host has copies there of what it steps.
+    An optimizer that steps on the host keeps copies of its parameters there, which are updated too.
     """
     own, main = shard.optimizer, shard.main
     if not isinstance(own, HybridDeviceOptimizer):
@@ -112,9 +111,9 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
 
 
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
-    """The model's parameters that one of `optimizers` is for, in the order of its layout."""
+    """Return the model's parameters of one of `optimizers`, in the order of its layout."""
     if isinstance(part, DistributedOptimizer):
-        # In the order of the buffers, which all data parallel ranks have alike; not only what this rank holds.
+        # All parameters in the order of the buffers, which is equal on all data parallel ranks.
         return [parameter for buffer in part.buffers for parameter in buffer.params]
     return [shard.parameter for shard in _shards_of(part)]
 
@@ -122,31 +121,31 @@ def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
 def build_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[nn.Module], make: Make | None = None, **options
 ) -> MegatronOptimizer:
-    """Megatron-core's optimizer around one that ``make`` makes, with vectors outside weight decay.
+    """Build Megatron-core's optimizer around one from ``make``, without weight decay of vectors.
 
-    Vectors are what has one axis, and the biases of stacked experts, which Megatron-core would decay for their two.
+    Vectors have one axis, or are biases of stacked experts, which Megatron-core would decay because they have two.
 
     Args:
-        config: of Adam whatever ``make`` makes; what it takes of it is up to that.
-        model_chunks: wrapped by Megatron's DDP.
-        make: parameter groups -> optimizer, called once for dense parameters and once for experts. None: Adam, which is
-            Transformer Engine's or apex's where Megatron-core finds them.
-        options: of ``get_megatron_optimizer``.
+        config: config of Megatron-core for Adam, also with ``make``, which need not use it.
+        model_chunks: model chunks, wrapped by Megatron's DDP.
+        make: maps parameter groups to an optimizer; called once for dense parameters and once for experts. None for
+            Adam, from Transformer Engine or apex if they are installed.
+        options: arguments of ``get_megatron_optimizer``.
 
     Raises:
-        UserError: megatron-core is outside the supported range or a name that is replaced has moved; an optimizer that
-            wants whole tensors gets parts of them.
+        UserError: the version of megatron-core is not supported, or a name to replace is missing; an optimizer that
+            needs whole tensors would get slices of them.
     """
-    adapter.install()
+    patches.install()
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
     with contextlib.nullcontext() if make is None else _standing_in(make):
         optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)
     for part in optimizers(optimizer):
         for shard in _shards_of(part):
             if isinstance(part.optimizer, Adafactor | AdamW8bit):
-                _refuse_parts(part.optimizer, shard)
+                _check_whole(part.optimizer, shard)
             if is_stacked(shard.parameter) and not shard.is_sharded:
-                shard.main.is_stacked = True  # masters have lost the mark
+                shard.main.is_stacked = True  # fp32 copies lack the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
     return optimizer
@@ -154,27 +153,32 @@ def build_optimizer(
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: float) -> None:
-    """Megatron-core's ``clip_grad_by_total_norm_fp32``, bit for bit, in place: without apex that one makes a copy of
-    each gradient, in memory that is mapped anew each time, and copies it back."""
+    """Clip gradients in place, with the same result as Megatron-core's ``clip_grad_by_total_norm_fp32``, bit for bit.
+
+    Without apex, Megatron-core's function allocates a copy of each gradient and copies it back.
+    """
     factor = max_norm / (norm + 1.0e-6)
     if factor < 1.0:
         torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
 
 
-def _refuse_parts(optimizer: Optimizer, shard: Shard) -> None:
+def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
+    """Raise UserError if the optimizer gets slices of tensors."""
     if shard.is_sharded:
         raise UserError(
-            f"{type(optimizer).__name__} steps whole tensors, use_distributed_optimizer=True gives it parts of them"
+            f"{type(optimizer).__name__} steps whole tensors: use_distributed_optimizer=True, which splits them, is "
+            "not supported"
         )
     if isinstance(optimizer, Adafactor) and any(group.size() > 1 for group in _tensor_groups(shard.parameter)):
         raise UserError(
-            f"Adafactor factors whole matrices, tensor_model_parallel_size="
-            f"{parallel_state.get_tensor_model_parallel_world_size()} gives it parts of them"
+            f"Adafactor factors whole matrices: "
+            f"tensor_model_parallel_size={parallel_state.get_tensor_model_parallel_world_size()}, which splits them, "
+            "is not supported"
         )
 
 
 def _layout(part: MegatronOptimizer) -> Layout:
-    """In which the squares of norms are summed over the ranks that hold the other parts."""
+    """Return the layout by which squared norms are summed over the ranks that hold slices of the same parameter."""
     found, parameters = list(_shards_of(part)), parameters_of(part)
     over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -185,21 +189,21 @@ def _layout(part: MegatronOptimizer) -> Layout:
 
 
 def _tensor_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Over which the parameter is cut; what tensor parallel ranks have replicas of is cut over none."""
+    """Return the groups over which the parameter is split; none if tensor parallel ranks replicate it."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return ()
     if is_expert(parameter):
-        # They bear the mark at expert tensor parallel size 1 too, where they are whole.
+        # Experts have the mark at expert tensor parallel size 1 too, where they are whole.
         return (parallel_state.get_expert_tensor_parallel_group(),)
     return (parallel_state.get_tensor_model_parallel_group(),)
 
 
 @contextlib.contextmanager
 def _standing_in(make: Make) -> Iterator[None]:
-    version = check_version()
     for module, name in _STAND_INS:
         if not hasattr(module, name):
-            raise UserError(f"megatron-core {version} has no {module.__name__}.{name}, which megatron_patch replaces")
+            installed = patches.check_version()
+            raise UserError(f"megatron-core {installed} has no {module.__name__}.{name}, which megatron_patch replaces")
     before = [getattr(module, name) for module, name in _STAND_INS]
     values = (lambda params, **of_adam: make(params), False, Optimizer)
     try:

@@ -1,26 +1,63 @@
-"""Names of megatron-core that are replaced: tables of `Patch`, and the one way in which they are put in.
+"""Patches of megatron-core: the class `Patch`, the supported versions, and the patches for any device (`PATCHES`).
 
-There are two tables: `megatron_patch.cpu.PATCHES`, for machines without a GPU, and `megatron_patch.adapter.PATCHES`,
-for FMoE layers on any device.
+The first FMoE layer calls `install`, as does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
+machines without a GPU. Call it yourself before you build a sequence parallel model without Transformer Engine.
 """
 
+import copy
+import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fmoe.errors import UserError
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from fmoe.errors import MissingPackageError, UserError
+from fmoe.runtime import ownership
+from megatron_patch import loss_scale
+
+LOWEST, BELOW = (0, 16, 1), (0, 17)
+REQUIREMENT = "megatron-core>=0.16.1,<0.17"
+
+# Marks parameters whose gradients are partial sums on each tensor parallel rank without sequence parallelism.
+PARTIAL = "is_partial_over_tensor_ranks"
+
+
+def check_version() -> str:
+    """Return the installed version of megatron-core.
+
+    Raises:
+        UserError: megatron-core is not installed, or its version is not supported.
+    """
+    try:
+        installed = version("megatron-core")
+    except PackageNotFoundError as error:
+        raise MissingPackageError("megatron-core is not installed: pip install 'fmoe[pretrain]'") from error
+    numbers = []
+    for part in installed.split("."):
+        digits = "".join(itertools.takewhile(str.isdigit, part))  # "0rc2" counts as 0
+        if not digits:
+            break
+        numbers.append(int(digits))
+    if not LOWEST <= tuple(numbers) < BELOW:
+        raise UserError(f"megatron-core {installed} is not supported: pip install '{REQUIREMENT}'")
+    return installed
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One name that is replaced.
+    """One name to replace.
 
     Attributes:
-        module, name: where it lives; ``module:Class`` for a method.
-        make: called with the present value, returns the new one.
-        reason: what fails without it, with a place in megatron-core 0.16.1.
-        required: whether the name has to be there (a name may be missing by mistake in 0.16.1).
+        module, name: location of the name; ``module:Class`` for a method.
+        make: maps the old value to the new one.
+        reason: what fails without the patch, with a file and line of megatron-core 0.16.1.
+        required: whether it is an error if the name is missing.
     """
 
     module: str
@@ -30,18 +67,19 @@ class Patch:
     required: bool = True
 
     def holder(self) -> Any:
-        """The module or class that has the name."""
+        """Return the module or class that has the name."""
         module, _, owner = self.module.partition(":")
         imported = importlib.import_module(module)
         return getattr(imported, owner) if owner else imported
 
 
-def apply(patches: Iterable[Patch], version: str) -> None:
-    """Puts all of them in, or none.
+def apply(patches: Iterable[Patch]) -> None:
+    """Apply all patches, or none of them if one fails.
 
     Raises:
-        UserError: a name has moved.
+        UserError: the version of megatron-core is not supported, or a required name is missing.
     """
+    installed = check_version()
     found = []
     for patch in patches:
         try:
@@ -50,8 +88,126 @@ def apply(patches: Iterable[Patch], version: str) -> None:
             holder = None
         if holder is None or (patch.required and not hasattr(holder, patch.name)):
             raise UserError(
-                f"megatron-core {version} has no {patch.module}.{patch.name}, which megatron_patch replaces"
+                f"megatron-core {installed} has no {patch.module}.{patch.name}, which megatron_patch replaces"
             )
         found.append((holder, patch))
     for holder, patch in found:
         setattr(holder, patch.name, patch.make(getattr(holder, patch.name, None)))
+
+
+def _sum_partial_gradients(reduce: Callable) -> Callable:
+    """Sum the gradients marked `PARTIAL` over tensor parallel ranks, after those of sequence parallel models."""
+
+    @functools.wraps(reduce)
+    def reduced(model, config, tp_group=None, *args, **kwargs):
+        reduce(model, config, tp_group, *args, **kwargs)
+        group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        if group.size() == 1:
+            return
+        marked = (p for chunk in model for p in chunk.parameters() if p.requires_grad and getattr(p, PARTIAL, False))
+        grads = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in marked]
+        if grads := [grad for grad in grads if grad is not None]:
+            flat = _flatten_dense_tensors(grads)
+            dist.all_reduce(flat, group=group)
+            for grad, total in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+                grad.copy_(total)
+
+    return reduced
+
+
+def _norm_of_slices(new: Callable) -> staticmethod:
+    """Allow torch's norms under sequence parallelism, with gradients that Megatron sums over the slices."""
+
+    @functools.wraps(new)
+    def made(cls, config, *args, **kwargs):
+        if not config.sequence_parallel:
+            return new(cls, config, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = new(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return staticmethod(made)
+
+
+def _without_fp8(init: Callable) -> Callable:
+    """Set ``fp8`` to False without Transformer Engine."""
+
+    @functools.wraps(init)
+    def wrapped(self, fp8=False, *args, **kwargs):
+        init(self, fp8, *args, **kwargs)
+        from megatron.core.tensor_parallel import random
+
+        self.fp8 = bool(fp8) and random.HAVE_TE
+
+    return wrapped
+
+
+def _with_marks(init: Callable) -> Callable:
+    """Mark the current parameters of the experts before the wrapper reads the marks."""
+
+    @functools.wraps(init)
+    def wrapped(self, *args, **kwargs):
+        ownership.refresh()
+        init(self, *args, **kwargs)
+
+    return wrapped
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
+        "__init__",
+        _with_marks,
+        "the wrapper reads `allreduce` of each parameter, which parameters that replaced others lack "
+        "(distributed_data_parallel.py:122)",
+    ),
+    Patch(
+        "megatron.core.distributed.finalize_model_grads",
+        "_allreduce_non_tensor_model_parallel_grads",
+        _sum_partial_gradients,
+        "tensor parallel ranks without sequence parallelism route a slice each, so gradients of gates are partial "
+        "sums, which finalize_model_grads.py:354 adds up only under sequence parallelism",
+    ),
+    Patch(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+        "__new__",
+        _norm_of_slices,
+        "the norm without Transformer Engine refuses sequence parallelism (torch_norm.py:32)",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random:CheckpointWithoutOutput",
+        "__init__",
+        _without_fp8,
+        "recomputation of norms reads a name that is undefined without Transformer Engine (random.py:589)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "__init__",
+        loss_scale.share,
+        "fp16: dense parameters and experts have one scale each, and the loss uses the first (optimizer.py:1139)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "prepare_grads",
+        loss_scale.settle_together,
+        "fp16: each optimizer, and each replica of a parameter, updates the scale by its own overflows "
+        "(optimizer.py:456)",
+    ),
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Apply `PATCHES` for the rest of the process. Further calls do nothing.
+
+    Raises:
+        UserError: as `apply`.
+    """
+    global _installed
+    if not _installed:
+        apply(PATCHES)
+        _installed = True

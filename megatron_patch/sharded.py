@@ -1,4 +1,4 @@
-"""Where a rank's experts lie in the tensors of all of them: for checkpoints."""
+"""Sharded state of experts for Megatron-core's distributed checkpoints."""
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,11 @@ from fmoe.exchange import Exchange
 def sharded_experts(
     experts: nn.Module, exchange: Exchange, group: dist.ProcessGroup | None, prefix: str, offsets: tuple
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Return each parameter of a layer's experts under its global offset.
+    """Return each parameter of a layer's experts with its global offset.
 
     Args:
         group: the expert tensor parallel group; None for one rank.
-        offsets: (axis, offset, size) of axes that precede the parameter's own: the layer.
+        offsets: (axis, offset, size) of the axes that precede those of the parameter, such as the layer.
     """
     axis = len(offsets)
     offset = (axis, exchange.ep_rank, exchange.ep_size)
@@ -45,7 +45,7 @@ def sharded_experts(
 def _gated(
     key: str, value: Tensor, offsets: tuple, exchange: Exchange, group: dist.ProcessGroup, replica: tuple
 ) -> ShardedTensorFactory:
-    """Gate and value of a gated linear map: two pieces of each expert, each contiguous here."""
+    """Shard the gate half and the value half of each expert separately: each is contiguous on this rank."""
     axis, first = len(offsets), exchange.ep_rank * exchange.num_local_experts
 
     def build(key, value, replica_id, flattened_range):

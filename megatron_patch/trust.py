@@ -1,4 +1,4 @@
-"""Trust ratios of the whole model, wherever its parts are."""
+"""Trust ratios of the whole model, gathered over all ranks."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,14 @@ from megatron_patch.optimizer import optimizers, parameters_of
 
 
 def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
-    """Trust ratios of the last step of LAMB or LARS, each once, however the model is split.
+    """Return the trust ratios of the last step of LAMB or LARS, each once, however the model is split.
 
     Collective over all ranks; reads sizes on the host.
 
     Returns:
-        Those of dense matrices, and of experts' (one for each expert of each stacked weight), float32 on the device of
-        the parameters: the same values on every rank, in an order that depends on the split. Empty before the first
-        step, and for other optimizers.
+        The ratios of dense matrices, and those of experts (one per expert of each stacked weight), float32 on the
+        device of the parameters. Values are equal on every rank; their order depends on the split. Both are empty
+        before the first step, and for other optimizers.
     """
     mine: dict[bool, list[Tensor]] = {False: [], True: []}
     for of_experts, ratios in _held(optimizer):
@@ -43,12 +43,12 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
 
 
 def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
-    """(is it of experts, ratios) of each parameter that this rank is the first to hold."""
+    """Yield (whether it belongs to experts, ratios) of each parameter of which this rank holds the first copy."""
     for part in optimizers(optimizer):
         if not isinstance(part.optimizer, TrustOptimizer):
             continue
         found = part.optimizer.trust_ratios()
-        if isinstance(part, DistributedOptimizer):  # a block is known where a piece of it is stepped
+        if isinstance(part, DistributedOptimizer):  # only ranks that step a slice of a block know its ratio
             together = torch.cat(found).nan_to_num(nan=-1.0)
             dist.all_reduce(together, dist.ReduceOp.MAX, group=part.data_parallel_group)
             together[together < 0] = torch.nan
@@ -60,7 +60,7 @@ def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
 
 
 def _is_first_copy(parameter: Tensor) -> bool:
-    """Whether the ranks before this one hold no part of the same blocks."""
+    """Return whether no lower rank holds a copy or slice of the same parameter."""
     if is_expert(parameter):
         return (
             parallel_state.get_expert_data_parallel_rank() == 0

@@ -1,4 +1,4 @@
-"""The MLPs of a Megatron-core model as blocks that `fmoe.convert.upcycle` makes experts of."""
+"""Upcycling of a Megatron-core model: its MLPs as the blocks from which `fmoe.convert.upcycle` makes experts."""
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,19 @@ from megatron_patch.layer import MegatronMoE
 
 
 def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
-    """The MLP of a transformer layer, whose number in the model is ``offset`` more than that in its stack.
+    """Return the MLP of a transformer layer as a block.
+
+    Args:
+        offset: number of layers in earlier stacks, added to the layer's number.
 
     Raises:
-        UserError: it is no `MLP` of Megatron-core, computes more than a feed-forward block, or the config asks for
-            experts of another width.
+        UserError: the module is not an `MLP` of Megatron-core or computes more than a feed-forward block; the config
+            sets a different width of the experts.
     """
     mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"
-    reason = _what_is_more(mlp)
+    reason = _unsupported(mlp)
     if reason is not None:
-        raise UserError(f"upcycle=True cannot take {name}: {reason}; upcycle=False draws new experts")
+        raise UserError(f"upcycle=True does not support {name}: {reason}; upcycle=False draws new experts")
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     parts = 2 if config.gated_linear_unit else 1
     biases = [None] * parts if fc1.bias is None else [_whole(half, 0) for half in fc1.bias.chunk(parts)]
@@ -41,18 +44,18 @@ def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
         module=mlp,
         sequence_first=True,
     )
-    asked = config.moe_ffn_hidden_size  # Megatron sets it to ffn_hidden_size itself where there are experts
-    if asked not in (None, config.ffn_hidden_size) and asked * granularity != block.d_hidden:
+    hidden = config.moe_ffn_hidden_size  # Megatron sets it to ffn_hidden_size in models with experts
+    if hidden not in (None, config.ffn_hidden_size) and hidden * granularity != block.d_hidden:
         raise UserError(
-            f"upcycle=True takes the experts from the dense blocks, of {block.d_hidden} hidden units in {name}: "
-            f"moe_ffn_hidden_size={asked} cannot be given too"
+            f"moe_ffn_hidden_size={hidden} is not supported with upcycle=True: {name}, from which experts are copied, "
+            f"has {block.d_hidden} hidden units"
         )
     return Found(name, "megatron", block)
 
 
 @torch.no_grad()
 def _whole(shard: Tensor, axis: int) -> Tensor:
-    """A tensor of which each tensor parallel rank holds a part along ``axis``."""
+    """Gather a tensor that is split over tensor parallel ranks along ``axis``."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return shard
@@ -61,12 +64,12 @@ def _whole(shard: Tensor, axis: int) -> Tensor:
     return torch.cat(parts, axis).requires_grad_(shard.requires_grad)
 
 
-def _what_is_more(mlp: nn.Module) -> str | None:
-    """What the module computes beside ``W_out act(W_in x + b_in) + b_out`` or its gated form."""
+def _unsupported(mlp: nn.Module) -> str | None:
+    """Return a reason why the module is not ``W_out act(W_in x + b_in) + b_out`` or its gated form; None if it is."""
     if isinstance(mlp, MoELayer):
-        return "it has experts already, which megatron_patch.convert_moe_layers takes over"
+        return "it already has experts, which megatron_patch.convert_moe_layers converts"
     if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
-        return f"{type(mlp).__name__} is no MLP of Megatron-core"
+        return f"{type(mlp).__name__} is not an MLP of Megatron-core"
     if (added := addition(mlp)) is not None:
         return f"it {added}"
     for name in ("linear_fc1", "linear_fc2"):
@@ -77,18 +80,18 @@ def _what_is_more(mlp: nn.Module) -> str | None:
             return f"its {name}, a {type(linear).__name__}, is not Megatron-core's own"
         others = sorted({key for key, _ in linear.named_parameters()} - {"weight", "bias"})
         if others or not torch.is_tensor(getattr(linear, "weight", None)):
-            # Transformer Engine's, which normalises its input: an MLP's norm would be lost with it.
-            return f"its {name}, a {type(linear).__name__}, has {', '.join(others) or 'no weight'} as well"
+            # Transformer Engine's linear layer may normalize its input: the MLP's norm would be lost with it.
+            return f"its {name}, a {type(linear).__name__}, has {', '.join(others) or 'no weight'}"
     for name, without in (("use_te_activation_func", False), ("activation_func_clamp_value", None)):
         if getattr(mlp.config, name, without) != without:
-            return f"{name}={getattr(mlp.config, name)} is not in FMoE's experts"
+            return f"FMoE's experts do not support {name}={getattr(mlp.config, name)}"
     if getattr(mlp.config, "glu_linear_offset", 0) and mlp.config.gated_linear_unit:
-        return f"glu_linear_offset={mlp.config.glu_linear_offset} is not in FMoE's experts"
+        return f"FMoE's experts do not support glu_linear_offset={mlp.config.glu_linear_offset}"
     return None
 
 
 def expert_options(block: Block, options: dict | None) -> dict:
-    """Of experts like the block, whose weights are left to `fill`."""
+    """Return the options of experts like the block, without initial weights, which `fill` sets."""
     like = {
         "activation": known_activation(block.activation, block.tensors[0].dtype),
         "gated": block.is_gated,
@@ -98,11 +101,11 @@ def expert_options(block: Block, options: dict | None) -> dict:
 
 
 def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
-    """Makes the experts of the block; frozen and of the dtype that it is."""
+    """Make the layer's experts from the block, with its dtype, and frozen if it is."""
     if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
-            f"upcycle=True makes whole experts, which expert_tensor_parallel_size={group.size()} cuts: use 1, or "
-            "upcycle=False"
+            f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "
+            "use 1, or upcycle=False"
         )
     like = block.tensors[0]
     layer.to(like.device, like.dtype)

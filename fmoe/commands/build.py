@@ -1,4 +1,4 @@
-"""``fmoe build``: compile the native CPU backend ahead, and the CUDA kernels where there is a GPU or ``--arch``."""
+"""``fmoe build``: compile the native CPU backend ahead of time, and CUDA kernels for this GPU or for ``--arch``."""
 
 import shlex
 import sys
@@ -27,11 +27,14 @@ def main(argv: Sequence[str]) -> int:
         UserError: an unknown sanitizer, an architecture that NVRTC does not support.
     """
     parser = Parser(prog="fmoe build", description=__doc__)
-    parser.add_argument("--force", action="store_true", help="compile, whatever is in the cache")
-    parser.add_argument("--clean", action="store_true", help="remove what is in the cache, and end")
-    parser.add_argument("--sanitize", default="", metavar="address,undefined", help="a build for tests, with checks")
+    parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
+    parser.add_argument("--clean", action="store_true", help="empty the cache, and exit")
+    parser.add_argument("--sanitize", default="", metavar="address,undefined", help="build with sanitizers, for tests")
     parser.add_argument(
-        "--arch", nargs="+", metavar="sm_90", help="the CUDA kernels for these architectures instead, without a GPU too"
+        "--arch",
+        nargs="+",
+        metavar="sm_90",
+        help="compile only CUDA kernels, for these architectures; needs no GPU",
     )
     parser.add_argument("--verbose", action="store_true", help="print the commands, or registers and spills of kernels")
     arguments = parser.parse_args(argv)
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if arguments.arch:
             if sanitize:
-                raise UserError(f"--sanitize {arguments.sanitize} is for the native CPU backend, not for --arch")
+                raise UserError(f"--sanitize {arguments.sanitize} applies to the native CPU backend, not to --arch")
             return build_cuda(arguments.arch, arguments.force, arguments.verbose)
         code = _build_native(sanitize, arguments.force, arguments.verbose)
         if not sanitize:
@@ -60,11 +63,11 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
     seconds = time.monotonic() - begin
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     if before == path and not force:
-        print(f"there already: {path} ({size})")
+        print(f"already built: {path} ({size})")
     else:
         print(f"built in {seconds:.1f} s with {compiler.find().name}: {path} ({size})")
     if sanitize:
-        print("to run with it:", *_variables(sanitize), "python ...")
+        print("run with:", *_variables(sanitize), "python ...")
         return 0
     if native.is_off():
         print("not used while FMOE_NATIVE=0 is set")
@@ -77,7 +80,7 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
 
 
 def _variables(sanitize: tuple[str, ...]) -> list[str]:
-    """Environment variables of a process that runs the sanitized build."""
+    """Return the environment variables of a process that runs the sanitized build."""
     words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
     if "address" in sanitize:
         cxx = shlex.join(compiler.find().command)
@@ -89,13 +92,13 @@ def _variables(sanitize: tuple[str, ...]) -> list[str]:
 
 
 def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False) -> int:
-    """Compile the CUDA kernels for each architecture, on machines without a GPU too, and print a report.
+    """Compile the CUDA kernels for each architecture, also on machines without a GPU, and print a report.
 
     Returns:
         Exit code: 0.
 
     Raises:
-        UserError: an architecture that NVRTC does not support; before any is compiled.
+        UserError: NVRTC does not support an architecture; raised before compilation.
         BuildError: NVRTC is missing, a compile error, no cache folder.
     """
     found = nvrtc.find()
@@ -108,7 +111,7 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
         seconds = time.monotonic() - begin
         size = f"{path.stat().st_size / 1e6:.1f} MB"
         if before == path and not force:
-            print(f"{arch}: there already: {path} ({size})")
+            print(f"{arch}: already built: {path} ({size})")
         else:
             print(f"{arch}: built in {seconds:.1f} s with {found.name}: {path} ({size})")
     if cuda.is_off():

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the report."""
     Parser(
         prog="fmoe info",
-        description="What is installed, what would run, and what is missing; worth pasting into an issue.",
+        description="Installed packages, devices and backends, and what is missing; paste it into bug reports.",
     ).parse_args(argv)
     print("\n".join(lines()))
     return 0

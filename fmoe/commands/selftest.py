@@ -2,8 +2,7 @@
 
 Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
 process. Every rank builds both the whole layer and its part of the split one, from the same seed, and compares its own
-tokens and experts. Ranks report over the store of torch.distributed, which still answers when a
-collective does not.
+tokens and experts. Ranks report over the store of torch.distributed, which works even when a collective hangs.
 """
 
 import argparse
@@ -33,7 +32,10 @@ from fmoe.runtime import collectives
 
 GATES = {"naive": {"top_k": 2}, "switch": {}, "gshard": {}}
 EXPERTS = ("ffn", "swiglu")
-LIMITS = {"cpu": 1e-5, "cuda": 1e-4}  # relative, in float32; on a GPU GEMMs of other shapes sum in another order
+LIMITS = {
+    "cpu": 1e-5,
+    "cuda": 1e-4,
+}  # relative, in float32; on a GPU, GEMMs of different shapes sum in different orders
 SEQUENCES, LENGTH, WIDTH, HIDDEN, EXPERTS_OF_A_RANK = 4, 16, 32, 48, 2
 ROW_WIDTH, REPEATS = 1024, 5  # of the bandwidth table
 
@@ -45,7 +47,7 @@ class Result:
     Attributes:
         errors: relative error of each quantity, the largest of all ranks.
         failed: descriptions of failures, with ranks; empty if the case passed.
-        is_broken: a rank raised or did not answer: ranks may no longer be in step.
+        is_broken: whether a rank raised or did not answer, after which ranks may be out of step.
     """
 
     case: str
@@ -57,14 +59,14 @@ class Result:
 def main(argv: Sequence[str]) -> int:
     """Return the same exit code on all ranks: 0 if everything agrees, else 1."""
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--ep", type=int, help="ranks that experts are spread over; default: all")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take")
-    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="of a rank's rows")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results as well")
+    parser.add_argument("--ep", type=int, help="number of expert-parallel ranks; default: all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective, in seconds")
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="sizes of a rank's rows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
     if arguments.timeout <= 0:
-        raise UserError(f"--timeout={arguments.timeout:g} is not above 0")
+        raise UserError(f"--timeout={arguments.timeout:g} is not positive")
     ep = arguments.ep or int(os.environ.get("WORLD_SIZE", 1))
     groups = parallel.init(ep, device_type=arguments.device, timeout=timedelta(seconds=arguments.timeout))
     results, table = _test(groups, arguments)
@@ -157,10 +159,10 @@ def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device,
     key = f"fmoe/selftest/{case}"
     try:
         mine = {"errors": _errors(case, groups, device)}
-    except Exception as error:  # whatever it is, it is what this rank has to report
+    except Exception as error:  # reported by rank 0
         mine = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     store.set(f"{key}/{rank}", json.dumps(mine))
-    patience = timedelta(seconds=timeout + 10)  # of those who wait for a collective of this one, and then report
+    patience = timedelta(seconds=timeout + 10)  # ranks that wait for a collective report after its timeout
     if rank == 0:
         result = _judged(case, [_read(store, f"{key}/{r}", patience) for r in range(groups.size)], LIMITS[device.type])
         store.set(key, json.dumps(asdict(result)))
@@ -207,9 +209,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
     """Return this rank's errors. The ranks that share a set of experts form the global batch."""
-    ep, worker = groups.ep, groups.moe_group.rank()
+    ep, ep_rank = groups.ep, groups.moe_group.rank()
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
-    # Losses are means over a rank's groups, their sum over ranks is what the split layer's gradients hold.
+    # Losses are means over a rank's groups; gradients of the split layer are those of their sum over ranks.
     whole = _layer(case, ep, device, loss_scale=lambda: float(ep))
     part = _layer(
         case,
@@ -222,10 +224,10 @@ def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -
     x, upstream = torch.randn(
         2, ep * SEQUENCES, LENGTH, WIDTH, generator=generator, dtype=torch.float32, device="cpu"
     ).to(device)
-    mine = slice(worker * SEQUENCES, (worker + 1) * SEQUENCES)
+    mine = slice(ep_rank * SEQUENCES, (ep_rank + 1) * SEQUENCES)
     random.set_position(seed=0, step=1, first_token=0)
     expected, expected_grad = _pass(whole, x, upstream)
-    random.set_position(seed=0, step=1, first_token=worker * SEQUENCES * LENGTH)
+    random.set_position(seed=0, step=1, first_token=ep_rank * SEQUENCES * LENGTH)
     output, grad = _pass(part, x[mine], upstream[mine])
     errors = {"output": _error(output, expected[mine]), "input gradient": _error(grad, expected_grad[mine])}
     routers = []
@@ -271,7 +273,7 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
     """Time forward passes with even loads and identity experts."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
-        if "chunks" in options:  # which pay by what experts compute meanwhile
+        if "chunks" in options:  # chunks pay off only by overlap with the experts' computation
             continue
         travel = build_exchange(groups.moe_group, ep, exchange, options)
         num_rows = -(-max(1, round(size * 1e6 / (4 * ROW_WIDTH))) // ep) * ep

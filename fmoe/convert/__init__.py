@@ -1,10 +1,9 @@
 """``fmoefy``: converts the feed-forward blocks of a model to experts, in place, in one line.
 
-`fmoe.convert.families` finds the blocks, module by module. Models whose layers have a contract of their own
-(Megatron-core's) are left to converters of whole models: entry points of the group ``fmoe.converters``, named after the
-package of the models and loaded only after that package was imported. A converter is a function that takes the model
-and returns None if the model is not of its family, else a function of `fmoefy`'s options that differ from their
-defaults. So fmoe imports no model library.
+`fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface (Megatron-core)
+are passed to converters of whole models: entry points of the group ``fmoe.converters``, named after the package of the
+models and loaded only if that package is imported. A converter takes the model and returns None if the model is not of
+its family, else a function of the options of `fmoefy` that differ from their defaults. fmoe imports no model library.
 """
 
 import contextlib
@@ -67,8 +66,9 @@ def fmoefy(
         granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them form the block
             (`fmoe.convert.upcycle`), and m must divide ``num_experts`` and ``top_k``.
         seed: key of new weights and noise; None draws one from torch's default generator.
-        options: of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``, ...
-            Megatron-core models: of `megatron_patch.fmoefy`, whose layers count from 1 and whose seed is 0 if None.
+        options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
+            ... For Megatron-core models, options of `megatron_patch.fmoefy`, whose layers count from 1 and whose seed
+            is 0 if None.
 
     Raises:
         UserError: no block is found (lists the modules that were searched); the model is wrapped or has MoE layers
@@ -85,7 +85,7 @@ def fmoefy(
     if not found:
         raise UserError(_nothing_found(model, converters, refused))
     if refused:
-        logger.warning("fmoefy leaves as they are: %s", _listed(refused))
+        logger.warning("fmoefy leaves these modules unchanged: %s", _listed(refused))
     chosen = {index: found[index] for index in _choose(layers, len(found))}
     check_chosen(model, chosen.values(), granularity, options)
     seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
@@ -157,7 +157,7 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
         return list(range(count))
     if isinstance(layers, int) and not isinstance(layers, bool):
         if not 1 <= layers <= count:
-            raise UserError(f"layers={layers} (every n-th block) chooses none; {there}")
+            raise UserError(f"layers={layers} (every n-th block) selects no block; {there}")
         return list(range(layers - 1, count, layers))
     indices = list(layers) if isinstance(layers, Collection) else [layers]
     if not indices or not all(type(index) is int and 0 <= index < count for index in indices):
@@ -179,7 +179,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
     for name, _, block in chosen:
         if block.module is model and block.install is None:
             raise UserError(
-                f"the model itself is one feed-forward block ({type(model).__name__}), which cannot be swapped in "
+                f"the model itself is one feed-forward block ({type(model).__name__}), which cannot be replaced in "
                 "place: put it into a model, or build fmoe.MoE"
             )
         if any(hasattr(t, "placements") for t in block.tensors):
@@ -188,7 +188,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
         if len(kinds) > 1:
             raise UserError(
                 f"the weights of {name} differ in dtype or device ({', '.join(map(' on '.join, sorted(kinds)))}): "
-                "bring them to one first, e.g. model.to(torch.bfloat16)"
+                "convert them first, e.g. by model.to(torch.bfloat16)"
             )
         if torch.finfo(block.tensors[0].dtype).bits < 16:
             raise UserError(f"the weights of {name} are {block.tensors[0].dtype}: experts need 16 bits or more")
@@ -200,20 +200,20 @@ def plan_blocks(
     """Return how the chosen blocks become experts; None for new experts, and for no block.
 
     Args:
-        options: of `fmoe.build.Spec`, with ``num_experts`` and `fmoefy`'s ``granularity``.
+        options: options of `fmoe.build.Spec`, with ``num_experts`` and `fmoefy`'s ``granularity``.
 
     Raises:
         UserError: see `fmoefy`.
     """
     if noise and not upcycle:
-        raise UserError(f"noise={noise} is for upcycled experts, and upcycle=False draws new ones")
+        raise UserError(f"noise={noise} is not supported with upcycle=False, which draws new experts")
     if not upcycle or not chosen:
         return None
     expert_options = options.get("expert_options") or {}
     fixed = [n for n in ("expert", "d_hidden") if n in options]
     fixed += [f"expert_options[{n!r}]" for n in ("activation", "gated", "bias", *NOT_DRAWN) if n in expert_options]
     if fixed:
-        raise UserError(f"upcycle=True takes the experts from the dense blocks: {', '.join(fixed)} cannot be given too")
+        raise UserError(f"upcycle=True copies experts from the dense blocks: {', '.join(fixed)} must not be set")
     granularity = options["granularity"]
     for name, _, block in chosen:
         check_block(block, name, granularity)
@@ -235,7 +235,7 @@ def plan_blocks(
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Initialise nothing: the weights will be overwritten, and drawing them would dominate the time."""
+    """Do not initialize: the weights will be overwritten, and drawing them would dominate the time."""
 
 
 # Options of experts whose weights `upcycle_` fills.

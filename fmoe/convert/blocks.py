@@ -41,7 +41,7 @@ def addition(module: nn.Module) -> str | None:
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
-        return "has a forward of its own, put in place of its class's"
+        return "has a forward that replaces its class's"
     return None
 
 
@@ -52,7 +52,7 @@ def obstacle(module: nn.Module) -> str | None:
         return f"is a {kind.__name__}, not an nn.Linear"
     lazy = nn.parameter.UninitializedTensorMixin
     if any(isinstance(value, lazy) for value in module._parameters.values()):
-        return "has no weight yet: run the model once to initialise it"
+        return "has no weight yet: run the model once to initialize it"
     if (added := addition(module)) is not None:
         return added
     held = module._parameters
@@ -73,7 +73,7 @@ def obstacle(module: nn.Module) -> str | None:
         if value._backward_hooks or value._post_accumulate_grad_hooks:
             return f"has hooks on its {name}"
     if type(module).forward is not nn.Linear.forward and not _is_conv1d(module) and not _computes_linear_map(module):
-        return f"is a {type(module).__name__}, which computes something else than its weight and bias say"
+        return f"is a {type(module).__name__}, whose output is not that of its weight and bias"
     return None
 
 
@@ -218,7 +218,7 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
             y = function(x.clone())  # a copy, which it may overwrite
             if y.shape != x.shape or not y.requires_grad:
                 return False
-            # Large ones, which a backward pass of its own may clip.
+            # Large gradients, which a custom backward pass may clip.
             (slope,) = torch.autograd.grad(y, x, torch.full_like(y, 1024.0))
             slope = slope / 1024
         results.append((y.detach(), slope.masked_fill(grid == 0, 0)))  # relu's slope at 0 is a convention
@@ -227,7 +227,7 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 
 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
-    """Return the name of an activation in `fmoe.experts`, recognised by its values; the activation itself if unknown.
+    """Return the name of an activation in `fmoe.experts`, recognized by its values; the activation itself if unknown.
 
     Hugging Face has a class for each spelling of GELU; given a name, the experts can use a fused kernel.
     """

@@ -21,13 +21,15 @@ Finder = Callable[[nn.Module], list[Block | Refusal]]
 
 
 def mlp(module: nn.Module) -> list[Block | Refusal]:
-    """Two linear maps with an activation between, or one whose output is gate and value (Phi-3) and the output map: as
-    a module of their own (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or inside of a larger one."""
+    """Two linear maps with an activation between, or a map to gate and value (Phi-3) and the output map.
+
+    They form a separate module (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or are inside of a larger one.
+    """
     return whole_module(module, 2) or inline(module)
 
 
 def glu(module: nn.Module) -> list[Block]:
-    """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and alike (arXiv 2002.05202).
+    """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and similar models (arXiv 2002.05202).
 
     Three linear maps: gate, value, output. The one whose output enters the activation is the gate.
     """
@@ -35,7 +37,7 @@ def glu(module: nn.Module) -> list[Block]:
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block]:
-    """The block that ``module`` is, if it holds ``num_linear`` linear maps, plain modules, and computes a block."""
+    """Return ``module`` as a block, if it holds ``num_linear`` linear maps and plain modules and computes a block."""
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]
     if isinstance(module, nn.Sequential) or len(linear) != num_linear or addition(module) is not None:
@@ -59,7 +61,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
     """Blocks inside of larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
     Two linear maps of ``module``, or of its children, with a removable activation between. The MoE layer replaces the
-    first map; activation, dropout and second map become `nn.Identity`. All else that the module computes stays.
+    first map; activation, dropout and second map become `nn.Identity`. The rest of the module is unchanged.
     """
     if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return []
@@ -72,22 +74,22 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
             return [Refusal(f"{name} {why}")]
     removable = any(is_plain(m) and not isinstance(m, nn.Dropout) for m in names.values())
     if not few and not removable and not any(map(callable, vars(module).values())):
-        return []  # an attention, say: nothing between its maps could be taken out
+        return []  # an attention, for example, has nothing removable between its maps
     pieces = read_block(module)
     if isinstance(pieces, Refusal):
         return [pieces] if few else []
     slots = {m: _slots(module, m) for m in (*pieces.first, pieces.last, *pieces.between)}
     label = f"{slots[pieces.first[0]][0][1]} and {slots[pieces.last][0][1]}"
     if len(pieces.maps_in) > 1:
-        return [Refusal(f"{label} are maps of a gated block, which has to be a module of its own")]
+        return [Refusal(f"{label} are maps of a gated block, which must be a separate module")]
     if (added := next((addition(m) for m in pieces.between if addition(m) is not None), None)) is not None:
-        return [Refusal(f"what lies between {label} {added}")]
+        return [Refusal(f"a module between {label} {added}")]
     out = [*slots[pieces.last], *_activation_slots(module, pieces)]
     if len(out) == len(slots[pieces.last]):
         return [Refusal(f"the activation between {label} is called as a function: make it a module or an attribute")]
     dropouts = [m for m in pieces.between if isinstance(m, nn.Dropout)]
     if any(pieces.counts[m] > 1 + pieces.is_dropped for m in dropouts) or pieces.counts[pieces.activation] > 1:
-        return [Refusal(f"what lies between {label} is also called elsewhere")]
+        return [Refusal(f"a module between {label} is also called elsewhere")]
 
     def install(moe: nn.Module) -> None:
         for holder, name in slots[pieces.first[0]]:
@@ -95,7 +97,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
         for holder, name in out:
             setattr(holder, name, nn.Identity())
         for dropout in dropouts:
-            # One that serves behind the block too is called there twice now: two of this rate are one of p.
+            # A dropout that also follows the block is now called twice there: two of this rate equal one of p.
             left = nn.Dropout(1 - math.sqrt(1 - dropout.p)) if pieces.is_dropped else nn.Identity()
             for holder, name in slots[dropout]:
                 setattr(holder, name, left.train(dropout.training))
@@ -105,12 +107,12 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
     place = next(name for name, m in near(module).items() if m is pieces.first[0])
     block = Block(module=module, install=install, place=place, **pieces.block)
     if not keeps_output(pieces.trial, block):
-        return [Refusal(f"it computes something else once {label} and what lies between are taken out")]
+        return [Refusal(f"its output changes if {label} and the modules between them are replaced")]
     return [block]
 
 
 def _slots(owner: nn.Module, wanted: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Attributes that hold ``wanted``: (holder, name)."""
+    """Return the attributes that hold ``wanted``: (holder, name)."""
     return [(m, name) for m in owner.modules() for name, child in m._modules.items() if child is wanted]
 
 
@@ -124,7 +126,7 @@ def bert(module: nn.Module) -> list[Block]:
     """Blocks in two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
 
     ``module.intermediate`` is a linear map and an activation, ``module.output.dense`` the map back, followed by
-    dropout, residual and normalisation. The MoE layer replaces ``intermediate``, the map back becomes `nn.Identity`,
+    dropout, residual and normalization. The MoE layer replaces ``intermediate``, the map back becomes `nn.Identity`,
     all else stays.
     """
     intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
@@ -193,7 +195,7 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
         return [pieces]
     added = [addition(m) for m in (*pieces.between, layer.dropout) if addition(m) is not None]
     if added or not pieces.is_whole():
-        return [Refusal(f"what lies between linear1 and linear2 {added[0]}" if added else "its block does more")]
+        return [Refusal(f"a module between linear1 and linear2 {added[0]}" if added else "its block computes more")]
 
     def install(moe: nn.Module) -> None:
         layer.linear1, layer.activation, layer.dropout, layer.linear2 = moe, *(nn.Identity() for _ in range(3))
@@ -207,15 +209,15 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
     rows = pieces.trial.args[0]
     whole = Trial(layer, layer, (rows,) * len(required(layer)), {})
     if not keeps_output(whole, block, stack):
-        return [Refusal("it does more with linear1 and linear2 than torch's layer")]
+        return [Refusal("it uses linear1 and linear2 differently from torch's layer")]
     return [block]
 
 
 def sequential(module: nn.Module) -> list[Block | Refusal]:
-    """``Linear, activation, [Dropout], Linear`` in an `nn.Sequential`, alone or as a part of a longer one.
+    """``Linear, activation, [Dropout], Linear`` as consecutive items of an `nn.Sequential`.
 
-    The MoE layer replaces the first item of each such run that ends with the width it began with; the others become
-    `nn.Identity`, so that the names of all other items stay.
+    The MoE layer replaces the first item of each such run whose input and output widths are equal; its other items
+    become `nn.Identity`, so that all names stay.
     """
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return []
@@ -308,7 +310,7 @@ def find_blocks(model: nn.Module) -> list[Found]:
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """`find_blocks`, and the modules that look like a block but are refused: their names, with the reason."""
+    """Return `find_blocks`, and the names of refused modules that look like a block, with the reason."""
     names = {module: name for name, module in model.named_modules()}
     found, refused, taken = [], {}, set()
     for module in names:

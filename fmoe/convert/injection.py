@@ -19,7 +19,7 @@ from fmoe.experts.ffn import Activation
 
 
 def required(function: Callable) -> list[str]:
-    """Positional parameters without a default."""
+    """Return the positional parameters without a default."""
     function = function.forward if isinstance(function, nn.Module) else function
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -49,15 +49,15 @@ class Trial(NamedTuple):
         rows: Tensor | None = None,
         rates: "Rates | None" = None,
     ) -> tuple[list["Call"], Any]:
-        """The calls of modules inside, in order, and the output.
+        """Return the calls of inner modules, in order, and the output.
 
-        Dropouts are off; other randomness is not, and shows as a mismatch in training mode. The module is left as it
-        was found, its buffers too.
+        Dropouts are off; other randomness is on, and shows as a mismatch in training mode. The module and its buffers
+        are restored.
 
         Args:
             stand_ins: functions that replace the forward of modules.
             rows: replaces the first argument.
-            rates: records dropouts that are called as functions, and leaves them out.
+            rates: records dropouts that are called as functions, and disables them.
         """
         calls = []
 
@@ -76,7 +76,7 @@ class Trial(NamedTuple):
                 torch.cuda.manual_seed(0)
             for module in self.owner.modules():
                 module.training = training and type(module).forward is not nn.Dropout.forward
-                module._compiled_call_impl = None  # torch.compile would specialise on values that are tried once
+                module._compiled_call_impl = None  # torch.compile would specialize on values that are tried once
                 if module is not self.owner:
                     stack.callback(module.register_forward_hook(record).remove)
             for module, forward in {**self.stubs, **(stand_ins or {})}.items():
@@ -260,16 +260,18 @@ def is_same(actual: Any, expected: Tensor) -> bool:
 
 
 def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
-    """Scale the rows over the range of magnitudes that the dtype allows through two matrix products or none."""
+    """Scale the rows over the range of magnitudes that the dtype allows, after two matrix products or none."""
     low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
-    count = rows.shape[:-1].numel()  # however few: the exponents span the range
+    count = rows.shape[:-1].numel()  # the exponents span the range for any number of rows
     exponents = torch.linspace(low, high, count, dtype=torch.float32, device=rows.device).round()
     return rows * torch.exp2(exponents).to(rows.dtype).view(*rows.shape[:-1], 1)
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of a row, by norms; infinite if the shapes differ, 0 on the meta device,
-    which has no values."""
+    """Return the largest relative difference of a row, by norms.
+
+    It is infinite if the shapes differ, and 0 on the meta device, which has no values.
+    """
     if actual.shape != expected.shape:
         return math.inf
     if actual.is_meta or not actual.numel():
@@ -281,7 +283,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def limit(like: Tensor) -> float:
-    """Largest `difference` that rounding explains."""
+    """Return the largest `difference` that rounding explains."""
     if not like.is_floating_point():
         return 0.0
     return (2 if torch.finfo(like.dtype).bits == 16 else 16) * torch.finfo(like.dtype).eps

@@ -3,7 +3,7 @@
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
 module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
 in float64, from 1e-6 to 1e12, in both modes. The input of the output map must be the activation of these values, with
-its derivative. So neither the weights, nor a normalisation before the block, nor the dtype of the model can hide a
+its derivative. So neither the weights, nor a normalization before the block, nor the dtype of the model can hide a
 clamp or another activation. Nothing depends on class or attribute names.
 """
 
@@ -29,10 +29,10 @@ class Refusal(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The block that runs of a module revealed.
+    """The block found by runs of a module.
 
     Attributes:
-        maps_in, map_out, activation, dropout: of `Block`.
+        maps_in, map_out, activation, dropout: attributes of `Block`.
         first, last: the modules of the maps.
         between: modules called between them.
         after: dropouts called after them.
@@ -71,7 +71,7 @@ def near(owner: nn.Module) -> dict[str, nn.Module]:
 
 
 def looks_linear(module: nn.Module) -> tuple[int, int] | None:
-    """Sizes (in, out) of a module that looks like a linear map; it may be quantised, wrapped or a convolution."""
+    """Sizes (in, out) of a module that looks like a linear map; it may be quantized, wrapped or a convolution."""
     kind = type(module).__name__
     for names in (("in_features", "out_features"), ("nx", "nf"), ("in_channels", "out_channels")):
         sizes = tuple(getattr(module, name, None) for name in names)
@@ -164,7 +164,7 @@ def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: 
     choices = [(rows, *(None for _ in range(others)))]
     if others > 0:
         choices.append((rows, *(rows for _ in range(others))))
-        # Streams of their own widths (LiLT).
+        # Streams of different widths (LiLT).
         widths = {looks_linear(near(owner)[name])[0] for name, _ in lookalikes(owner)}
         choices += [(rows, *(rows[..., :w] for _ in range(others))) for w in sorted(widths) if w < width]
         choices.append((rows, *((side, side) if others == 2 else ((side, side),) * others)))
@@ -193,7 +193,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
         return Refusal(f"{label} are called several times in one forward pass")
     map_out = maps[last]
     between = tuple(m for m in called[chosen[0] + 1 : index] if m not in first)
-    more = f"more than an activation of single rows lies between {label}"
+    more = f"there is more than a row-wise activation between {label}"
     if between:
         more += f" ({', '.join(dict.fromkeys(type(m).__name__ for m in between))})"
     dropouts = [m for m in between if isinstance(m, nn.Dropout)]
@@ -209,7 +209,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     inject = Injection(trial, first, last, [calls[i].output.shape for i in chosen], map_out.weight, is_fused)
     try:
         hidden = inject().hidden
-    except Exception:  # a normalisation, say, whose weights do not go with float64
+    except Exception:  # a normalization, say, whose weights do not go with float64
         return Refusal(more)
     if not all(is_plain(m) for m in between if not {*first, last} & {*m.modules()}):
         return Refusal(more)
@@ -226,14 +226,14 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     if not inject.follows(activation, order, inject(training=True).hidden):
         rates = Rates()
         if dropouts or not inject.follows(activation, order, inject(training=True, rates=rates).hidden):
-            return Refusal(f"what lies between {label} is random in training")
+            return Refusal(f"a module between {label} is random in training")
         if (rate := _attribute_of(rates, holders, inject)) is None:
-            return Refusal(f"the rate of the dropout between {label} is no attribute of its own")
+            return Refusal(f"the rate of the dropout between {label} is not a separate attribute")
         dropout = rates.inside[0]
     if not inject.keeps_slope(activation, order):
-        return Refusal(f"the activation between {label} has a derivative of its own")
+        return Refusal(f"the activation between {label} has a custom derivative")
     if not inject.is_sole_use():
-        return Refusal(f"what lies between {label} is used elsewhere too")
+        return Refusal(f"a value between {label} is also used elsewhere")
     return Pieces(
         maps_in=tuple(maps_in[i] for i in order),
         map_out=map_out,

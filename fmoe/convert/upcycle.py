@@ -111,7 +111,7 @@ def plan_upcycling(
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:
-            raise UserError(f"gate={gate} gives most tokens {share:.3g} of the dense block: it cannot be upcycled")
+            raise UserError(f"gate={gate} is not supported with upcycle=True: most tokens get {share:.3g} of the block")
         return Upcycling(_factor(share), False, granularity, noise)
     if (scale := _constant(share_T)) is not None:
         return Upcycling(scale, False, granularity, noise)
@@ -124,13 +124,13 @@ def plan_upcycling(
         options = {name: value for _, changes in reasons for name, value in changes.items()}
         raise UserError(
             f"upcycle=True cannot keep the model's output with gate={gate}: {' and '.join(t for t, _ in reasons)}; "
-            f"pass gate_options={options}, or exact=False to accept another output"
+            f"pass gate_options={options}, or exact=False to accept a changed output"
         )
     raise UserError(
         f"upcycle=True cannot keep the model's output with gate={gate}"
         + (f" and granularity={granularity}" if granularity > 1 else "")
-        + f": {_spread(share_T)}, and no one factor makes that 1; pass a gate whose weights sum to one (gate='naive'), "
-        "or exact=False to accept another output"
+        + f": {_spread(share_T)}, which no single factor makes 1; pass a gate whose weights sum to one (gate='naive'), "
+        "or exact=False to accept a changed output"
     )
 
 
@@ -141,7 +141,7 @@ def check_block(block: Block, name: str, granularity: int) -> None:
     if block.d_hidden % granularity:
         raise UserError(f"granularity={granularity} does not divide the {block.d_hidden} hidden units of {name}")
     if granularity > 1 and not is_elementwise(block.activation):
-        raise UserError(f"granularity={granularity} needs an activation of single values; that of {name} takes rows")
+        raise UserError(f"granularity={granularity} needs an elementwise activation; that of {name} processes rows")
 
 
 def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None, name: str) -> None:
@@ -211,7 +211,7 @@ def _factor(share: float) -> float:
 def _spread(share_T: Tensor) -> str:
     known_T = share_T[~share_T.isnan()]
     if len(known_T) < len(share_T):
-        return "some tokens get what is no multiple of the dense block"
+        return "some tokens get a value that is not a multiple of the dense block"
     return f"a token gets from {known_T.min():.3g} to {known_T.max():.3g} of the dense block"
 
 

@@ -1,4 +1,4 @@
-"""FastMoE's API (1.1) on `fmoe.MoE`, under FastMoE's import paths; docs/migration.md lists the differences."""
+"""FastMoE 1.1's API on `fmoe.MoE`, under FastMoE's import paths; docs/migration.md lists the differences."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""FastMoE's figures of balance, by layer. `fmoe.metrics` has more of them, without a gate hook."""
+"""FastMoE's balance metrics by layer. `fmoe.metrics` has more metrics, without a gate hook."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ metrics = {
 
 
 def reset_balance_profile(balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None) -> None:
-    """Room for every figure of every layer, and for the loss of the strategy."""
+    """Allocate lists for every metric of every layer, and for the loss of the strategy."""
     names = [*metrics, f"{balance_strategy}_loss"] if balance_strategy else list(metrics)
     balance_dict.update({name: [None] * num_layers for name in names})
 
@@ -41,8 +41,12 @@ def update_balance_profile(
     num_expert: int,
     balance_strategy: str | None,
 ) -> None:
-    """Fills in a layer's figures from its choices; fit for a gate hook. ``num_expert`` is that of all workers;
-    ``gate_context`` is the loss, where there is one."""
+    """Set a layer's metrics from its choices; for use in a gate hook.
+
+    Args:
+        num_expert: number of experts over all ranks.
+        gate_context: the loss, if the gate has one.
+    """
     chosen_N = gate_top_k_idx.reshape(-1)
     count_E = torch.zeros(num_expert, device=chosen_N.device, dtype=torch.float32)
     count_E.index_add_(0, chosen_N.clamp(min=0), (chosen_N >= 0).to(count_E.dtype))

@@ -1,4 +1,4 @@
-"""FastMoE's data parallelism: gradients are averaged over as many groups as the parameters name."""
+"""FastMoE's data parallelism, which averages each gradient over the group that its parameter names."""
 
 from collections.abc import Iterator
 
@@ -15,33 +15,33 @@ from fmoe.runtime import collectives, ownership
 
 
 class DistributedGroupedDataParallel(nn.Module):
-    """A module with `allreduce_params` to call after the backward pass.
+    """Wrapper with `allreduce_params`, to be called after the backward pass.
 
-    A parameter's ``dp_comm`` names the group that its gradient is averaged over: "dp", "gate", "moe", "world", or any
-    NAME for which ``NAME_group`` is given; all others, such as "none", are left alone. A parameter without one counts
-    as "dp", but "none" if it is of an expert that no other worker has.
+    A parameter's ``dp_comm`` names the group over which its gradient is averaged: "dp", "gate", "moe", "world", or any
+    NAME with an argument ``NAME_group``. Gradients with other names, such as "none", are not averaged. A parameter
+    without ``dp_comm`` counts as "dp", or as "none" if it belongs to an expert without replicas.
 
     Args:
-        module: what to train.
-        auto_allreduce: must be False; there is no reduction during the backward pass.
-        need_sync: parameters begin as those of the first rank of their group.
-        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=`` and of any other name; where these four
-            are left out or None, they are all processes.
+        module: module to train.
+        auto_allreduce: must be False: reduction during the backward pass is not supported.
+        need_sync: broadcast parameters from the first rank of their group.
+        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=``, or any other ``NAME_group=``. These
+            four default to all processes.
 
     Attributes:
         comms: group by name.
 
     Raises:
-        UserError: another keyword, ``auto_allreduce``, torch.distributed is not initialised.
+        UserError: an unknown keyword; ``auto_allreduce``; torch.distributed is not initialized.
     """
 
     def __init__(self, module: nn.Module, auto_allreduce: bool = False, need_sync: bool = True, **groups):
         super().__init__()
         if auto_allreduce:
-            raise UserError("auto_allreduce=True is not there: call allreduce_params() after the backward pass")
+            raise UserError("auto_allreduce=True is not supported: call allreduce_params() after the backward pass")
         for name in groups:
             if not name.endswith("_group"):
-                raise UserError(f"{name} is not known: groups are given as NAME_group=")
+                raise UserError(f"{name} is not supported: groups are passed as NAME_group=")
         self.module = module
         self.comms = {name.removesuffix("_group"): group for name, group in groups.items() if group is not None}
         for name in ("dp", "gate", "moe", "world"):
@@ -56,13 +56,13 @@ class DistributedGroupedDataParallel(nn.Module):
     def allreduce_gradients(
         self, no_scale: bool = False, reduce_after: bool = False, fp32_allreduce: bool = False
     ) -> None:
-        """Averages every gradient over the group of its parameter.
+        """Average every gradient over the group of its parameter.
 
         Args:
-            no_scale: sums instead.
-            reduce_after: divides after the sum and not before it, which keeps more of small 16-bit gradients and
+            no_scale: sum instead of averaging.
+            reduce_after: divide after the sum instead of before it, which keeps more bits of small 16-bit gradients but
                 overflows earlier.
-            fp32_allreduce: sums in float32.
+            fp32_allreduce: sum in float32.
         """
         for group, parameters in self._by_group():
             gradients = [p.grad for p in parameters if p.requires_grad and p.grad is not None]
@@ -78,7 +78,7 @@ class DistributedGroupedDataParallel(nn.Module):
             copy_back(flat, gradients)
 
     def allreduce_params(self, *args, **kwargs) -> None:
-        """`allreduce_gradients`, by its older name."""
+        """Call `allreduce_gradients`, whose older name this is."""
         self.allreduce_gradients(*args, **kwargs)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class DistributedGroupedDataParallel(nn.Module):
             copy_back(flat, parameters)
 
     def _by_group(self) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-        """Parameters that travel together: same group, same dtype; in the same order on all ranks."""
+        """Group parameters by communicator and dtype, in the same order on all ranks."""
         ownership.refresh()
         for module in self.module.modules():
             if (name := getattr(module, "_dp_comm", None)) is not None:

@@ -1,7 +1,7 @@
 """FasterMoE's topology-aware gate (PPoPP'22), for clusters with a slow network between nodes.
 
-Two environment variables describe the cluster, read when a gate is built: FMOE_TOPO_GPUS_PER_NODE, workers of a node
-(8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node (0.14).
+Two environment variables describe the cluster when a gate is built: FMOE_TOPO_GPUS_PER_NODE, the number of ranks per
+node (8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node (0.14).
 """
 
 import math
@@ -16,16 +16,16 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2, where at most ``int(fraction * T)`` tokens prefer an expert of another node.
+    """Top-2 gate that sends at most ``int(fraction * T)`` tokens to experts of other nodes.
 
-    Where more would, the ones with the largest logits keep that expert, as their second choice after the best of their
-    node; all others choose within the node. A choice for which the node has no expert left is -1.
+    If more tokens prefer such an expert, those with the largest logits keep it, as second choice after the best expert
+    of their node; all others choose within the node. A choice is -1 if the node has no further expert.
 
     Args:
-        node_rank: the node this worker is on, counted from 0 in order of workers.
+        node_rank: index of this rank's node, from 0, in order of ranks.
 
     Attributes:
-        ne_per_node: experts of a node.
+        ne_per_node: number of experts per node.
         ogn_ratio: the fraction.
         mask: bool [E], True for experts of other nodes.
     """
@@ -33,11 +33,11 @@ class FasterGate(NaiveGate):
     def __init__(self, d_model: int, n_expert: int, world_size: int, node_rank: int, gate_bias: bool = True):
         super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
         self.node_rank = node_rank
-        self.ne_per_node = workers_per_node() * n_expert
+        self.ne_per_node = ranks_per_node() * n_expert
         num_nodes = math.ceil(self.tot_expert / self.ne_per_node)
         if not 0 <= node_rank < num_nodes:
             raise UserError(
-                f"node_rank={node_rank} is not one of the {num_nodes} nodes: layers take gen_faster_gate(rank)"
+                f"node_rank={node_rank} is out of range for {num_nodes} nodes: pass gen_faster_gate(rank) to layers"
             )
         self.ogn_ratio = _number("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14)
         self.register_buffer("mask", torch.empty(self.tot_expert, dtype=torch.bool), persistent=False)
@@ -48,12 +48,12 @@ class FasterGate(NaiveGate):
         self.mask.copy_(expert_E.div(self.ne_per_node, rounding_mode="floor") != self.node_rank)
 
     def reset_parameters(self) -> None:
-        """Draw the linear map again; fill the mask too, which `to_empty` leaves empty."""
+        """Draw the linear map again, and fill the mask, which `to_empty` leaves uninitialized."""
         super().reset_parameters()
         self._fill_mask()
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, 2], score [T, 2]."""
+        """Map [T, D] to index [T, 2] and score [T, 2]."""
         logits_TE = self.gate(inp)
         top_TK, free_TK = logits_TE.topk(2, dim=-1)
         self.set_loss(balance_loss(logits_TE, free_TK[:, 0]))
@@ -70,18 +70,18 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """What a layer on worker ``rank`` takes as its ``gate``."""
+    """Return the ``gate`` argument for a layer on rank ``rank``."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:
-            raise UserError(f"top_k={top_k}: FasterGate picks two experts")
-        return FasterGate(d_model, n_expert, world_size, rank // workers_per_node(), gate_bias)
+            raise UserError(f"top_k={top_k} is not supported by FasterGate, which chooses two experts")
+        return FasterGate(d_model, n_expert, world_size, rank // ranks_per_node(), gate_bias)
 
     return build
 
 
-def workers_per_node() -> int:
-    """FMOE_TOPO_GPUS_PER_NODE."""
+def ranks_per_node() -> int:
+    """Return the value of FMOE_TOPO_GPUS_PER_NODE."""
     return _number("FMOE_TOPO_GPUS_PER_NODE", int, 8)
 
 

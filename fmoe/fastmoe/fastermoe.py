@@ -1,7 +1,8 @@
-"""FasterMoE's functions, as FastMoE 1.1 has them (PPoPP'22). For new work: ``FMoE(exchange_options={"chunks": ...,
-"shadow": ...})``, docs/parallelism.md.
+"""FasterMoE's functions (PPoPP'22), as in FastMoE 1.1.
 
-Shape letters: W ranks, L experts of one, E = W * L, T tokens, K choices, D width, R rows.
+In new code, use ``FMoE(exchange_options={"chunks": ..., "shadow": ...})`` instead (docs/parallelism.md).
+
+Shape letters: W ranks, L experts per rank, E = W * L, T tokens, K choices, D width, R rows.
 """
 
 import os
@@ -18,10 +19,10 @@ from fmoe.fastmoe.functions import MOEGather, MOEScatter, count_by_gate, moe_gro
 
 
 def float_from_env(key: str, default: float = -1) -> float:
-    """A number.
+    """Return an environment variable as a number.
 
     Raises:
-        UserError: it is none.
+        UserError: the value is not a number.
     """
     text = os.environ.get(key)
     try:
@@ -31,7 +32,7 @@ def float_from_env(key: str, default: float = -1) -> float:
 
 
 def switch_from_env(key: str, default: bool = False) -> bool:
-    """On where it is "1" or "ON"."""
+    """Return whether an environment variable is "1" or "ON"."""
     return os.environ[key] in ("1", "ON") if key in os.environ else default
 
 
@@ -39,14 +40,16 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
-    """bool [E], none."""
+    """Return bool [E], which shadows no expert."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """`no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON what `fmoe.exchange.shadow.choose` finds for two-layer
-    experts: FMOE_FASTER_GLBPLC_NETBW bytes a second (6.25e9), _GPUTP FLOP/s (1.15e13), _ALPHA hidden / model width (2),
-    _DMODEL the width (``d_model``, else 2048)."""
+    """Return `no_shadow_policy`, or the policy of `fmoe.exchange.shadow.choose` with FMOE_FASTER_SHADOW_ENABLE=ON.
+
+    It assumes two-layer experts, and reads FMOE_FASTER_GLBPLC_NETBW, bytes per second (6.25e9), _GPUTP, FLOP/s
+    (1.15e13), _ALPHA, hidden width / model width (2), and _DMODEL, the model width (``d_model``, or 2048).
+    """
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
         return no_shadow_policy
     width = float_from_env("FMOE_FASTER_GLBPLC_DMODEL", 2048 if d_model is None else d_model)
@@ -78,20 +81,20 @@ def _fmoe_general_global_forward(
     experts: Sequence[nn.Module] | None = None,
     stored_models: Tensor | None = None,
 ) -> Tensor:
-    """Tokens to their experts and back, without weights.
+    """Send tokens to their experts and the outputs back, unweighted.
 
     Args:
         inp: [T, D].
-        gate: int64 [T] or [T, K], experts of each token; -1 is none.
+        gate: int64 [T] or [T, K], experts of each token; -1 for none.
         expert_fn: called as ``(rows [R, D], [R] as a tensor, local index of the expert)``.
-        experts: the modules that ``expert_fn`` calls, L of them, all alike; needed for shadowing.
-        stored_models: bool [W * L], experts that come to the tokens; None for `get_shadow_policy`.
+        experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
+        stored_models: bool [W * L], experts to shadow; None for `get_shadow_policy`.
 
     Returns:
-        [T * K, D]; zero where the choice is -1.
+        [T * K, D]; zero for choices of -1.
 
     Raises:
-        UserError: experts are to be shadowed, and ``experts`` is not given.
+        UserError: an expert is to be shadowed without ``experts``.
     """
     top_k = gate.shape[1] if gate.dim() == 2 else 1
     if stored_models is None:

@@ -1,10 +1,10 @@
-"""FastMoE's functions of dispatch, for layers and gates that its users made of them (`fmoe.FMoE` has its own).
+"""FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` does not).
 
-Workers exchange over the group that `ensure_comm` named last. Counts are int64; worker w owns the experts
+Ranks communicate over the group of the last `ensure_comm`. Counts are int64; rank w owns the experts
 w * num_expert ... (w + 1) * num_expert - 1.
 
-Shape letters: T tokens, K choices, D width, L experts of a worker, W workers, M choices that are made (not -1), R rows
-that this worker's experts get.
+Shape letters: T tokens, K choices, D width, L experts per rank, W ranks, M choices other than -1, R rows that this
+rank's experts get.
 """
 
 import torch
@@ -22,18 +22,18 @@ from fmoe.runtime import collectives
 
 
 def get_torch_default_comm() -> dist.ProcessGroup:
-    """The group of all processes.
+    """Return the group of all processes.
 
     Raises:
-        UserError: torch.distributed is not initialised.
+        UserError: torch.distributed is not initialized.
     """
     if not dist.is_initialized():
-        raise UserError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        raise UserError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
     return dist.group.WORLD
 
 
 def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
-    """The global rank of the group's first process."""
+    """Return the global rank of the group's first process."""
     return dist.get_global_rank(comm, 0)
 
 
@@ -41,18 +41,18 @@ _moe_group: dist.ProcessGroup | None = None
 
 
 def ensure_comm(t: Tensor | None, comm: dist.ProcessGroup | None) -> None:
-    """From here on the functions of this module exchange over ``comm``; None for all processes. ``t`` is not used."""
+    """Set the group over which the functions of this module communicate; None for all processes. ``t`` is ignored."""
     global _moe_group
     _moe_group = get_torch_default_comm() if comm is None else comm
 
 
 def get_moe_group() -> dist.ProcessGroup | None:
-    """What `ensure_comm` was told last."""
+    """Return the group of the last `ensure_comm`."""
     return _moe_group
 
 
 def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
-    """[W * X], X numbers for each worker -> [W * X], the X numbers that each worker has for this one."""
+    """Exchange X numbers with every rank: [W * X], X per destination -> [W * X], X per source."""
     if world_size == 1:
         return counts
     return all_to_all(moe_group_of(world_size), counts, what="a gate's exchange of counts").wait(for_host=True)
@@ -62,15 +62,15 @@ def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
 def count_by_gate(
     gate: Tensor, num_expert: int, world_size: int, require_pos: bool = True
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Where the choices lie, and how many go to each expert.
+    """Sort the choices by expert, and count them.
 
     Args:
-        gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 is no choice.
+        gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 for no choice.
 
     Returns:
         pos: [M], indices into ``gate.view(-1)``, by expert and then in order; None unless ``require_pos``.
-        local_expert_count: [W * L], choices of this worker for every expert.
-        global_expert_count: [W * L], choices of each worker (in order of workers) for this worker's experts.
+        local_expert_count: [W * L], choices of this rank for every expert.
+        global_expert_count: [W * L], choices of each rank, in order, for this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
@@ -80,7 +80,7 @@ def count_by_gate(
 
 @torch.no_grad()
 def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """`count_by_gate` with the counts on the host, the rows of each of this worker's experts [L], and R."""
+    """Return `count_by_gate` with counts on the host, the number of rows of each of this rank's experts [L], and R."""
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     sent, received = torch.stack([local_expert_count, global_expert_count]).cpu()
     fwd_expert_count = received.view(world_size, num_expert).sum(0)
@@ -88,18 +88,18 @@ def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Ten
 
 
 def _local_scatter(inp: Tensor, pos: Tensor) -> Tensor:
-    """``inp[pos]``."""
+    """Return ``inp[pos]``."""
     return inp.index_select(0, pos)
 
 
 def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True) -> Tensor:
-    """Rows to their places in zeros; with ``maybe_overlap`` those of the same place are added."""
+    """Write rows to the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows of equal indices."""
     out = inp.new_zeros(out_batch_size, *inp.shape[1:])
     return out.index_add(0, pos, inp) if maybe_overlap else out.index_copy(0, pos, inp)
 
 
 class MOEScatter:
-    """``MOEScatter.apply(...)``: tokens -> the rows of this worker's experts, those of one expert side by side."""
+    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; rows of each expert are contiguous."""
 
     @staticmethod
     def apply(
@@ -110,7 +110,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """[T, D] -> [R, D]; ``pos`` [M] is the token of each choice. ``fwd_batch_size`` follows from the counts."""
+        """Map [T, D] to [R, D]; ``pos`` [M] is the token of each choice. ``fwd_batch_size`` is ignored."""
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
@@ -118,7 +118,7 @@ class MOEScatter:
 
 
 class MOEGather:
-    """``MOEGather.apply(...)``: the way back of `MOEScatter`."""
+    """Return of rows to their tokens, by ``MOEGather.apply(...)``; the inverse of `MOEScatter`."""
 
     @staticmethod
     def apply(
@@ -129,8 +129,7 @@ class MOEGather:
         local_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """[R, D] -> [local_batch_size, D], a row for every choice (``pos`` [M] is its place), zero where there is
-        none."""
+        """Map [R, D] to [local_batch_size, D]: the row of each choice at index ``pos`` [M], zeros elsewhere."""
         rows = global_output_buf
         if world_size > 1:
             rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).back(rows)
@@ -138,14 +137,14 @@ class MOEGather:
 
 
 class AllGather:
-    """``AllGather.apply(...)``: the inverse of `Slice`."""
+    """Concatenation of the slices of all ranks, by ``AllGather.apply(...)``; the inverse of `Slice`."""
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """The parts of all ranks of the group, one after the other. ``rank`` is this one's.
+        """Concatenate the slices of all ranks of the group. ``rank`` is this rank.
 
         Raises:
-            UserError: the parts are not of the lengths that `Slice` gives.
+            UserError: the slices do not have the lengths that `Slice` returns.
         """
         if world_size == 1:
             return inp
@@ -156,18 +155,17 @@ class AllGather:
         bounds = [slice_bounds(sum(lengths), part, world_size) for part in range(world_size)]
         if lengths != [end - begin for begin, end in bounds]:
             raise UserError(
-                f"AllGather got parts of {lengths} rows: equal ones, or those that Slice gives, can be joined"
+                f"AllGather got slices of {lengths} rows; they must be equal, or have the lengths that Slice returns"
             )
         return gather_slices(inp, sum(lengths), group)
 
 
 class Slice:
-    """``Slice.apply(...)``: this rank's part of what all ranks of the group hold alike."""
+    """This rank's slice of a tensor that all ranks of the group hold, by ``Slice.apply(...)``."""
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Rows in order of ranks; where they do not divide evenly, the first ranks have one more. ``rank`` is this
-        one's."""
+        """Return this rank's rows, in order of ranks; the first ranks get the remainder. ``rank`` is this rank."""
         return inp if world_size == 1 else take_slice(inp, get_torch_default_comm() if group is None else group)
 
 
@@ -175,7 +173,7 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(
-            f"world_size={world_size} differs from the {group.size()} workers of the group: name it by ensure_comm"
+            f"world_size={world_size} differs from the {group.size()} ranks of the group: set it by ensure_comm"
         )
     return group
 

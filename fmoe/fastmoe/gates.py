@@ -1,7 +1,7 @@
-"""FastMoE's gates: ``gate(d_model, num_expert, world_size, top_k)``, which return ``(index, score)`` and keep a loss.
+"""FastMoE's gates: ``gate(d_model, num_expert, world_size, top_k)``, which return ``(index, score)`` and store a loss.
 
-They behave as its release 1.1 documents them, except for what was broken there (docs/migration.md). For new work use
-the routers of `fmoe.gates`.
+They behave as documented by release 1.1, except for its bugs (docs/migration.md). In new code, use the routers of
+`fmoe.gates`.
 
 Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts of a rank, W ranks.
 """
@@ -21,12 +21,13 @@ from fmoe.losses import importance_loss, load_balancing_loss, load_loss
 
 
 class BaseGate(nn.Module):
-    """A gate of ``num_expert`` experts on each of ``world_size`` workers; ``forward(x)`` gives (index, score).
+    """Base class of gates for ``num_expert`` experts on each of ``world_size`` ranks; ``forward(x)`` returns (index,
+    score).
 
     Attributes:
         tot_expert: E.
-        default_top_k: K of layers that are given none.
-        runs_collectives: whether `forward` exchanges counts between workers.
+        default_top_k: K of layers without the argument ``top_k``.
+        runs_collectives: whether `forward` exchanges counts between ranks.
     """
 
     default_top_k = 2
@@ -39,14 +40,14 @@ class BaseGate(nn.Module):
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor):
-        raise NotImplementedError("a gate implements forward(x) -> (index, score)")
+        raise NotImplementedError("a gate must implement forward(x) -> (index, score)")
 
     def set_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of this forward pass."""
+        """Store the loss of this forward pass."""
         self.loss = loss
 
     def get_loss(self, clear: bool = True) -> Tensor | None:
-        """The loss that was kept, to be added to the training loss; None if there is none."""
+        """Return the stored loss, which the caller adds to the training loss; None without a loss."""
         loss = self.loss
         if clear:
             self.loss = None
@@ -54,7 +55,7 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss is kept."""
+        """Whether a loss is stored."""
         return self.loss is not None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,13 +63,13 @@ class BaseGate(nn.Module):
 
 
 def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:
-    """Raises UserError where there are not so many experts."""
+    """Raise UserError if there are fewer than ``top_k`` experts."""
     if not 1 <= top_k <= num_expert * world_size:
         raise UserError(f"top_k={top_k} is not between 1 and num_expert={num_expert} * world_size={world_size}")
 
 
 class NaiveGate(BaseGate):
-    """The K largest of a linear map, weighted by a softmax over the K. Its loss is zero."""
+    """Top-k of a linear map, weighted by a softmax over the K largest logits. Its loss is zero."""
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True):
         super().__init__(num_expert, world_size)
@@ -77,22 +78,24 @@ class NaiveGate(BaseGate):
         self.top_k = top_k
 
     def reset_parameters(self) -> None:
-        """Draws the linear map anew."""
+        """Draw the linear map again."""
         self.gate.reset_parameters()
 
     def forward(self, inp: Tensor, return_all_scores: bool = False):
-        """[T, D] -> index [T, K], best first, and score [T, K] in the dtype of ``inp`` (and all logits [T, E])."""
+        """Map [T, D] to index [T, K], best first, and score [T, K] in the dtype of ``inp`` (and all logits [T, E])."""
         logits_TE = self.gate(inp)
         logit_TK, index_TK = logits_TE.topk(self.top_k, dim=-1)
         score_TK = softmax(logit_TK).view(-1, self.top_k).to(inp.dtype)
-        # So that every gate but ZeroGate and SwipeGate has a loss to be added.
+        # Every gate except ZeroGate and SwipeGate stores a loss.
         self.set_loss(torch.zeros(1, device=inp.device, dtype=torch.float32))
         return (index_TK, score_TK, logits_TE) if return_all_scores else (index_TK, score_TK)
 
 
 class NoisyGate(BaseGate):
-    """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K; its loss is the sum of the
-    importance and the load loss (equations 6-11). In evaluation there is no noise, and the load is the tokens' count.
+    """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
+
+    Its loss is the sum of importance and load loss (equations 6-11). In evaluation there is no noise, and the load
+    counts tokens.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -104,13 +107,13 @@ class NoisyGate(BaseGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """U(-1/sqrt(D), 1/sqrt(D)), as a Linear."""
+        """Draw weights from U(-1/sqrt(D), 1/sqrt(D)), as a Linear."""
         bound = 1 / math.sqrt(self.w_gate.shape[0])
         for weight in (self.w_gate, self.w_noise):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, K], best first, score [T, K] in the dtype of ``inp``."""
+        """Map [T, D] to index [T, K], best first, and score [T, K] in the dtype of ``inp``."""
         dtype = torch.promote_types(inp.dtype, torch.float32)
         clean_TE = noisy_TE = (inp @ self.w_gate).to(dtype)
         if self.training:
@@ -130,14 +133,14 @@ class NoisyGate(BaseGate):
 class GShardGate(NaiveGate):
     """Top-2 with a random second expert and capacity (GShard, arXiv 2006.16668, algorithm 1).
 
-    In training, choices after the first are kept with probability ``min(1, 2 * score)``. Of each worker every expert
-    then takes ``ceil(factor * T) * K // E`` choices, at least one, first choices before second ones. The balance loss
+    In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts
+    ``ceil(factor * T) * K // E`` choices of each rank, at least one, first choices before second ones. The balance loss
     counts first choices.
 
     Args:
-        topk: any K.
-        capacity: factor in training and in evaluation.
-        random_routing: False keeps every choice in training as well.
+        topk: K.
+        capacity: capacity factors in training and in evaluation.
+        random_routing: whether to drop choices at random in training.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class GShardGate(NaiveGate):
         self.capacity, self.random_routing = capacity, random_routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, K], -1 for choices that are not made, and score [T, K]."""
+        """Map [T, D] to index [T, K], -1 for dropped choices, and score [T, K]."""
         index_TK, score_TK, logits_TE = super().forward(x, return_all_scores=True)
         self.set_loss(balance_loss(logits_TE, index_TK[:, 0]))
         if self.random_routing and self.training:
@@ -164,22 +167,21 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Drops what is over capacity."""
+        """Drop choices over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
 
 class SwitchGate(NaiveGate):
-    """The most probable expert, weighted by its probability (Switch Transformer, arXiv 2101.03961), with noise in
-    [1 - eps, 1 + eps] added to the logits in training (the paper multiplies the input, as the router "switch" of
-    `fmoe.gates` does).
+    """Top-1 gate, weighted by the probability (Switch Transformer, arXiv 2101.03961).
 
-    An expert takes ``ceil(factor * T * K / num_expert)`` choices of all workers together.
+    In training, noise in [1 - eps, 1 + eps] is added to the logits. The paper multiplies the input, as the router
+    "switch" of `fmoe.gates` does. Experts accept ``ceil(factor * T * K / num_expert)`` choices of all ranks together.
 
     Args:
-        topk: any K; layers that are given none take 1.
+        topk: K; layers without the argument use 1.
         switch_eps: half width of the noise.
-        capacity: factor in training and in evaluation.
+        capacity: capacity factors in training and in evaluation.
     """
 
     default_top_k = 1
@@ -199,7 +201,7 @@ class SwitchGate(NaiveGate):
         self.switch_eps, self.capacity = switch_eps, capacity
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, K], -1 where the expert is full, and score [T, K]."""
+        """Map [T, D] to index [T, K], -1 if the expert is full, and score [T, K]."""
         logits_TE = self.gate(inp)
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         if self.training:
@@ -214,13 +216,16 @@ class SwitchGate(NaiveGate):
 
 
 class SwipeGate(NaiveGate):
-    """Top-k whose load is the same on all workers: in training, choices that a worker has no room for move to workers
-    that have, one round for the first choices, one for the second, and so on. Workers hold as many tokens each."""
+    """Top-k gate with equal load on all ranks.
+
+    In training, choices beyond the capacity of a rank move to ranks with free capacity, first choices in the first
+    round, second choices in the second, and so on. All ranks must hold the same number of tokens.
+    """
 
     runs_collectives = True
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, K], score [T, K]: softmax over the logits of the experts that were got."""
+        """Map [T, D] to index [T, K] and score [T, K], a softmax over the logits of the assigned experts."""
         logits_TE = self.gate(inp)
         index_TK = logits_TE.topk(self.top_k, dim=-1).indices
         if self.training:
@@ -235,18 +240,18 @@ class SwipeGate(NaiveGate):
 
     @torch.no_grad()
     def swipe_once(self, idx: Tensor, capacity: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-        """One round.
+        """Run one round.
 
         Args:
-            idx: int64 [T], an expert for each token of this worker.
-            capacity: how many choices this worker's experts may still take together.
-            bias: which expert of a worker takes those that were moved there.
+            idx: int64 [T], an expert for each token of this rank.
+            capacity: remaining capacity of this rank's experts together.
+            bias: local index of the expert that gets moved choices.
 
         Returns:
-            idx with the moved ones, -1 for those that no worker has room for; the capacity that is left.
+            ``idx`` with moved choices, -1 for choices without any rank; and the remaining capacity.
         """
-        worker_T = torch.div(idx, self.num_expert, rounding_mode="floor")
-        want_W = torch.bincount(worker_T, minlength=self.world_size)
+        rank_T = torch.div(idx, self.num_expert, rounding_mode="floor")
+        want_W = torch.bincount(rank_T, minlength=self.world_size)
         want_WW, capacity_W, rank = want_W[None].cpu(), capacity.reshape(1).cpu(), 0
         if self.world_size > 1:
             group = moe_group_of(self.world_size)
@@ -254,7 +259,7 @@ class SwipeGate(NaiveGate):
             gathered = all_gather(group, mine, "a gate's exchange of counts").wait(for_host=True)
             gathered = gathered.view(self.world_size, -1).cpu()
             want_WW, capacity_W, rank = gathered[:, :-1], gathered[:, -1], group.rank()
-        # From worker (row) to worker (column). What is refused, lined up, meets the room that is left, lined up.
+        # [source, destination]: the queue of refused choices is matched with the queue of remaining capacity.
         taken_WW = grant(want_WW, capacity_W)
         refused_W, room_W = (want_WW - taken_WW).sum(1), capacity_W - taken_WW.sum(0)
         refused_end_W1, room_end_W = refused_W.cumsum(0).unsqueeze(1), room_W.cumsum(0)
@@ -262,7 +267,7 @@ class SwipeGate(NaiveGate):
         begin_WW = torch.maximum(refused_end_W1 - refused_W.unsqueeze(1), room_end_W - room_W)
         moved_WW = (end_WW - begin_WW).clamp(min=0)
 
-        stays_T = keep_first(worker_T, taken_WW[rank].to(idx.device)) >= 0
+        stays_T = keep_first(rank_T, taken_WW[rank].to(idx.device)) >= 0
         targets_M = (
             torch.arange(self.world_size, dtype=torch.int64, device="cpu")
             .repeat_interleave(moved_WW[rank])
@@ -274,26 +279,25 @@ class SwipeGate(NaiveGate):
 
 
 class DCGate(GShardGate):
-    """`GShardGate` whose capacity is counted over all workers: an expert takes ``ceil(factor * T)`` choices, those of
-    the first workers first, whatever worker they come from."""
+    """`GShardGate` with capacity over all ranks: an expert accepts ``ceil(factor * T)`` choices, in order of ranks."""
 
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Drops what is over capacity."""
+        """Drop choices over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 
 
 class ZeroGate(BaseGate):
-    """Every choice of every token is expert 0, with the weights 1 / K."""
+    """Gate that assigns all choices to expert 0, with weights 1 / K."""
 
     def __init__(self, _d_model: int, num_expert: int, world_size: int, top_k: int = 2):
         super().__init__(num_expert, world_size)
         self.top_k = top_k
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> index [T, K], score [T, K]."""
+        """Map [T, D] to index [T, K] and score [T, K]."""
         shape = (inp.shape[0], self.top_k)
         index_TK = torch.zeros(shape, dtype=torch.int64, device=inp.device)
         return index_TK, torch.full(shape, 1 / self.top_k, dtype=inp.dtype, device=inp.device)
@@ -303,16 +307,16 @@ class ZeroGate(BaseGate):
 def limit_by_capacity(
     topk_idx: Tensor, num_expert: int, world_size: int, capacity: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lets every expert take ``capacity`` choices of all workers together, those of the first workers first.
+    """Limit every expert to ``capacity`` choices of all ranks together, in order of ranks.
 
     Args:
-        topk_idx: int64 [T] or [T, K]; -1 is no choice.
-        capacity: of each expert, or of each of this worker's experts [L].
+        topk_idx: int64 [T] or [T, K]; -1 for no choice.
+        capacity: capacity of every expert, or of each of this rank's experts [L].
 
     Returns:
-        new_lec: [W * L], choices of this worker that each expert takes.
-        new_gec: [W * L], choices of each worker that this worker's experts take.
-        topk_idx: with -1 where the expert does not take it (`keep_first`).
+        new_lec: [W * L], choices of this rank that each expert accepts.
+        new_gec: [W * L], choices of each rank that this rank's experts accept.
+        topk_idx: ``topk_idx`` with -1 for choices that are not accepted (`keep_first`).
     """
     _, _, offered = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
     new_gec = grant(offered.view(world_size, num_expert), capacity).view(-1)
@@ -321,7 +325,7 @@ def limit_by_capacity(
 
 
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
-    """How many of the offers each X takes of each worker, in order of workers, until its capacity is used up."""
+    """Return the number of choices of each rank that each X accepts, in order of ranks, up to its capacity."""
     before_WX = offered_WX.cumsum(0) - offered_WX
     return (
         (torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64) - before_WX)
@@ -332,8 +336,13 @@ def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
 
 @torch.no_grad()
 def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
-    """[T] or [T, K] -> the same with -1 past the first ``limit_E[e]`` choices of each expert e: first choices of all
-    tokens, in their order, before second ones. The same ones in every run."""
+    """Replace choices after the first ``limit_E[e]`` choices of each expert e with -1.
+
+    First choices of all tokens, in order, precede second choices. Deterministic.
+
+    Args:
+        index: [T] or [T, K].
+    """
     queue_N = (index if index.dim() == 1 else index.t()).reshape(-1)
     queue_N = torch.where(queue_N < 0, len(limit_E), queue_N)
     sorted_N, order_N = queue_N.sort(stable=True)
@@ -347,7 +356,7 @@ def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
 
 
 def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
-    """Load balancing loss of the ``chosen`` experts (any shape), 1 when balanced: over all E, before capacity."""
+    """Return the load balancing loss of the ``chosen`` experts (any shape) before capacity; 1 if balanced."""
     count_E = (chosen.reshape(-1, 1) == torch.arange(logits_TE.shape[1], device=chosen.device, dtype=torch.int64)).sum(
         0
     )
@@ -355,5 +364,5 @@ def balance_loss(logits_TE: Tensor, chosen: Tensor) -> Tensor:
 
 
 def softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension, at least in float32."""
+    """Return the softmax over the last dimension, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)

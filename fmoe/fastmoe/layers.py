@@ -1,4 +1,4 @@
-"""FastMoE's layer, `FMoE`, as a porch on `fmoe.MoE`; ``fmoe.layers`` is this module.
+"""FastMoE's layer `FMoE`, derived from `fmoe.MoE`; ``fmoe.layers`` is this module.
 
 Shape letters: T tokens of this rank, D model width, E experts, K experts per token.
 """
@@ -30,7 +30,7 @@ from fmoe.routing import Routing
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """Tokens of a nest of tensors.
+    """Local tokens of a nest of tensors.
 
     Attributes:
         nest: structure of the input.
@@ -42,8 +42,10 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Inputs may be nests of tensors that agree in all but their last dimension: the gate sees the first one, the
-    experts get rows of all."""
+    """Layout of nests of tensors that agree in all but their last dimension.
+
+    The gate sees the first tensor, the experts get rows of all tensors.
+    """
 
     def split(
         self,
@@ -59,8 +61,8 @@ class NestedLayout(Layout):
         """As `Layout.split`.
 
         Args:
-            filled: FastMoE's ``mask``, of the tokens; 0 for those to route.
-            is_fastmoe: the gate sees only this rank's slice, as in FastMoE.
+            filled: FastMoE's ``mask`` of the tokens; 0 for tokens to route.
+            is_fastmoe: whether the gate sees only this rank's slice, as in FastMoE.
         """
         leaves, nest = pytree.tree_flatten(x)
         leading = leaves[0].shape[:-1]
@@ -75,7 +77,7 @@ class NestedLayout(Layout):
         for leaf in rest:
             if leaf.shape[: len(leading)] != leading:
                 raise UserError(
-                    f"a tensor of the input has shape {tuple(leaf.shape)}; it must begin with {tuple(leading)}"
+                    f"a tensor of the input has shape {tuple(leaf.shape)}; it must start with {tuple(leading)}"
                 )
         if self.slice_group is not None:
             rest, filled = take_slice((rest, filled), self.slice_group)
@@ -94,14 +96,14 @@ class NestedLayout(Layout):
 
 
 class NestedCall(ExpertCall):
-    """Experts of nests, called by a layer's ``expert_fn``.
+    """`ExpertCall` for nests, through a layer's ``expert_fn``.
 
     Args:
-        layer: its ``expert_fn`` and experts are called.
-        tokens: of this forward pass.
+        layer: layer whose ``expert_fn`` and experts are called.
+        tokens: tokens of this forward pass.
 
     Attributes:
-        nest: structure of the outputs, once there are some.
+        nest: structure of the outputs, set by the first call.
     """
 
     def __init__(self, layer: "FMoE", tokens: NestedTokens):
@@ -129,7 +131,7 @@ class NestedCall(ExpertCall):
 
 
 def _of(part: str, name: str) -> property:
-    """An attribute of one of the layer's parts."""
+    """Return a property that reads and writes an attribute of one of the layer's parts."""
 
     def get(layer):
         return getattr(getattr(layer, part), name)
@@ -141,19 +143,20 @@ def _of(part: str, name: str) -> property:
 
 
 class FMoE(MoE):
-    """A Mixture-of-Experts layer in the place of a feed-forward block (FastMoE, arXiv 2103.13262).
+    """A Mixture-of-Experts layer that replaces a feed-forward block (FastMoE, arXiv 2103.13262).
 
-    ``y = sum over the K experts that the gate chooses of weight * expert(x)``. With ``moe_group`` the experts are
-    spread over its ranks; the result is that of one rank holding all of them. There are two spellings:
+    ``y = sum over the K experts that the gate chooses of weight * expert(x)``. With ``moe_group`` the experts are split
+    over its ranks; the result equals that of one rank with all experts. There are two signatures:
 
     ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
-        `fmoe.MoE` by its options (`fmoe.build.Spec`): experts of all ranks; auxiliary losses are applied by default.
+        `fmoe.MoE` by its options (`fmoe.build.Spec`): ``num_experts`` counts those of all ranks; auxiliary losses are
+        applied by default.
     ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
-        FastMoE's, with its meaning (`fmoe.fastmoe.spelling`): experts per rank; its users add ``gate.get_loss()``
-        themselves.
+        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`): ``num_expert`` counts those of a rank; users
+        add ``gate.get_loss()`` themselves.
 
     Args:
-        num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's spelling only.
+        num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's signature only.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
             also be nests of tensors that agree in all but their last dimension.
 
@@ -195,7 +198,7 @@ class FMoE(MoE):
             foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
             for key, value in {**foreign, "mask_dict": mask_dict, "world_size": world_size}.items():
                 if value is not None:
-                    raise UserError(f"{key} belongs to FastMoE's spelling (num_expert=), not beside num_experts=")
+                    raise UserError(f"{key} is an argument of FastMoE's signature (num_expert=), not of num_experts=")
             options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
             options |= {
                 "slice_group": slice_group,
@@ -228,27 +231,27 @@ class FMoE(MoE):
 
     @classmethod
     def build(cls, **options: Any) -> "FMoE":
-        """Return the layer of these options (`fmoe.build.Spec`)."""
+        """Build the layer from options of `fmoe.build.Spec`."""
         return cls(**options)
 
     @property
     def slice_size(self) -> int:
-        """Ranks that hold the same tokens."""
+        """Number of ranks that hold the same tokens."""
         return 1 if self.slice_group is None else self.slice_group.size()
 
     @property
     def slice_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the ranks that hold the same tokens."""
         return 0 if self.slice_group is None else self.slice_group.rank()
 
     def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
         """Return the experts' outputs for their rows; a subclass may override it."""
-        if type(self.experts) is nn.ModuleList:  # set by a subclass, which FastMoE left uncalled
+        if type(self.experts) is nn.ModuleList:  # set by a subclass; FastMoE calls its items, not the list
             return ModuleExperts.forward(self.experts, inp, fwd_expert_count)
         return self.experts(inp, fwd_expert_count)
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tag parameters for `DistributedGroupedDataParallel`: experts by the name given, the gate as "gate"."""
+        """Tag parameters for `DistributedGroupedDataParallel`: experts by ``expert_dp_comm``, the gate by "gate"."""
         mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
         self._expert_dp_comm = expert_dp_comm
@@ -257,11 +260,11 @@ class FMoE(MoE):
         """As `MoE.forward`.
 
         Args:
-            x: as there, or a nest of tensors that agree in all but their last dimension: the gate sees the first, the
-                experts get all.
+            x: as in `MoE.forward`, or a nest of tensors that agree in all but their last dimension. The gate sees the
+                first tensor, the experts get all tensors.
 
         Returns:
-            The shape of ``x``; of each tensor that the experts return, for nests.
+            A tensor of the shape of ``x``; for nests, one for each tensor that the experts return.
         """
         return super().forward(x, mask, token_ids=token_ids)
 
@@ -269,7 +272,7 @@ class FMoE(MoE):
         filled = None if self.mask_dict is None else self.mask
         kind = {"filled": filled, "is_fastmoe": self.is_fastmoe}
         tokens = self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate), **kind)
-        if self.world_size > 1:  # for functions of FastMoE's that the gate may call
+        if self.world_size > 1:  # for FastMoE's functions, which the gate may call
             ensure_comm(tokens.x_TD, self.moe_group)
         return tokens
 
@@ -301,7 +304,7 @@ class FMoE(MoE):
 
     def _mark_experts(self) -> None:
         super()._mark_experts()
-        if self._expert_dp_comm is not None:  # parameters that are copies, or new, have lost their tags
+        if self._expert_dp_comm is not None:  # copies and new parameters lack the tags
             spelling.tag_missing(self.experts.parameters(), self._expert_dp_comm)
             spelling.tag_missing(self.gate.parameters(), "gate")
 
@@ -309,11 +312,11 @@ class FMoE(MoE):
         return [*super()._process_groups(), self.moe_group, self.expert_tensor_group]
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, workers={self.world_size}, first_expert={self.first_expert}"
+        return f"num_experts={self.num_experts}, ep_size={self.world_size}, first_expert={self.first_expert}"
 
 
 def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:
-    """Tokens whose mask is k != 0 are not routed; their output is ``mask_dict[k]``, weighted like an expert's."""
+    """Set the output of tokens with mask k != 0, which are not routed, to ``mask_dict[k]`` times their weights."""
     mask_T = mask.reshape(-1).to(y_TD.device)
     for key, value in mask_dict.items():
         value = torch.as_tensor(value, dtype=torch.promote_types(y_TD.dtype, torch.float32), device=y_TD.device)
@@ -325,15 +328,15 @@ def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], we
 def _fmoe_general_global_forward(
     inp: Any, gate: Tensor, expert_fn: Callable[[Any, Tensor], Any], num_expert: int, world_size: int, **kwargs
 ) -> Any:
-    """Tokens to their experts, through ``expert_fn(rows, counts)``, and back, without weights.
+    """Send tokens to their experts, call ``expert_fn(rows, counts)``, and send the outputs back, unweighted.
 
     Args:
         inp: [T, D], or a nest of such tensors.
-        gate: int64 [T] or [T, K], experts of each token; -1 is none.
-        kwargs: not used.
+        gate: int64 [T] or [T, K], experts of each token; -1 for none.
+        kwargs: ignored.
 
     Returns:
-        [T * K, D] for each tensor that ``expert_fn`` returns; zero where the choice is -1.
+        [T * K, D] for each tensor that ``expert_fn`` returns; zero for choices of -1.
     """
     pos, sent, received, counts_L, num_rows = prepare_forward(gate, num_expert, world_size)
     top_k = gate.shape[1] if gate.dim() == 2 else 1

@@ -14,13 +14,13 @@ from fmoe.kernels import grouped_linear
 
 
 class FMoELinear(Stacked):
-    """``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
+    """Compute ``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
 
     Args:
         num_expert: L.
         in_feat, out_feat: I and O.
-        bias: whether there is one; it begins at zero.
-        rank: kept for FastMoE's signature; weights are drawn from torch's default generator.
+        bias: whether to add a bias, which is zero at first.
+        rank: ignored, for FastMoE's signature; weights are drawn from torch's default generator.
     """
 
     def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
@@ -31,7 +31,7 @@ class FMoELinear(Stacked):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each expert as its own matrix, as torch's Linear (FastMoE took the fan-in of the stack)."""
+        """Draw each expert's matrix as torch's Linear does (FastMoE used the fan-in of the stack)."""
         with torch.no_grad():
             for matrix in self.weight.unbind(0):
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
@@ -39,7 +39,7 @@ class FMoELinear(Stacked):
                 self.bias.zero_()
 
     def forward(self, inp: Tensor, fwd_expert_count: Tensor | Sequence[int]) -> Tensor:
-        """[R, I] -> [R, O]; ``fwd_expert_count`` has the rows of each expert."""
+        """Map [R, I] to [R, O]; ``fwd_expert_count`` is the number of rows of each expert."""
         counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
         weight, bias = self.weight, self.bias
         device = inp.device.type
@@ -56,7 +56,7 @@ class FMoELinear(Stacked):
 
 
 class MOELinear:
-    """``MOELinear.apply(...)``: what `FMoELinear` computes, as a function."""
+    """Functional form of `FMoELinear`, called by ``MOELinear.apply(...)``."""
 
     @staticmethod
     def apply(
@@ -65,6 +65,6 @@ class MOELinear:
         weight: Tensor,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [R, I] with weight [L, O, I] -> [R, O]."""
+        """Return ``rows @ weight[e].T + bias[e]`` for the rows of each expert e: [R, I], weight [L, O, I] -> [R, O]."""
         counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
         return grouped_linear(global_input_buf, weight, bias, counts)

@@ -1,7 +1,7 @@
 """FastMoE's Megatron-LM plugin, importable without Megatron.
 
-`fmoefy` changes megatron-core models and those of Megatron-LM 2.2 to 3.0's layout. FastMoE also replaced parts of
-Megatron-LM's training loop; those names are here to say what does their work now.
+`fmoefy` converts megatron-core models, and models with the layout of Megatron-LM 2.2 to 3.0. FastMoE also replaced
+parts of Megatron-LM's training loop; these names raise errors that state the replacement.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from fmoe.fastmoe.transformer import FMoETransformerMLP
 
 
 def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """FastMoE's arguments; ``--num-experts`` is left to a parser that has one already."""
+    """Add FastMoE's arguments; skip ``--num-experts`` if the parser has it already."""
     group = parser.add_argument_group("fastmoe")
     taken = "--num-experts" in parser._option_string_actions
     group.add_argument("--fmoefy", action="store_true")
@@ -37,18 +37,17 @@ def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def megatron_args() -> Any:
-    """What Megatron-LM was started with; None where there is none, or it has not started."""
+    """Return Megatron-LM's arguments; None if Megatron-LM is not imported or not initialized."""
     for name in ("megatron", "megatron.training"):
         get_args = getattr(sys.modules.get(name), "get_args", None)
         if get_args is not None:
-            with contextlib.suppress(AssertionError):  # it has not started
+            with contextlib.suppress(AssertionError):  # not initialized
                 return get_args()
     return None
 
 
 def megatron_groups() -> ModuleType | None:
-    """The module that holds Megatron's process groups, once there are some. Nothing is imported for it: where Megatron
-    is not in use, there are none."""
+    """Return the module with Megatron's process groups; None before they are initialized. Imports nothing."""
     for name in ("megatron.mpu", "megatron.core.parallel_state"):
         module = sys.modules.get(name)
         if module is not None and module.model_parallel_is_initialized():
@@ -57,12 +56,12 @@ def megatron_groups() -> ModuleType | None:
 
 
 def gone(name: str, instead: str) -> Callable[..., NoReturn]:
-    """A function that says what to use in its place."""
+    """Return a function that raises an error which states the replacement."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(f"fmoe.megatron.{name} belonged to the training loop of Megatron-LM 2 and 3: {instead}")
 
-    refuse.__name__, refuse.__doc__ = name, f"Says: {instead}."
+    refuse.__name__, refuse.__doc__ = name, f"Raise UserError: {instead}."
     return refuse
 
 
@@ -71,19 +70,19 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Forgets the figures; room for so many layers, or as many as before."""
+    """Reset the metrics, for ``num_layers`` layers or for as many as before."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
 
 
 def get_balance_profile() -> dict[str, list]:
-    """The last figures of each layer, by name."""
+    """Return the latest metrics of each layer, by name."""
     return _profile
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[[Tensor, Tensor, Any], None]:
-    """The gate hook of one layer."""
+    """Return the gate hook of one layer."""
     strategy = _strategy()
 
     def hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
@@ -99,7 +98,7 @@ def _strategy() -> str | None:
     return getattr(megatron_args(), "balance_strategy", None)
 
 
-# FastMoE's gates by the name of their strategy, which is also that of the same gate for megatron-core.
+# FastMoE's gates by the name of their strategy, which also names the same gate for megatron-core.
 STRATEGIES: dict[str, type[nn.Module]] = {
     "naive": gates.NaiveGate,
     "noisy": gates.NoisyGate,
@@ -110,12 +109,12 @@ STRATEGIES: dict[str, type[nn.Module]] = {
 
 
 def _megatron_init_method(self: nn.Module, rng: Any, sigma: float) -> None:
-    """Weight N(0, sigma) from a generator of numpy, bias zero."""
+    """Draw the weight from N(0, sigma) by a numpy generator; set the bias to zero."""
     _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
 
 
 def _random_init_weight(self: nn.Module, rng: Any) -> None:
-    """Weight and bias U(-1/sqrt(I), 1/sqrt(I)) from a generator of numpy, I being the width of the input."""
+    """Draw weight and bias from U(-1/sqrt(I), 1/sqrt(I)), with input width I, by a numpy generator."""
     bound = 1 / math.sqrt(self.weight.shape[-1])
     weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
     _fill(self, weight, 0.0 if self.bias is None else rng.uniform(-bound, bound, size=tuple(self.bias.shape)))
@@ -132,22 +131,22 @@ class MegatronMLP(FMoETransformerMLP):
     """`FMoETransformerMLP` with the constructor and the call of the MLP of Megatron-LM 2.2 to 3.0.
 
     Args:
-        args: with ``fmoe_num_experts`` (of a worker) and ``hidden_size``; of the rest of Megatron-LM's and FastMoE's
-            arguments what is there counts: ``hidden_hidden_size``, the hidden width of an expert (4 times
-            ``hidden_size``), ``top_k`` (that of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (no),
-            ``data_parallel_size`` (all processes), ``init_method_std`` (0.02), ``num_layers`` (1).
-        layer_idx: number of the layer, counted from 0.
-        gate: instead of that of the strategy.
+        args: arguments of Megatron-LM and FastMoE. Required are ``fmoe_num_experts`` (per rank) and ``hidden_size``;
+            others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
+            ``top_k`` (the gate's), ``balance_strategy`` (naive), ``distributed_experts`` (False),
+            ``data_parallel_size`` (number of processes), ``init_method_std`` (0.02), ``num_layers`` (1).
+        layer_idx: index of the layer, from 0.
+        gate: gate to use instead of the strategy's.
 
     Raises:
-        UserError: an unknown strategy; tensor parallelism.
+        UserError: the strategy is unknown; tensor parallelism, which is not supported.
     """
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None):
         groups = megatron_groups()
         tensor_parallel = groups.get_tensor_model_parallel_world_size() if groups is not None else 1
         if tensor_parallel > 1:
-            raise UserError(f"tensor_model_parallel_size={tensor_parallel}: MegatronMLP runs at 1")
+            raise UserError(f"tensor_model_parallel_size={tensor_parallel} is not supported by MegatronMLP: use 1")
         strategy = getattr(args, "balance_strategy", None) or "naive"
         if gate is None and strategy not in STRATEGIES:
             raise UserError(f"balance_strategy={strategy!r} is not known; there are {', '.join(STRATEGIES)}")
@@ -175,7 +174,7 @@ class MegatronMLP(FMoETransformerMLP):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Experts as Megatron initialises an MLP: N(0, sigma) and N(0, sigma / sqrt(2 * layers)), biases zero."""
+        """Draw experts as Megatron's MLP: N(0, sigma) and N(0, sigma / sqrt(2 * layers)), with biases of zero."""
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
@@ -188,7 +187,7 @@ class MegatronMLP(FMoETransformerMLP):
         return self.sigma / math.sqrt(2 * self.num_layers)
 
     def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> ([s, b, h], bias of zeros [h])."""
+        """Map [s, b, h] to ([s, b, h], bias of zeros [h])."""
         return super().forward(inp), torch.zeros(self.hidden_size, dtype=inp.dtype, device=inp.device)
 
 
@@ -201,23 +200,23 @@ def fmoefy(
     gate: Any = None,
     megatron_version: str | None = None,
 ) -> nn.Module:
-    """Turns the MLPs of a Megatron model into Mixture-of-Experts layers, in place; returns it.
+    """Convert the MLPs of a Megatron model to Mixture-of-Experts layers, in place; return the model.
 
-    A megatron-core model, and any other that it knows, goes to `fmoe.fmoefy`. One of Megatron-LM 2.2 to 3.0's layout
-    (``model.language_model.transformer.layers`` or ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``)
-    gets a `MegatronMLP` in each layer. All experts are new ones, as FastMoE's are; `fmoe.fmoefy` itself upcycles.
-    What is not given here comes from Megatron-LM's arguments, if it has started.
+    In models with the layout of Megatron-LM 2.2 to 3.0 (``model.language_model.transformer.layers``, or
+    ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``), each MLP becomes a `MegatronMLP`. Megatron-core
+    and other models are passed to `fmoe.fmoefy`. Experts are drawn, as in FastMoE; `fmoe.fmoefy` itself upcycles.
+    Arguments that are not given come from Megatron-LM's arguments, if it is initialized.
 
     Args:
-        fmoe_num_experts: experts of a worker.
-        distributed_experts: workers of the data parallel group hold different experts, where there are several; else
-            the same ones. None leaves it to Megatron-LM's arguments.
+        fmoe_num_experts: number of experts per rank.
+        distributed_experts: whether the ranks of the data parallel group hold different experts; None for the value of
+            Megatron-LM's arguments.
         hidden_hidden_size: hidden width of an expert; None for that of the MLP.
-        gate: a class of `fmoe.gates`; for megatron-core a name, or a class of FastMoE's that has one there.
-        megatron_version: not used; the layout tells.
+        gate: a class of `fmoe.gates`; for megatron-core a name, or a class of FastMoE with a counterpart.
+        megatron_version: ignored; the model's layout determines it.
 
     Raises:
-        UserError: ``fmoe_num_experts`` is missing, the model is not known.
+        UserError: ``fmoe_num_experts`` is missing; the model is not supported.
     """
     args = megatron_args()
     settings = SimpleNamespace(**(vars(args) if args is not None else {}))
@@ -229,7 +228,7 @@ def fmoefy(
     }
     vars(settings).update({name: value for name, value in given.items() if value is not None})
     if getattr(settings, "fmoe_num_experts", None) is None:
-        raise UserError("fmoe_num_experts is missing: fmoefy(model, fmoe_num_experts=experts of a worker)")
+        raise UserError("fmoe_num_experts is missing: fmoefy(model, fmoe_num_experts=experts per rank)")
     layers = _old_layers(model)
     if not layers:
         return _fmoefy_core(model, settings, gate)
@@ -253,29 +252,29 @@ def _old_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
-    """D and H of an MLP, from its first matrix [H, D]."""
+    """Return D and H of an MLP, from its first matrix [H, D]."""
     for parameter in mlp.parameters():
         if parameter.dim() == 2:
             return parameter.shape[1], parameter.shape[0]
-    raise UserError(f"the mlp of layer {index}, {type(mlp).__name__}, has no matrix to take its width from")
+    raise UserError(f"the mlp of layer {index}, {type(mlp).__name__}, has no matrix that gives its width")
 
 
 def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.Module:
     if isinstance(gate, type) and issubclass(gate, gates.BaseGate):
         names = [name for name, known in STRATEGIES.items() if known is gate]
         if not names:
-            raise UserError(f"gate={gate.__name__} has no counterpart here: give the name or class of a router")
+            raise UserError(f"gate={gate.__name__} has no counterpart here: pass the name or class of a router")
         gate = names[0]
     options = {"top_k": getattr(settings, "top_k", None), "gate": gate}
     options["d_hidden"] = getattr(settings, "hidden_hidden_size", None)
     options = {name: value for name, value in options.items() if value is not None}
-    workers, groups = 1, megatron_groups()
+    ep_size, groups = 1, megatron_groups()
     if getattr(settings, "distributed_experts", False):
-        if groups is not None:  # a Megatron model's layers find the group themselves
-            workers = groups.get_expert_model_parallel_world_size()
+        if groups is not None:  # the layers find the group themselves
+            ep_size = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
-            workers, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
-    return convert.fmoefy(model, num_experts=settings.fmoe_num_experts * workers, upcycle=False, **options)
+            ep_size, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
+    return convert.fmoefy(model, num_experts=settings.fmoe_num_experts * ep_size, upcycle=False, **options)
 
 
 add_balance_log = gone("add_balance_log", "fmoe.metrics(model) has load, drop rate and losses of every layer")
@@ -285,7 +284,7 @@ patch_forward_step = gone("patch_forward_step", "layers of a megatron-core model
 patch_model_provider = gone("patch_model_provider", "call fmoe.fmoefy on the model that the provider returns")
 DistributedDataParallel = gone(
     "DistributedDataParallel",
-    "megatron-core's own knows experts; elsewhere there is fmoe.DistributedGroupedDataParallel",
+    "megatron-core's own supports experts; for other models use fmoe.DistributedGroupedDataParallel",
 )
 
 __all__ = [

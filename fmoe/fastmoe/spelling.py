@@ -1,4 +1,4 @@
-"""What FastMoE's arguments of `FMoE` mean here (its README and doc/parallelism of version 1.1)."""
+"""Translation of FastMoE's arguments of `FMoE` (README and doc/parallelism of version 1.1) to options of `Spec`."""
 
 import warnings
 from collections.abc import Iterable
@@ -23,17 +23,19 @@ def translate(
     expert: Any,
     gate_bias: bool,
 ) -> dict[str, Any]:
-    """FastMoE's defaults: 32 experts a worker, width 1024, one worker, `NaiveGate`, top 2 (1 for `SwitchGate`).
+    """Translate FastMoE's arguments to options of `fmoe.build.Spec`, with a gate built by FastMoE's arguments.
 
-    ``world_size`` workers hold different experts; without ``moe_group`` they are the whole world. ``mp_group`` is the
-    old name of ``slice_group``. ``expert`` is a class called with ``d_model``, or a list of those, one for each expert
-    of the worker; None leaves ``self.experts`` to a subclass, which sets what is called as ``experts(rows, counts)``.
+    Defaults are FastMoE's: 32 experts per rank, width 1024, one rank, `NaiveGate`, top 2 (1 for `SwitchGate`).
 
-    Returns:
-        The same settings as options of `fmoe.build.Spec`; the gate is built already, with FastMoE's arguments.
+    Args:
+        world_size: number of EP ranks, which hold different experts.
+        mp_group: old name of ``slice_group``.
+        moe_group: the EP group; None for all processes if ``world_size`` is above 1.
+        expert: class called with ``d_model``, or a list of classes, one per expert of this rank. None if a subclass
+            sets ``self.experts``, which is called as ``experts(rows, counts)``.
 
     Raises:
-        UserError: the group has not ``world_size`` workers, ``gate`` is a name.
+        UserError: ``moe_group`` does not have ``world_size`` ranks; ``gate`` is a name.
     """
     d_model = 1024 if d_model is None else d_model
     world_size = 1 if world_size is None else world_size
@@ -48,14 +50,14 @@ def translate(
             raise UserError(f"world_size={world_size} needs torch.distributed: call init_process_group first")
         moe_group = dist.group.WORLD if moe_group is None else moe_group
         if moe_group.size() != world_size:
-            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} workers of moe_group")
+            raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of moe_group")
     else:
         moe_group = None
     if slice_group is not None and slice_group.size() == 1:
         slice_group = None
     gate = NaiveGate if gate is None else gate
     if isinstance(gate, str):
-        raise UserError(f"gate={gate!r} is a name: write num_experts= (experts in all) for the modern spelling")
+        raise UserError(f"gate={gate!r} is a name, which needs num_experts= (over all ranks) instead of num_expert=")
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
     if isinstance(gate, type) and issubclass(gate, NaiveGate):
@@ -66,7 +68,7 @@ def translate(
         built = gate(d_model, num_expert, world_size, top_k)
     experts = None
     if expert is not None:
-        # Of the E experts in all, the worker's own are built; the others stand in the list to be counted.
+        # The layer builds only this rank's experts; the list has an entry for every expert of all ranks.
         experts = (list(expert) if isinstance(expert, list) else [expert] * num_expert) * world_size
     top_k = getattr(built, "top_k", top_k)
     return {
@@ -82,14 +84,14 @@ def translate(
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
-    """Tags parameters with ``dp_comm``, the group that `DistributedGroupedDataParallel` averages them over."""
+    """Tag parameters with ``dp_comm``, the group over which `DistributedGroupedDataParallel` averages them."""
     for parameter in module.parameters():
         parameter.dp_comm = comm
     for part in module.modules():
-        part._dp_comm = comm  # for parameters that take the place of these
+        part._dp_comm = comm  # for parameters that replace these
 
 
 def tag_missing(parameters: Iterable[nn.Parameter], comm: str) -> None:
-    """Tag parameters that have no tag: copies and new ones."""
+    """Tag parameters without a tag: copies and new parameters."""
     for parameter in parameters:
         parameter.dp_comm = getattr(parameter, "dp_comm", comm)

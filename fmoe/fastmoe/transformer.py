@@ -11,7 +11,7 @@ from fmoe.fastmoe.linear import FMoELinear
 
 
 class _Expert(nn.Module):
-    """``h4toh(activation(htoh4(x)))`` for the rows of several experts (FastMoE's name and attributes)."""
+    """Compute ``h4toh(activation(htoh4(x)))`` for the rows of several experts (FastMoE's name and attributes)."""
 
     def __init__(
         self, num_expert: int, d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int = 0
@@ -22,26 +22,26 @@ class _Expert(nn.Module):
         self.activation = activation
 
     def forward(self, inp: Tensor, fwd_expert_count: Tensor) -> Tensor:
-        """[R, D] -> [R, D]; ``fwd_expert_count`` has the rows of each expert."""
+        """Map [R, D] to [R, D]; ``fwd_expert_count`` is the number of rows of each expert."""
         return self.h4toh(self.activation(self.htoh4(inp, fwd_expert_count)), fwd_expert_count)
 
     def reset_parameters(self) -> None:
-        """Draws both linear maps anew."""
+        """Draw both linear maps again."""
         self.htoh4.reset_parameters()
         self.h4toh.reset_parameters()
 
 
 class FMoETransformerMLP(FMoE):
-    """`FMoE` whose experts are two-layer feed-forward networks, in the place of a transformer's MLP.
+    """`FMoE` with two-layer feed-forward experts, which replaces a transformer's MLP.
 
-    As `FMoE`, in two spellings: with ``num_experts=`` the modern one; else FastMoE's, whose experts are a list of
+    It has the two signatures of `FMoE`: that with ``num_experts=``, and FastMoE's, whose experts are a list of
     `_Expert` (``htoh4``, ``h4toh``) and whose parameters are tagged for `DistributedGroupedDataParallel`.
 
     Args:
-        num_expert, expert_dp_comm, expert_rank: FastMoE's spelling alone.
+        num_expert, expert_dp_comm, expert_rank: FastMoE's signature only.
         d_model: width of tokens.
-        d_hidden: hidden width of each expert; None for ``4 * d_model`` (FastMoE's spelling: 4096).
-        activation: a name of `fmoe.experts.ffn.ACTIVATIONS` (modern), a function or a module.
+        d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
+        activation: function or module; with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`.
         options: all other arguments of `FMoE`.
     """
 

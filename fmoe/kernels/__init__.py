@@ -1,6 +1,6 @@
-"""Every hot operation once: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
+"""Kernels of the layer: `permute`, `combine`, `reorder` (rows), `grouped_linear` and `expert_ffn` (GEMMs).
 
-`reference` has the same operations in plain differentiable torch; the tests compare values and gradients with it.
+`reference` has the same operations in plain differentiable torch, with which tests compare values and gradients.
 """
 
 from fmoe.kernels.ffn import expert_ffn, grouped_linear

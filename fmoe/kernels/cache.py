@@ -1,8 +1,8 @@
-"""The cache of built libraries: its folders, the lock of their writers, entries that prove to be intact.
+"""The cache of built libraries: its folders, locks and entries.
 
-An entry is one file, ``KEY-SHA256.so`` (of the CUDA kernels: ``.zip``), with the SHA-256 of its bytes. A rename
-publishes it, so no reader sees it half written, and damage by a full or bad disk is detected before it is loaded. A
-builder holds the lock of its key, which the operating system releases with the process.
+An entry is one file, ``KEY-SHA256.so`` (``.zip`` for CUDA kernels), named after the SHA-256 of its bytes. It is
+published by a rename, so readers never see a partial file, and damage by a full or bad disk is detected before loading.
+A builder holds the lock of its key, which the operating system releases when the process ends.
 """
 
 import errno
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from fmoe.errors import BuildError
 
-with suppress(ImportError):  # on Windows, where `build` ends before it is needed
+with suppress(ImportError):  # on Windows, where `build` raises before it is needed
     import fcntl
 
-KEEP = 8  # entries of a folder and a kind; the least recently used go
+KEEP = 8  # entries per folder and kind; the least recently used are removed
 SUFFIXES = (".so", ".zip")
 
 logger = logging.getLogger("fmoe")
@@ -32,8 +32,11 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of s
 
 
 def folders() -> list[Path]:
-    """Folders of entries in the order of search: only FMOE_CACHE if it is set, else the user's cache folder and, for a
-    home that cannot be written, one in the folder for temporary files."""
+    """Return the folders of entries in search order.
+
+    This is FMOE_CACHE if it is set; otherwise the user's cache folder and, if the home directory is not writable, one
+    in the directory for temporary files.
+    """
     named = os.environ.get("FMOE_CACHE")
     if named:
         return [Path(named).absolute()]
@@ -57,19 +60,20 @@ def get(
     force: bool = False,
     instead_of: tuple[int, int] | None = None,
 ) -> Path:
-    """The entry of ``key``, made under its lock if it is missing. If many processes ask at once, one makes it, and
-    the others take its result or its error.
+    """Return the entry of ``key``, built under its lock if it is missing.
+
+    If several processes need it at once, one builds it, and the others use its result or its error.
 
     Args:
         make: called with the folder and whether its lock is held; builds in a `workplace`, and ends with `publish` or
             with `publish_failure` and a BuildError.
-        what: is made, for messages.
-        cannot: why it cannot be made here, raised where it would have to be.
-        force: make it even if there is one.
-        instead_of: `identity` of an entry that did not load, and must not be returned again.
+        what: name of the library in messages.
+        cannot: error to raise if the entry has to be built; None if it can be built.
+        force: build even if the entry exists.
+        instead_of: `identity` of an entry that did not load, which is not returned again.
 
     Raises:
-        BuildError: one line: it cannot be made, or no cache folder can be written.
+        BuildError: the entry cannot be built, or no cache folder is writable; one line.
     """
     if not force:
         found = find(key, suffix)
@@ -82,7 +86,7 @@ def get(
     known_failure = identity(failed)
     try:
         with locked(folder, key, what) as is_locked:
-            if not force:  # whom we waited for has built it, or has failed
+            if not force:  # the process that held the lock has built it, or has failed
                 found = find_in(folder, key, suffix)
                 if found is not None and identity(found) != instead_of:
                     return found
@@ -94,7 +98,7 @@ def get(
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
-    """The newest intact entry whose name begins with ``key``, in any of the folders that can be trusted."""
+    """Return the newest intact entry whose name begins with ``key``, in any trusted folder; None without one."""
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
             found = find_in(folder, key, suffix)
@@ -104,9 +108,9 @@ def find(key: str, suffix: str = ".so") -> Path | None:
 
 
 def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
-    """The newest intact entry of one folder."""
+    """Return the newest intact entry of one folder."""
     for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
-        with suppress(OSError):  # somebody removes it at this moment
+        with suppress(OSError):  # another process may remove it
             if sha256(path) == path.stem.rpartition("-")[2]:
                 _mark_used(path)
                 return path
@@ -114,15 +118,15 @@ def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
 
 
 def writable() -> Path:
-    """The first of `folders` that entries can be written to, made if it is missing.
+    """Return the first writable folder of `folders`, created if it is missing.
 
     Raises:
-        BuildError: no folder can be written; gives the reason for each.
+        BuildError: no folder is writable; gives the reason for each.
     """
     reasons = []
     for folder in folders():
         try:
-            # Others have no business in a folder that is made unasked; one that is named may be for many.
+            # A default folder is private; a folder named by FMOE_CACHE may be shared.
             folder.mkdir(mode=0o755 if os.environ.get("FMOE_CACHE") else 0o700, parents=True, exist_ok=True)
             reason = _distrust(folder)
             if reason is None:
@@ -137,26 +141,29 @@ def writable() -> Path:
 
 @contextmanager
 def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iterator[bool]:
-    """Waits for the lock of ``key`` in ``folder`` and holds it; False where the file system has no locks, which costs
-    nothing but work done twice."""
+    """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
+
+    Yields:
+        False if the file system does not support locks: several processes may then build the same entry.
+    """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
         yield is_locked
     finally:
         if is_locked:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # also where a fork has the handle too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing does not unlock if a fork has the handle too
         os.close(handle)
 
 
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
-    """A new folder to build in. Those of builders that died are removed: under the lock none is alive."""
+    """Return a new folder to build in, and remove those of dead builders: under the lock none is running."""
     if is_locked:
         _remove_workplaces(folder, key)
     return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Makes a built library the one entry of its key, and removes its failure and the oldest entries."""
+    """Make a built library the only entry of its key; remove the failure of the key and the oldest entries."""
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
@@ -176,12 +183,12 @@ def publish(library: Path, folder: Path, key: str) -> Path:
 
 
 def failure(folder: Path, key: str) -> Path:
-    """The file about the failure of the last build of ``key``: one line, then the compiler's whole output."""
+    """Return the path of the report of the last failed build of ``key``: one line, then the compiler's whole output."""
     return folder / f"{key}.failed"
 
 
 def publish_failure(folder: Path, key: str, text: str) -> None:
-    """Writes `failure`; old ones go."""
+    """Write the `failure` of a build, and remove old ones."""
     path = failure(folder, key)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
@@ -191,7 +198,7 @@ def publish_failure(folder: Path, key: str, text: str) -> None:
 
 
 def last_failure(key: str) -> str | None:
-    """The first line of the newest `failure` of ``key`` in any of the folders."""
+    """Return the first line of the newest `failure` of ``key`` in any of the folders."""
     for folder in folders():
         try:
             return failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
@@ -201,8 +208,11 @@ def last_failure(key: str) -> str | None:
 
 
 def clean() -> int:
-    """Removes all entries, failures and what dead builders left, in each of `folders`; waits for who builds there.
-    Returns how many entries there were."""
+    """Remove all entries, failures and leftovers of dead builders in all `folders`, after waiting for running builders.
+
+    Returns:
+        Number of removed entries.
+    """
     count = 0
     for folder in folders():
         if not folder.is_dir() or _distrust(folder) is not None:
@@ -220,7 +230,7 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Tells a file from one that took its name; None for none."""
+    """Return an identity of the file, which differs from that of a later file with the same name; None for None."""
     try:
         found = path.stat()
     except OSError:
@@ -229,7 +239,7 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sha256(path: Path) -> str:
-    """Hash of the bytes of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -239,24 +249,26 @@ def _temporary() -> Path:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Why libraries of a folder are not loaded, where others could have put them there."""
+    """Return why libraries of a folder are not loaded, if other users could have written them; None if trusted."""
     found = folder.lstat() if folder == _temporary() else folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         return "is not a folder"
     if found.st_mode & stat.S_IWOTH:
-        return f"everybody can write there (mode {stat.S_IMODE(found.st_mode):o})"
-    # A folder that is named may be another's, who builds for many; not where anybody could have taken the name.
+        return f"all users have write access (mode {stat.S_IMODE(found.st_mode):o})"
+    # A folder named by FMOE_CACHE may belong to another user, but not a default folder, whose name anybody could take.
     may_be_anothers = os.environ.get("FMOE_CACHE") and not folder.parent.stat().st_mode & stat.S_IWOTH
     if not may_be_anothers and found.st_uid not in (os.getuid(), 0):
         return f"belongs to user {found.st_uid}, not to {os.getuid()}"
     if folder == _temporary() and found.st_mode & 0o077:
-        return f"others have access to it (mode {stat.S_IMODE(found.st_mode):o})"
+        return f"other users have access (mode {stat.S_IMODE(found.st_mode):o})"
     return None
 
 
 def _lock(path: Path, what: str) -> tuple[int, bool]:
-    """(handle of the locked file, whether it could be locked). Compilers do not inherit the handle, so that they do not
-    outlive us with the lock."""
+    """Return the handle of the lock file, and whether it is locked.
+
+    Compilers do not inherit the handle: they would hold the lock after this process ends.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -273,7 +285,7 @@ def _lock(path: Path, what: str) -> tuple[int, bool]:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(handle)):
                 return handle, True
-        os.close(handle)  # `clean` removed the file that we waited for
+        os.close(handle)  # `clean` has removed the file
 
 
 def _remove_workplaces(folder: Path, key: str) -> None:
@@ -282,7 +294,7 @@ def _remove_workplaces(folder: Path, key: str) -> None:
 
 
 def _mark_used(path: Path) -> None:
-    with suppress(OSError):  # the folder may be for reading alone
+    with suppress(OSError):  # the folder may be read-only
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 

@@ -1,4 +1,4 @@
-"""Rows in fixed slots: every expert has S of them, filled or not. As in `fmoe.kernels.rows`, all moves are gathers.
+"""Rows in fixed slots, S per expert, filled or empty. As in `fmoe.kernels.rows`, all moves are gathers.
 
 Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
 """
@@ -11,10 +11,10 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """A plan whose rows are sorted by (chunk, expert, slot); has what transfers use of a `DispatchPlan`.
+    """A plan whose rows are sorted by (chunk, expert, slot), with the methods of `DispatchPlan` that dispatch uses.
 
     Args:
-        plan: sorted by expert, with at most ``slots`` rows for an expert.
+        plan: plan sorted by expert, with at most ``slots`` rows per expert.
         slots: S, a multiple of ``num_chunks``.
     """
 
@@ -41,23 +41,23 @@ class PaddedPlan:
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
         position_N = sorted_N - begin_E[expert_N]
         place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
-        place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # of dropped ones, which nobody reads
+        place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # for dropped assignments, which are not read
         self.inverse_TK = place_N[plan.inverse_TK]
 
     def arranged(self, num_chunks: int, expert_order: None, last: tuple[()]) -> "PaddedPlan":
-        """Itself: it is made in its chunks."""
+        """Return the plan itself, which is already sorted by chunk."""
         return self
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """[T, D] -> [P, D]. ``num_rows`` is P."""
+        """Map [T, D] to [P, D]. ``num_rows`` is P."""
         return _Permute.apply(x_TD, self)
 
     def combine(self, rows_PD: Tensor, weight_TK: Tensor) -> Tensor:
-        """[P, D] -> [T, D]."""
+        """Map [P, D] to [T, D]."""
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """The token of each slot, times its weight; zero in empty slots."""
+        """Return the token of each slot times its weight; zero in empty slots."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
         rows = memory.gather(x_TD, self.assignment_P // self.top_k)

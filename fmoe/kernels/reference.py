@@ -1,5 +1,4 @@
-"""The operations of this package as plain differentiable torch: slow, obviously right. Tests compare with them, and
-autograd differentiates them a second time."""
+"""Reference operations in plain differentiable torch, for tests and for second derivatives."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,7 +36,7 @@ def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activati
 def expert_ffn_of_tokens(
     x_TD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, *, perm_N, counts, activation, gated
 ) -> Tensor:
-    """`permute`, `expert_ffn` and `combine` in one; with ``perm_N`` None, `expert_ffn` of rows."""
+    """Compute `permute`, `expert_ffn` and `combine`; with ``perm_N`` None, `expert_ffn` of rows."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None:
         return expert_ffn(x_TD, *parameters, counts, activation, gated)
@@ -51,9 +50,9 @@ def expert_ffn_of_tokens(
 def gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of ``function(*inputs)`` that are differentiable in turn, for those that are needed."""
+    """Return differentiable gradients of ``function(*inputs)`` for the inputs that need them."""
     with torch.enable_grad():
-        own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be two of the inputs
+        own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
         wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
         found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True, materialize_grads=True))
     return [next(found) if needed else None for needed in needs]

@@ -1,4 +1,4 @@
-"""Optimizers that know experts: each expert of a stacked weight is a tensor of its own."""
+"""Optimizers that treat each expert of a stacked weight as a separate tensor."""
 
 from fmoe.optim.adafactor import Adafactor
 from fmoe.optim.eight_bit import AdamW8bit

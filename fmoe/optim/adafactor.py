@@ -1,4 +1,4 @@
-"""Adafactor, arXiv 1804.04235: torch's, with every expert a tensor of its own."""
+"""torch's Adafactor (arXiv 1804.04235), with each expert as a separate tensor."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from fmoe.runtime import ownership
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` in which each expert of a stacked weight has its own scale and its own clipped update.
 
-    torch factors the last two axes, which is right for a stack, but takes the root mean squares of weight and update
-    over the whole tensor: an expert's step would depend on which others are in its stack. Here a stack is stepped as
-    its experts would be one by one. State: ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
-    ``variance`` of a vector, ``step``. Weight decay is the group's (`fmoe.optim.param_groups`).
+    torch factors the last two axes, which is right for a stack, but takes root mean squares of weight and update over
+    the whole tensor, so that an expert's step would depend on the other experts of its stack. Here each expert is
+    stepped separately. State: ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
+    ``variance`` of a vector, ``step``. Weight decay is set by group (`fmoe.optim.param_groups`).
 
     Arguments are torch's.
     """
@@ -22,7 +22,7 @@ class Adafactor(torch.optim.Adafactor):
         ownership.refresh()
         for parameter in group["params"]:
             if has_mark(parameter) and not is_matrix(parameter) and not self.state[parameter]:
-                # Stacked biases, which torch would factor as if they were a matrix.
+                # torch would factor stacked biases as a matrix.
                 self.state[parameter] |= {
                     "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
                     "variance": torch.zeros_like(parameter),
@@ -38,7 +38,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def _experts(*columns):
-    """Weight, gradient and state of each expert, as views; the step's one tensor goes to the first."""
+    """Yield weight, gradient and state of each expert as views; only the first gets the step tensor itself."""
     *tensors, step = columns
     for expert in range(tensors[0].shape[0]):
         views = [None if tensor is None else tensor[expert] for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Ranges of what optimizers take."""
+"""Checks of optimizer arguments."""
 
 from collections.abc import Mapping
 
@@ -13,16 +13,16 @@ def check(
     positive: Mapping[str, float] | None = None,
     **not_negative: float,
 ) -> None:
-    """Raises UserError for the first value out of its range; NaN is out of every one."""
+    """Raise UserError for the first value, or NaN, outside its range."""
     for name, value in not_negative.items():
         if not float(value) >= 0:
             raise UserError(f"{name}={value} is not 0 or more")
-    decays = {"momentum": momentum} | {f"betas[{place}]": beta for place, beta in enumerate(betas)}
+    decays = {"momentum": momentum} | {f"betas[{index}]": beta for index, beta in enumerate(betas)}
     for name, value in decays.items():
         if not 0 <= value < 1:
             raise UserError(f"{name}={value} is not in [0, 1)")
     if max_trust is not None and not max_trust > 0:
-        raise UserError(f"max_trust={max_trust} is not positive; None for no bound")
+        raise UserError(f"max_trust={max_trust} is not positive; use None for no bound")
     for name, value in (positive or {}).items():
         if not value > 0:
             raise UserError(f"{name}={value} is not positive")

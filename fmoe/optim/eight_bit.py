@@ -1,6 +1,6 @@
-"""AdamW with 8-bit moments, arXiv 2110.02861: torchao's, which runs on CPUs and GPUs.
+"""torchao's AdamW with 8-bit moments (arXiv 2110.02861), for CPUs and GPUs.
 
-Shape letters: B blocks, S elements of a block.
+Shape letters: B blocks, S elements per block.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ _SMALLEST = 4096
 
 
 def is_quantized(numel: int) -> bool:
-    """Whether the moments of a tensor of so many elements are held in 8 bits; else they are float32."""
+    """Return whether a tensor of ``numel`` elements has 8-bit moments instead of float32 ones."""
     return numel >= _SMALLEST and numel % BLOCK == 0
 
 
 class AdamW8bit(Optimizer):
-    """AdamW whose moments are 8-bit codes of a dynamic map, with a float32 scale for each 256 consecutive elements.
+    """AdamW whose moments are 8-bit codes of a dynamic map, with a float32 scale per 256 consecutive elements.
 
-    A tensor of less than 4,096 elements, or of a number that 256 does not divide, keeps float32 moments. On a GPU
-    torchao compiles the update; on a CPU it runs uncompiled. State: ``exp_avg`` and ``exp_avg_sq``, torchao's tensors
+    A tensor keeps float32 moments if it has less than 4,096 elements, or if their number is not a multiple of 256. On a
+    GPU torchao compiles the update; on a CPU it runs eagerly. State: ``exp_avg`` and ``exp_avg_sq``, torchao's tensors
     with ``codes`` and ``scale``, and ``step``.
 
     Raises:
@@ -44,14 +44,14 @@ class AdamW8bit(Optimizer):
     ):
         check(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         torchao = require("torchao.optim", "adamw8bit", "AdamW8bit")
-        # Beside, not above it: torchao wants the learning rate in a tensor, schedulers put numbers there.
+        # Wrapped, not inherited: torchao needs the learning rate as a tensor, but schedulers assign numbers.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         groups = [dict(group) for group in self.param_groups]
         self._torchao = torchao.AdamW8bit(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One step."""
+        """Take one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -65,10 +65,9 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """``exp_avg`` or ``exp_avg_sq`` of a parameter from numbers.
+        """Return ``exp_avg`` or ``exp_avg_sq`` of a parameter with the given values.
 
-        Numbers that a moment of the same blocks stood for (``.dequantize()``) give it again, to the last bit of what it
-        stands for.
+        Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
         with _float32_by_default():
             moment = self._torchao._new_buffer(parameter, name == "exp_avg")
@@ -80,7 +79,7 @@ class AdamW8bit(Optimizer):
 
 @contextlib.contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """torchao makes maps, scales and steps in the default dtype."""
+    """Set the default dtype, in which torchao makes maps, scales and steps, to float32."""
     before = torch.get_default_dtype()
     if before == torch.float32:
         yield
@@ -97,10 +96,10 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 
 
 def _find_scales(moment, values_BS: Tensor) -> None:
-    """Scales and codes under which a moment is the values [B, S] exactly, in the blocks that have them.
+    """Set scales and codes that represent the values exactly, in the blocks for which they exist.
 
-    The largest magnitude of a block was quantized to 1 or, since the map has no -1, to its lowest value; divided by
-    that it is the scale, up to two last bits.
+    The largest magnitude of a block was quantized to 1 or, because the map has no -1, to its lowest value. Divided by
+    that, it is the scale up to two units in the last place.
     """
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()

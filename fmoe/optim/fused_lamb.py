@@ -1,4 +1,4 @@
-"""LAMB's step by the kernels of ``cuda/lamb.cu``: a few launches for all tensors, whatever their number.
+"""LAMB's step by the kernels of ``cuda/lamb.cu``, with a few launches for any number of tensors.
 
 Shape letters: C chunks, O blocks (matrices, experts of a stack).
 """
@@ -18,13 +18,13 @@ from fmoe.kernels.cuda.instances import DTYPES
 from fmoe.kernels.cuda.launch import Geometry
 from fmoe.optim.trust import Slot
 
-CHUNK = 1 << 16  # elements that a block of threads takes
+CHUNK = 1 << 16  # elements per thread block
 
-_WORDS = 6  # of a chunk, see docs/kernels.md
+_WORDS = 6  # per chunk, see docs/kernels.md
 
 
 def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
-    """Whether the kernels run on the device of these tensors, and take all of them."""
+    """Return whether the kernels are loaded for the device and support all of these tensors."""
     device = slots[0].tensor.device
     if not backends.cuda_is_loaded(device):
         return False
@@ -41,12 +41,12 @@ def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class _Table:
-    """What is stepped in one dtype.
+    """The tensors of one dtype and gradient dtype.
 
     Attributes:
-        slots: in the order of their blocks, those without any last.
+        slots: slots in the order of their blocks, those without blocks last.
         chunks: int64 [C, 6].
-        first: int64 [O + 1], where the chunks of each block begin.
+        first: int64 [O + 1], offsets of the chunks of each block.
     """
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class _Table:
 
 
 class FusedLamb:
-    """Steps of one optimizer. Tables of addresses are made again where a tensor has moved."""
+    """Steps of one optimizer. Tables of addresses are rebuilt when a tensor has moved."""
 
     def __init__(self):
         self._key: tuple = ()
@@ -71,12 +71,12 @@ class FusedLamb:
         ratios: Tensor,
         reduce: Callable[[], None],
     ) -> None:
-        """Changes the tensors and their moments.
+        """Update the tensors and their moments.
 
         Args:
-            slots: what has a gradient.
-            squares: float64 [2, O], for the squares of norms; ``reduce`` then sums them over ranks.
-            ratios: float32 [O], for the trust ratios of what is stepped.
+            slots: slots whose tensors have gradients.
+            squares: float64 [2, O], output for the squares of norms, which ``reduce`` sums over ranks.
+            ratios: float32 [O], output for the trust ratios of stepped blocks.
         """
         start, device = launch.launcher(squares.device), squares.device
         num_blocks = squares.shape[1]
@@ -91,7 +91,7 @@ class FusedLamb:
                 sums = squares if number == 0 else torch.empty_like(squares)
                 arguments = (partial, table.first, num_blocks, sums)
                 start("fmoe::lamb_norms", _blocks_of(-(-num_blocks // 8), 256), arguments, device)
-                if number:  # of other dtypes: zero for the blocks of this one
+                if number:  # sums of this table are zero for blocks of other tables
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):
@@ -100,19 +100,19 @@ class FusedLamb:
 
     def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
         addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
-        key = tuple((id(slot), *places) for slot, places in zip(slots, addresses, strict=True))
+        key = tuple((id(slot), *pointers) for slot, pointers in zip(slots, addresses, strict=True))
         if key == self._key:
             return
         self._key, self._tables = key, []
         alike = defaultdict(list)
-        for slot, places in zip(slots, addresses, strict=True):
-            alike[slot.tensor.dtype, slot.tensor.grad.dtype].append((slot, places))
+        for slot, pointers in zip(slots, addresses, strict=True):
+            alike[slot.tensor.dtype, slot.tensor.grad.dtype].append((slot, pointers))
         for (dtype, grad_dtype), members in alike.items():
             members.sort(key=lambda member: (not member[0].part.count, member[0].part.block))
             sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4], dtype=torch.int64, device="cpu")
             rows, per_block = [], torch.zeros(num_blocks + 1, dtype=torch.int64, device="cpu")
-            for number, (slot, places) in enumerate(members):
-                rows.append(_chunks(slot, number, torch.tensor(places, dtype=torch.int64, device="cpu"), sizes))
+            for number, (slot, pointers) in enumerate(members):
+                rows.append(_chunks(slot, number, torch.tensor(pointers, dtype=torch.int64, device="cpu"), sizes))
                 if slot.part.count:
                     per_block[1 + slot.part.block :][: slot.part.count] += len(rows[-1]) // slot.part.count
             device = members[0][0].tensor.device
@@ -125,15 +125,15 @@ def _addresses(slot: Slot, state: dict[str, Any]) -> list[int]:
     return [slot.part.of(tensor).data_ptr() for tensor in tensors]
 
 
-def _chunks(slot: Slot, number: int, places_4: Tensor, sizes_4: Tensor) -> Tensor:
-    """The chunks of a slot, block by block: int64 [n, 6]."""
+def _chunks(slot: Slot, number: int, pointers_4: Tensor, sizes_4: Tensor) -> Tensor:
+    """Return the chunks of a slot, block by block: int64 [n, 6]."""
     count = max(slot.part.count, 1)
     length = slot.part.of(slot.tensor).numel() // count
     begin_n = torch.arange(0, length, CHUNK, dtype=torch.int64, device="cpu")
     block_n = torch.arange(count, dtype=torch.int64, device="cpu").repeat_interleave(len(begin_n))
     begin_n = begin_n.repeat(count)
     words = torch.empty(len(begin_n), _WORDS, dtype=torch.int64, device="cpu")
-    words[:, :4] = places_4 + (block_n * length + begin_n).unsqueeze(1) * sizes_4
+    words[:, :4] = pointers_4 + (block_n * length + begin_n).unsqueeze(1) * sizes_4
     words[:, 4] = (length - begin_n).clamp(max=CHUNK)
     owner_n = block_n + slot.part.block if slot.part.count else torch.full_like(block_n, -1)
     words[:, 5] = (owner_n << 32) | number
@@ -157,7 +157,7 @@ def _options(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> Tens
 
 
 def _to(table: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
+    """Copy to the device asynchronously."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 

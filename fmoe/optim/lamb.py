@@ -15,13 +15,13 @@ class Lamb(TrustOptimizer):
     """Adam's direction with decoupled weight decay, scaled for each tensor to the norm of its weights (algorithm 2)::
 
         r = m_hat / (sqrt(v_hat) + eps) + weight_decay * w
-        w = w - lr * |w| / |r| * r                     the ratio is 1 where either norm is 0
+        w = w - lr * |w| / |r| * r                     the ratio is 1 if either norm is 0
 
-    Each expert of a stacked weight is a tensor of its own, so that a stack is stepped as its experts would be one by
-    one. Vectors (biases, norms, biases of stacked experts) have ratio 1 and no decay, whatever their group says.
+    Each expert of a stacked weight is a separate tensor. Vectors (biases, norms, biases of stacked experts) have
+    ratio 1 and no decay, whatever the options of their group.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or parameter groups.
         max_trust: highest trust ratio (LAMBC, arXiv 2011.13584); None for no bound.
 
     Raises:
@@ -29,7 +29,7 @@ class Lamb(TrustOptimizer):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
-    _fused: fused_lamb.FusedLamb | None = None  # made by the first step that the kernels take
+    _fused: fused_lamb.FusedLamb | None = None  # made by the first step that the kernels support
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Lamb(TrustOptimizer):
         group = slots[0].group
         beta1, beta2 = group["betas"]
         steps = [float(self.state[slot.tensor]["step"]) for slot in slots]
-        # m_hat / (sqrt(v_hat) + eps) with the corrections of both moments taken out of the tensors.
+        # m_hat / (sqrt(v_hat) + eps) with both bias corrections as scalar factors.
         roots = [math.sqrt(1 - beta2**step) for step in steps]
         denominators = torch._foreach_sqrt(self._states(slots, "exp_avg_sq"))
         torch._foreach_add_(denominators, [group["eps"] * root for root in roots])

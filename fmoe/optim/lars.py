@@ -12,15 +12,15 @@ from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 class Lars(TrustOptimizer):
     """SGD with momentum and a learning rate for each tensor (algorithm 1)::
 
-        ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)       1 where |w| or |g| is 0
+        ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)       1 if |w| or |g| is 0
         v = momentum * v + lr * ratio * (g + weight_decay * w)
         w = w - v
 
-    Each expert of a stacked weight is a tensor of its own. Vectors (biases, norms, biases of stacked experts) have
-    ratio 1 and no decay: mind that ``lr`` is then theirs as it is.
+    Each expert of a stacked weight is a separate tensor. Vectors (biases, norms, biases of stacked experts) have
+    ratio 1 and no decay, so the full ``lr`` applies to them.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or parameter groups.
         max_trust: highest ratio; None for no bound.
 
     Raises:
@@ -45,7 +45,7 @@ class Lars(TrustOptimizer):
         super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "max_trust": max_trust})
 
     def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
-        pass  # the momentum holds what was scaled already
+        pass  # the momentum accumulates scaled updates, in `_move`
 
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         decay = slots[0].group["weight_decay"] if slots[0].part.count else 0.0

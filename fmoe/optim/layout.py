@@ -1,4 +1,4 @@
-"""How parameters are divided: which tensors are stacks of experts, which are matrices, which a rank holds a part of."""
+"""Layout of parameters: stacks of experts, matrices and vectors, and the shards that a rank steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Whether the first axis counts experts, each of which is a tensor of its own to an optimizer.
+    """Return whether the first axis of the parameter counts experts, each of which is a separate tensor.
 
     `fmoe.experts.Stacked` marks such parameters.
     """
@@ -21,23 +21,23 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """`is_stacked` after `fmoe.runtime.ownership.refresh`, for loops over parameters."""
+    """Return `is_stacked` without refreshing marks: for loops after `fmoe.runtime.ownership.refresh`."""
     return getattr(parameter, "is_stacked", False)
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether weight decay and trust ratios are for it: two axes or more, that of the experts not counted.
+    """Return whether weight decay and trust ratios apply: with two axes or more, not counting the expert axis.
 
-    Biases and norms are vectors, those of stacked experts too.
+    Biases and norms are vectors, also those of stacked experts.
     """
     return parameter.dim() >= 2 and parameter.dim() - is_stacked(parameter) >= 2
 
 
 def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]:
-    """Parameter groups for any optimizer: the trained matrices with weight decay, the vectors without.
+    """Return parameter groups for any optimizer: trained matrices with weight decay, trained vectors without.
 
     Args:
-        options: of both groups, e.g. ``lr``.
+        options: options of both groups, such as ``lr``.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     decays = {True: weight_decay, False: 0.0}
@@ -47,14 +47,14 @@ def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A parameter as equal consecutive blocks of its row-major order, each a tensor of its own to the optimizer.
+    """A parameter as equal consecutive blocks of its row-major order, each a separate tensor to the optimizer.
 
     Attributes:
-        numel: elements of the parameter, as far as this rank's part of the model has it.
-        count: blocks; 0 for a vector, which has neither decay nor trust ratio.
-        groups: ranks of each hold parts of every block: the squares of norms are summed over them. None but those
-            groups, one after the other: the data parallel group of a distributed optimizer (ZeRO-1), the tensor
-            parallel group of a weight that is cut over it. A replica is in no group.
+        numel: elements of the parameter, which may itself be a tensor parallel slice.
+        count: number of blocks; 0 for a vector, which has neither decay nor trust ratio.
+        groups: groups whose ranks hold slices of every block, over which squares of norms are summed in turn: the data
+            parallel group of a distributed optimizer (ZeRO-1), the tensor parallel group of a split weight. Groups of
+            replicas are not listed.
     """
 
     numel: int
@@ -63,19 +63,18 @@ class Blocks:
 
     @classmethod
     def of(cls, parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] = ()) -> "Blocks":
-        """A stack of L experts is L blocks, another matrix one."""
+        """Return a stack of L experts as L blocks, any other matrix as one."""
         count = (parameter.shape[0] if is_stacked(parameter) else 1) if is_matrix(parameter) else 0
         return cls(parameter.numel(), count, tuple(g for g in groups if g.size() > 1) if count else ())
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tensors that an optimizer steps are parts of.
+    """The parameters of which an optimizer steps tensors.
 
     Attributes:
-        parameters: all that it is for, those too that this rank holds nothing of: the same list, in the same order, on
-            all ranks of the parameters' groups.
-        parts: (number of the parameter, flat index in it of the first element) of each tensor that is stepped.
+        parameters: all parameters, also those without elements on this rank; equal on all ranks of their groups.
+        parts: (index of the parameter, offset in the flattened parameter) of each tensor that is stepped.
     """
 
     parameters: Sequence[Blocks]
@@ -83,19 +82,19 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Layout":
-        """Every tensor is a parameter, all of it here."""
+        """Return the layout in which every tensor is a whole parameter."""
         return cls([Blocks.of(t) for t in tensors], {t: (number, 0) for number, t in enumerate(tensors)})
 
 
 @dataclass(frozen=True)
 class Part:
-    """What of a tensor is stepped at once: some whole blocks, or one of which it may hold only a part.
+    """A piece of a tensor: one or more whole blocks, or a slice of one block.
 
     Attributes:
-        index: along the tensor's first axis: experts of a stack, elements of a flat shard; None for all of it.
-        count: blocks; 0 for a vector, which has none.
-        block: number of the first of them among those of all parameters.
-        length: elements of a block, where several of them lie flat; else None.
+        index: slice of the tensor's first axis: experts of a stack, elements of a flat shard; None for all of it.
+        count: number of blocks; 0 for a vector.
+        block: index of the first block among the blocks of all parameters.
+        length: elements per block, if several blocks are flattened; else None.
     """
 
     index: slice | None
@@ -104,30 +103,31 @@ class Part:
     length: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of the tensor, or of another like it; with ``count`` rows if that is more than 1."""
+        """Return the piece of a tensor as a view; it has ``count`` rows if that is more than 1."""
         part = tensor if self.index is None else tensor[self.index]
         return part if self.length is None else part.view(self.count, self.length)
 
 
-def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, most: int) -> Iterator[Part]:
-    """The parts of a tensor, which is elements [start, start + numel) of a parameter.
+def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_numel: int) -> Iterator[Part]:
+    """Yield the pieces of a tensor that holds elements [start, start + numel) of a parameter.
 
-    A flat range is the end of a block, whole blocks, the begin of another. Several blocks are at most ``most``.
+    A flat range is the end of a block, whole blocks, and the start of another. Pieces of several blocks have at most
+    ``max_numel`` elements.
 
     Raises:
-        UserError: the range lies outside the parameter, the blocks are not equal.
+        UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.
     """
     numel = tensor.numel()
     if not 0 <= start <= start + numel <= blocks.numel or (blocks.count and blocks.numel % blocks.count):
         raise UserError(
-            f"elements {start} to {start + numel} are no part of a parameter of {blocks.numel} in {blocks.count} blocks"
+            f"elements {start} to {start + numel} do not fit a parameter of {blocks.numel} in {blocks.count} blocks"
         )
     if not blocks.count or not numel:
         if numel:
             yield Part(None, 0)
         return
     length = blocks.numel // blocks.count
-    at_once = max(1, most // length)
+    at_once = max(1, max_numel // length)
     if numel == blocks.numel and tensor.dim() > 1:
         if blocks.count == 1:
             yield Part(None, 1, first_block)

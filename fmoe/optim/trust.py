@@ -1,4 +1,4 @@
-"""What layer-wise adaptive optimizers share: norms of blocks, their reduction over ranks, steps over many tensors."""
+"""Base class of layer-wise adaptive optimizers: norms of blocks, their reduction over ranks, multi-tensor steps."""
 
 import functools
 from abc import abstractmethod
@@ -18,14 +18,13 @@ from fmoe.optim.layout import Layout, Part, parts_of
 from fmoe.routing import sum_dtype
 from fmoe.runtime import collectives
 
-# Elements of the tensors that are stepped together: enough to hide the launch of kernels, few enough that what lies
-# between two of them is small, and on a CPU still in its cache.
+# Elements stepped together: enough to hide kernel launches, few enough for small temporaries, which fit a CPU's cache.
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor, its group of options, and what of it is stepped at once, of which ``blocks`` are the numbers."""
+    """A piece of a tensor, with its parameter group and the indices of its blocks."""
 
     tensor: Tensor
     group: dict[str, Any]
@@ -35,24 +34,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """How an optimizer steps its tensors; O blocks in all."""
+    """The order in which an optimizer steps its tensors, with O blocks."""
 
-    chunks: list[list[Slot]]  # of one group, device, dtype and kind each
-    squares: Tensor  # [2, O]: of the weights and of what the trust ratio compares them with
-    ratios: Tensor  # [O], in the widest dtype of what is stepped, at least float32
-    spans: list[tuple[int, int]]  # of each parameter in the blocks
-    reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # with the blocks that take part, None for all
+    chunks: list[list[Slot]]  # each of one group, device, dtype and kind
+    squares: Tensor  # [2, O]: squared norms of weights, and of gradients or updates
+    ratios: Tensor  # [O], in the widest stepped dtype, at least float32
+    spans: list[tuple[int, int]]  # range of blocks of each parameter
+    reductions: list[tuple[dist.ProcessGroup, Tensor | None]]  # group and its blocks, None for all
 
 
 class TrustOptimizer(Optimizer):
-    """Scales the update of each block by a trust ratio; subclasses say what the update is.
+    """Base class that scales the update of each block by a trust ratio; subclasses compute the update.
 
     Tensors are stepped in chunks of many by torch's multi-tensor operations. 16-bit parameters have float32 state and
-    are rounded once a step.
+    are rounded once per step.
     """
 
     state_names: tuple[str, ...] = ()
-    _compares_gradients = False  # with the norm of the weights; else the updates
+    _compares_gradients = False  # the ratio is that of weights to gradients; otherwise to updates
 
     def __init__(self, params, defaults: dict[str, Any]):
         self._layout: Layout | None = None
@@ -60,17 +59,17 @@ class TrustOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def set_layout(self, layout: Layout | None) -> None:
-        """What the tensors of the parameter groups are parts of; None: each is a parameter, marked stacks are stacks.
+        """Set the layout of the tensors in the parameter groups; None if each is a whole parameter.
 
-        Collective in the sense that all ranks of the layout's groups do the same steps from then on.
+        From then on all ranks of the layout's groups must take the same steps.
         """
         self._layout, self._plan_now = layout, None
 
     def trust_ratios(self) -> list[Tensor]:
-        """Those of the last step, a tensor [blocks] for each parameter of the layout; empty for a vector.
+        """Return the trust ratios of the last step, a tensor [blocks] per parameter of the layout, empty for a vector.
 
-        Float32, or float64 where a parameter is; on the device of the parameters. NaN for a block that was not stepped
-        on this rank: it holds no part of it, or there was no gradient yet.
+        Float32, or float64 if a parameter is, on the device of the parameters. NaN for a block that this rank did not
+        step, because the rank holds no slice of it or because it had no gradient yet.
         """
         plan = self._plan()
         return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
@@ -86,7 +85,7 @@ class TrustOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype; float32 moments of 16-bit parameters stay what they are.
+        # torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         tensors = (tensor for group in self.param_groups for tensor in group["params"])
         for number, tensor in zip(numbers, tensors, strict=True):
@@ -96,7 +95,7 @@ class TrustOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One step. Collective over the groups of the layout: at most one reduction for each of them."""
+        """Take one step. Collective over the groups of the layout, with at most one reduction per group."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,8 +122,8 @@ class TrustOptimizer(Optimizer):
                 compared = gradients if self._compares_gradients else updates
                 blocks = _measure(plan.squares, slots, weights, compared)
                 if plan.reductions:
-                    # Until the other ranks' parts of the norms are here. The update is made again then, from the
-                    # moments: kept, it would be as much memory as the parameters.
+                    # Wait for the norms of the other ranks. The update is then recomputed from the moments, because
+                    # keeping it would take as much memory as the parameters.
                     waiting.append((slots, blocks))
                     continue
                 self._scale(plan, slots, updates, blocks)
@@ -139,11 +138,11 @@ class TrustOptimizer(Optimizer):
         return loss
 
     def _at_once(self, slots: list[Slot], plan: Plan) -> bool:
-        """A whole step for all slots, where there are kernels for it; False where not, and nothing was done."""
+        """Step all slots by fused kernels and return True; return False, with no change, if there are none."""
         return False
 
     def _reduce(self, plan: Plan) -> None:
-        """Sums the squares of norms over the ranks that have parts of the blocks."""
+        """Sum the squares of norms over the ranks that hold slices of the blocks."""
         for group, blocks in plan.reductions:
             part = plan.squares if blocks is None else plan.squares[:, blocks]
             collectives.run(dist.all_reduce, part, group=group)
@@ -157,7 +156,7 @@ class TrustOptimizer(Optimizer):
         return [slot.part.of(self.state[slot.tensor][name]) for slot in slots]
 
     def _scale(self, plan: Plan, slots: list[Slot], updates: list[Tensor], blocks: Tensor) -> None:
-        """Multiplies the updates, in place, by their trust ratios."""
+        """Multiply the updates by their trust ratios, in place."""
         weight_norms, compared_norms = plan.squares[:, blocks].sqrt()
         ratio = self._ratio(weight_norms, compared_norms, slots[0].group).to(updates[0].dtype)
         plan.ratios[blocks] = ratio.to(plan.ratios.dtype)
@@ -178,7 +177,9 @@ class TrustOptimizer(Optimizer):
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         for tensor in tensors:
             if hasattr(tensor, "placements"):
-                raise UserError(f"{type(self).__name__} steps no DTensor: trust ratios would be those of shards")
+                raise UserError(
+                    f"{type(self).__name__} does not support DTensors: trust ratios would be those of shards"
+                )
         layout = self._layout or Layout.of(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
         ends = [0]
@@ -200,7 +201,7 @@ class TrustOptimizer(Optimizer):
                     blocks = torch.arange(part.block, part.block + part.count, device=device, dtype=torch.int64)
                     alike[-1].append(Slot(tensor, group, part, blocks))
                     filled[kind] += size
-        # Sums of squares in float64, where no square overflows; MPS has none.
+        # In float64 no square overflows; MPS does not support it.
         exact = sum_dtype(device)
         widest = functools.reduce(torch.promote_types, map(stepped_dtype, tensors), torch.float32)
         return Plan(
@@ -212,25 +213,25 @@ class TrustOptimizer(Optimizer):
         )
 
     def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        """A step of the tensor begins; makes the state if there is none."""
+        """Prepare a step of the tensor; create its state if there is none."""
         if not state:
             state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in self.state_names}
 
     @abstractmethod
     def _advance(self, slots: list[Slot], gradients: list[Tensor]) -> None:
-        """Takes the gradients into the state."""
+        """Update the state with the gradients."""
 
     @abstractmethod
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """New float tensors, before trust ratio and learning rate; the same whenever called after `_advance`."""
+        """Return new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
-        """Trust ratios of blocks."""
+        """Return the trust ratios of blocks."""
 
     @abstractmethod
     def _move(self, slots: list[Slot], weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Changes the tensors, of which ``weights`` are the values; may overwrite the updates."""
+        """Update the tensors, whose values are ``weights``; may overwrite the updates."""
 
 
 def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterator[tuple[dist.ProcessGroup, Any]]:
@@ -246,9 +247,9 @@ def _reductions(layout: Layout, ends: list[int], device: torch.device) -> Iterat
 
 
 def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared: list[Tensor]) -> Tensor:
-    """Puts the squares of norms of the slots' blocks into ``squares``; the numbers of the blocks."""
+    """Write the squares of norms of the slots' blocks into ``squares``; return the indices of the blocks."""
     blocks = torch.cat([slot.blocks for slot in slots])
-    for place, tensors in enumerate((weights, compared)):
+    for row, tensors in enumerate((weights, compared)):
         single = [tensor for tensor, slot in zip(tensors, slots, strict=True) if slot.part.count == 1]
         of_single = iter(torch._foreach_norm(single) if single else ())
         norms = [
@@ -257,22 +258,22 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
             else torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())))
             for tensor, slot in zip(tensors, slots, strict=True)
         ]
-        squares[place, blocks] = torch.cat(norms).to(squares).square()
+        squares[row, blocks] = torch.cat(norms).to(squares).square()
     return blocks
 
 
 def stepped_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of the tensor's state and updates."""
+    """Return the dtype of the tensor's state and updates."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in float32 or better: themselves, or copies."""
+    """Return 16-bit tensors as float32 copies, others unchanged."""
     return [tensor if tensor.dtype.itemsize >= 4 else tensor.float() for tensor in tensors]
 
 
 def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
-    """Rounds what was stepped as a float copy into the tensor it is of."""
+    """Round float copies that were stepped into their tensors."""
     for slot, weight in zip(slots, weights, strict=True):
         if slot.tensor.dtype != weight.dtype:
             slot.part.of(slot.tensor).copy_(weight)

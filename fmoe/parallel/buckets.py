@@ -1,4 +1,4 @@
-"""Gradients that travel together."""
+"""Buckets of gradients for collectives."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,14 @@ from torch import Tensor
 
 from fmoe.runtime import collectives
 
-_BUCKET_BYTES = 25 << 20  # as torch DDP's: large enough for the bandwidth, small enough to begin early
+_BUCKET_BYTES = 25 << 20  # as in torch's DDP: large enough for the bandwidth, small enough to start early
 
 
 def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> list[list[Tensor]]:
-    """Neighbours of one dtype and device, up to ``max_bytes`` together; a larger one is alone."""
+    """Group adjacent tensors of one dtype and device into buckets of at most ``max_bytes``.
+
+    A larger tensor gets its own bucket.
+    """
     buckets: list[list[Tensor]] = []
     kind, filled = None, 0
     for tensor in tensors:
@@ -25,10 +28,10 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 
 
 class Reduction:
-    """A sum of some parameters' gradients over a group, under way; a missing gradient counts as zeros.
+    """A running sum of gradients over a group; a missing gradient counts as zeros.
 
-    Every rank of the group makes it for the same parameters, in the same order, so a rank that gave an expert nothing
-    to do joins all the same.
+    Every rank of the group constructs it for the same parameters, in the same order, even if it sent no token to an
+    expert.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):
@@ -46,7 +49,7 @@ class Reduction:
 
     @torch.no_grad()
     def finish(self, divisor: int) -> None:
-        """Waits, and leaves the sum divided by ``divisor`` in the gradients."""
+        """Wait, and write the sum divided by ``divisor`` into the gradients."""
         if self._work is not None:
             self._work.wait()
         if divisor != 1:
@@ -56,14 +59,14 @@ class Reduction:
 
 
 def copy_back(flat: Tensor, targets: list[Tensor]) -> None:
-    """The parts of ``flat``, one after the other, into ``targets``."""
+    """Copy consecutive slices of ``flat`` into ``targets``."""
     for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
         target.copy_(part.view_as(target))
 
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Every tensor becomes that of the group's first rank."""
+    """Overwrite every tensor with its value on the first rank of the group."""
     if group.size() == 1:
         return
     source = dist.get_global_rank(group, 0)

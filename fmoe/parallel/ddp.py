@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel for models whose experts are spread over ranks."""
+"""torch's DistributedDataParallel for models with expert parallelism."""
 
 import dataclasses
 import weakref
@@ -17,35 +17,35 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper for the dense part (buckets, communication hooks, `no_sync` as they are), and beside it the same
-    for experts, over the ranks that hold the same ones.
+    """torch's wrapper for dense parameters, and bucketed reduction of experts over the ranks that hold the same ones.
 
-    After the backward pass every gradient is that of the mean over all ranks' losses, experts' too. An expert that got
-    no token has a gradient of zeros, so that all ranks join alike. Communication hooks (fp16, bf16, PowerSGD,
-    post-localSGD) see dense gradients alone; experts are summed in the dtype of their gradients.
+    Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
+    also of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of zeros, so
+    that all ranks take part in its reduction. Communication hooks (fp16, bf16, PowerSGD, post-localSGD) apply to dense
+    gradients only; gradients of experts are summed in their own dtype.
 
     Args:
-        module: its `MoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
-            data parallel rank, experts as those of the first rank that holds them.
-        groups: of `fmoe.parallel.init`.
-        options: torch's, but for ``process_group`` and ``device_mesh``.
+        module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data
+            parallel rank, experts from the first rank that holds them.
+        groups: groups of `fmoe.parallel.init`.
+        options: arguments of torch's wrapper, except ``process_group`` and ``device_mesh``.
 
     Raises:
-        UserError: a layer is spread over other ranks, no dense parameter is trained.
-        RuntimeError: in a forward pass, the backward pass before it did not reach all experts.
+        UserError: a layer uses other ranks; no dense parameter requires gradients.
+        RuntimeError: in a forward pass, if the previous backward pass did not reach all experts.
     """
 
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
         for key in ("process_group", "device_mesh"):
             if options.get(key) is not None:
-                raise UserError(f"{key} is not taken beside groups: it is groups.data_group")
+                raise UserError(f"{key} is not supported: DistributedDataParallel uses groups.data_group")
         layers = moe_layers(module, groups)
         parameters = list(module.named_parameters(remove_duplicate=False))
         ownership.refresh()
         experts = {name: p for name, p in parameters if has_mark(p)}
         if not any(p.requires_grad for name, p in parameters if name not in experts):
             raise UserError(
-                "no dense parameter is trained: use fmoe.parallel.average_gradients after the backward pass"
+                "no dense parameter requires gradients: use fmoe.parallel.average_gradients after the backward pass"
             )
         buffers = dict(_buffers_of_a_rank(layers))
         ignored = {*experts, *buffers, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
@@ -56,7 +56,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if options.get("init_sync", True):
             broadcast(own, groups.expert_data_group)
             broadcast([b for b in buffers.values() if b is not None], groups.expert_data_group)
-        # From the last layer to the first, about as the backward pass meets them.
+        # From the last layer to the first, approximately the order of the backward pass.
         self._buckets = buckets_of([p for p in reversed(own) if p.requires_grad])
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._syncs = self._is_queued = False
@@ -64,8 +64,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         myself = weakref.ref(self)  # parameters outlive wrappers
         for parameter in self._bucket_of:
             if groups.ep > 1:
-                # A rank's loss is the mean over its own tokens, an expert's gradient is a sum over those of ep ranks.
-                # Divided on arrival and not at the end, gradients of several synchronised passes can be added up.
+                # A rank's loss is the mean over its own tokens; an expert's gradient is a sum over those of ep ranks.
+                # Dividing before accumulation lets gradients of several synchronized passes add up.
                 parameter.register_hook(lambda grad: grad / groups.ep if myself() is not None else None)
             parameter.register_post_accumulate_grad_hook(lambda p: _call(myself, DistributedDataParallel._arrived, p))
 
@@ -73,9 +73,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if torch.is_grad_enabled():
             if self._missing != [len(bucket) for bucket in self._buckets]:
                 raise RuntimeError(
-                    "the last backward pass did not reach the experts of every layer, and their gradients are not "
-                    "reduced: every output of the forward pass that the loss needs must be a tensor, or in a list, "
-                    "tuple, dict or dataclass"
+                    "the last backward pass did not reach the experts of every layer, so their gradients are not "
+                    "reduced: outputs of the forward pass must be tensors, or lists, tuples, dicts or dataclasses of "
+                    "tensors"
                 )
             self._syncs = self.require_backward_grad_sync
             self._restart()
@@ -89,32 +89,32 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _restart(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._launched, self._under_way = 0, []
+        self._launched, self._running = 0, []
 
     def _begin(self) -> None:
-        """The backward pass is at an output: at its end, what did not come by itself is sent as zeros."""
+        """Queue `_finish`, which reduces missing gradients as zeros, for the end of the backward pass."""
         if self._syncs and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _arrived(self, parameter: Tensor) -> None:
-        if not self._syncs or self.static_graph:  # whose gradients may come more than once a pass
+        if not self._syncs or self.static_graph:  # gradients of a static graph may arrive several times per pass
             return
         index = self._bucket_of[parameter]
         self._missing[index] -= 1
         if self._missing[index] < 0:
             raise RuntimeError(
-                "an expert's gradient came twice in one backward pass (reentrant checkpoints of a layer that is used "
-                "twice): checkpoint with use_reentrant=False, or say static_graph=True"
+                "an expert's gradient arrived twice in one backward pass (reentrant checkpoints of a layer that runs "
+                "twice): checkpoint with use_reentrant=False, or pass static_graph=True"
             )
-        # In the order of the buckets and no other, which is the same on all ranks.
+        # Launch in the order of the buckets, which is the same on all ranks.
         while self._launched < len(self._buckets) and not self._missing[self._launched]:
             self._launch()
         if self._launched == len(self._buckets):
             self._begin()
 
     def _launch(self) -> None:
-        self._under_way.append(Reduction(self._buckets[self._launched], self.groups.expert_data_group))
+        self._running.append(Reduction(self._buckets[self._launched], self.groups.expert_data_group))
         self._launched += 1
 
     def _finish(self) -> None:
@@ -123,17 +123,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             return
         while self._launched < len(self._buckets):
             self._launch()
-        for reduction in self._under_way:
+        for reduction in self._running:
             reduction.finish(self.groups.dp)
-        self._syncs = False  # as torch's: one reduction for a forward pass
+        self._syncs = False  # as in torch: one reduction per forward pass
         self._restart()
 
 
 class DenseAverager:
-    """A model averager of torch (`PeriodicModelAverager`, `HierarchicalModelAverager`) that leaves experts alone, which
-    it would average with other experts: for `PostLocalSGDOptimizer`, with `post_localSGD_hook` on the wrapper above.
+    """Wrapper of torch's model averagers (`PeriodicModelAverager`, `HierarchicalModelAverager`) that skips experts.
 
-    Experts stay equal by their gradients, which are reduced in every step.
+    torch would average different experts with each other. Use it for `PostLocalSGDOptimizer`, with `post_localSGD_hook`
+    on `DistributedDataParallel`. Replicas of an expert stay equal, because their gradients are reduced in every step.
     """
 
     def __init__(self, averager: Any):
@@ -141,7 +141,7 @@ class DenseAverager:
 
     @property
     def step(self) -> int:
-        """Calls so far, which `PostLocalSGDOptimizer` saves."""
+        """Number of calls, which `PostLocalSGDOptimizer` saves."""
         return self.averager.step
 
     @step.setter
@@ -149,7 +149,7 @@ class DenseAverager:
         self.averager.step = value
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Of a model's parameters or an optimizer's groups, those that are not of experts."""
+        """Average the dense parameters of a model or of an optimizer's groups."""
         flat = [p for entry in params for p in (entry["params"] if isinstance(entry, dict) else [entry])]
         ownership.refresh()
         self.averager.average_parameters(p for p in flat if not has_mark(p))
@@ -162,9 +162,9 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
-    """Buffers that differ between ranks: those of experts, and None for those that a layer computed from its rank.
+    """Yield the buffers that differ between ranks: those of experts, and None for those computed from the rank.
 
-    torch's wrapper would make all of them rank 0's before every forward pass.
+    torch's wrapper would overwrite them with those of rank 0 before every forward pass.
     """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""

@@ -1,4 +1,4 @@
-"""torch's FSDP2 for models whose experts are spread over ranks."""
+"""torch's FSDP2 for models with expert parallelism."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,25 +16,27 @@ from fmoe.runtime import ownership
 
 
 def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn.Module:
-    """`torch.distributed.fsdp.fully_shard` in place: the experts of every `MoE` layer sharded over the ranks that hold
-    the same ones, everything else over all data parallel ranks.
+    """Apply `torch.distributed.fsdp.fully_shard` in place.
 
-    After the backward pass every gradient is that of the mean over all ranks' losses, experts' too. As with torch's
-    own, call it for blocks first and for the whole model last, to gather block after block.
+    The experts of every `MoE` layer are sharded over the ranks that hold the same ones, all other parameters over all
+    data parallel ranks. After the backward pass all gradients, also of experts, are averaged over the data parallel
+    ranks. As with torch's function, call it for each block first and for the whole model last: parameters are then
+    gathered block by block.
 
     Args:
-        module: its `MoE` layers are spread over ``groups.moe_group``. Dense parameters begin as those of the first
-            data parallel rank, experts as those of the first rank that holds them. Of a model on the meta device,
-            materialise a block (``to_empty``, ``reset_parameters``) before it is sharded: initial weights are keyed by
+        module: model or block whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the
+            first data parallel rank, experts from the first rank that holds them. If the model is on the meta device,
+            materialize a block (``to_empty``, ``reset_parameters``) before sharding it: initial weights are drawn for
             whole experts.
-        groups: of `fmoe.parallel.init`.
-        options: torch's, but for ``mesh``: ``reshard_after_forward``, ``mp_policy``, ``offload_policy``, ...
+        groups: groups of `fmoe.parallel.init`.
+        options: arguments of torch's function except ``mesh``: ``reshard_after_forward``, ``mp_policy``,
+            ``offload_policy``, ...
 
     Returns:
         ``module``, whose parameters are now DTensors over two meshes.
 
     Raises:
-        UserError: a layer is spread over other ranks.
+        UserError: a layer uses other ranks.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import fully_shard as shard
@@ -47,13 +49,13 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
     for layer in layers:
         if isinstance(layer.experts, FSDPModule):
             continue
-        if type(layer.experts) is nn.ModuleList:  # a subclass of FastMoE's FMoE; FSDP gathers where a module is called
+        if type(layer.experts) is nn.ModuleList:  # subclass of FastMoE's FMoE; FSDP gathers in module calls
             layer.experts = ModuleExperts(layer.experts)
         placement = {"shard_placement_fn": _placement(groups.dp)} if groups.dp > 1 else {}
         shard(layer.experts, mesh=groups.expert_data_mesh, **placement | options)
         if groups.ep > 1:
-            # Their gradients hold the tokens of ep ranks, and FSDP divides by the ranks of their mesh alone. Not by
-            # set_gradient_divide_factor: torch 2.13 applies it twice to a mesh of one rank (sums, or float64).
+            # Gradients of experts sum over the tokens of ep ranks, but FSDP divides by the size of their mesh only.
+            # torch 2.13 applies set_gradient_divide_factor twice to a mesh of one rank (sums, or float64).
             layer.experts.set_all_reduce_hook(lambda gradient: gradient.div_(groups.ep))
         layer._mark_experts()
     if not isinstance(module, FSDPModule):
@@ -67,8 +69,10 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Within, forward and backward passes add up gradients and exchange none, whatever the model is wrapped in: for
-    all micro batches of a step but the last."""
+    """Accumulate gradients without communication in this context, whatever the wrapper of the model.
+
+    Use it for all micro batches of a step but the last.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -80,7 +84,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     elif hasattr(model, "no_sync"):
         with model.no_sync():
             yield
-    else:  # wrapped in what reduces when it is told to
+    else:  # not wrapped, or reduced by an explicit call
         yield
 
 
@@ -91,7 +95,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """FSDP shards the first dimension, of a stack the experts: where they do not divide, the second one may."""
+    """Shard the second dimension if the first, the experts of a stack, is not divisible by the ranks but it is."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

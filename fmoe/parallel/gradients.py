@@ -1,9 +1,9 @@
-"""Gradients of a model whose experts are spread over workers.
+"""Gradients of a model with expert parallelism: their mean, norm and clipping.
 
-Dense parameters are replicated on all ranks of the data parallel group. An expert lives on the ranks of its expert
-data parallel group alone (one rank, if expert parallelism spans the data parallel group) and its gradient there already
-holds the tokens of every rank that sent it some. A mean over the data parallel group is then the sum over the expert
-data parallel group, divided by the size of the whole data parallel group.
+Dense parameters are replicated on all ranks of the data parallel group. An expert is replicated on the ranks of its
+expert data parallel group only (one rank, if expert parallelism spans the data parallel group), where its gradient
+already sums over the tokens of all EP ranks. Its mean over the data parallel group is therefore the sum over the expert
+data parallel group, divided by the size of the data parallel group.
 """
 
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ from fmoe.runtime import collectives, ownership
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether the parameter belongs to an expert, and so is not replicated over the data parallel group."""
+    """Return whether the parameter belongs to an expert, which is not replicated over the data parallel group."""
     if not has_mark(parameter):
         ownership.refresh()
     return has_mark(parameter)
 
 
 def has_mark(parameter: Tensor) -> bool:
-    """`is_expert` after `fmoe.runtime.ownership.refresh`, for loops over parameters."""
+    """Return `is_expert` without refreshing marks: for loops after `fmoe.runtime.ownership.refresh`."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -37,15 +37,16 @@ def average_gradients(
     *,
     groups: ParallelGroups | None = None,
 ) -> None:
-    """Turns each rank's gradients (of a mean over its own tokens) into those of the mean over all ranks' tokens.
+    """Average gradients over ranks: from the mean over each rank's tokens to the mean over the tokens of all ranks.
 
-    For models that no wrapper reduces, once a step, after the last backward pass. A dense parameter without a gradient
-    is left without, as it must be on all ranks; an expert's becomes zeros, since another rank may have one.
+    Call it once per step after the last backward pass, for models without a wrapper. A dense parameter without a
+    gradient is skipped, and must have none on any rank. A missing gradient of an expert becomes zeros, because another
+    rank may have one.
 
     Args:
         group: the data parallel group.
-        expert_data_group: ranks that hold the same experts; None if no two do.
-        groups: both of them, of `fmoe.parallel.init`.
+        expert_data_group: ranks that hold the same experts; None if every expert is on one rank.
+        groups: both groups, from `fmoe.parallel.init`.
 
     Raises:
         UserError: neither ``group`` nor ``groups`` is given.
@@ -75,24 +76,24 @@ def grad_norm(
     *,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
-    """2-norm of the gradients of the whole model: dense parameters once, every expert once, every shard once.
+    """Return the 2-norm of the gradients of the whole model, in which each parameter counts once.
 
-    Call it on every rank, with the same parameters, once gradients are reduced. Gradients that are DTensors
+    Call it on every rank, with the same parameters, after gradients are reduced. Squares of DTensors
     (`fmoe.parallel.fully_shard`) are summed over the ranks that hold their shards.
 
     Args:
-        moe_group: the expert parallel group, over which the squares of expert gradients are summed.
-        groups: has it, of `fmoe.parallel.init`.
+        moe_group: the expert parallel group, over which squares of expert gradients are summed.
+        groups: groups of `fmoe.parallel.init`, instead of ``moe_group``.
 
     Returns:
-        A scalar, the same on all ranks: float32, or float64 where a gradient is.
+        A scalar, equal on all ranks; float32, or float64 if a gradient is.
     """
     moe_group = groups.moe_group if groups is not None else moe_group
     parameters = list(parameters)
     ownership.refresh()
     device = parameters[0].device if parameters else torch.device("cpu")
-    # Squares by who holds the other parts: the same sets in the same order on all ranks, since they are read from the
-    # parameters, not from the gradients that happen to be there. In float64 no square overflows; MPS has none.
+    # Keyed by the groups to sum over. Keys come from parameters, not from existing gradients, so that all ranks run the
+    # same collectives in the same order. In float64 no square overflows; MPS does not support it.
     exact = torch.float32 if device.type == "mps" else torch.float64
     norms: dict[tuple[bool, tuple], list[Tensor]] = {}
     result = torch.float32
@@ -125,17 +126,16 @@ def clip_grad_norm_(
     groups: ParallelGroups | None = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients so that `grad_norm` is at most ``max_norm``; returns the norm before.
+    """Scale all gradients so that `grad_norm` is at most ``max_norm``; return the norm before scaling.
 
-    Gradients whose norm is not finite are left as they are, on all ranks alike: look at what is returned, and skip the
-    step.
+    Gradients do not change on any rank if the norm is not finite: check the result, and skip the step.
 
     Args:
         moe_group, groups: as in `grad_norm`.
-        error_if_nonfinite: raises instead, on all ranks; a host sync on a GPU.
+        error_if_nonfinite: raise on all ranks if the norm is not finite; synchronizes host and GPU.
 
     Raises:
-        RuntimeError: with ``error_if_nonfinite``, the norm is infinite or NaN.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
     parameters = list(parameters)
     norm = grad_norm(parameters, moe_group, groups=groups)
@@ -150,12 +150,12 @@ def clip_grad_norm_(
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """The part on this rank; it shares memory with a DTensor's."""
+    """Return the gradient's shard on this rank, which shares memory with a DTensor."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def _sharded_over(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Groups of the mesh dimensions that a DTensor is cut over; replicas do not count again."""
+    """Return the groups of the mesh dimensions over which a DTensor is sharded, not replicated."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return ()

@@ -1,4 +1,4 @@
-"""Which ranks share what: one call makes the process groups of data parallelism with experts."""
+"""Process groups of data and expert parallelism."""
 
 import datetime
 import logging
@@ -20,15 +20,15 @@ _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The data parallel ranks as a mesh of (dp, ep): every row of it holds all experts once, spread over its ranks.
+    """The data parallel ranks as a mesh of (dp, ep), in which the ranks of each row hold all experts once.
 
-    `init` and `from_mesh` make one.
+    Use `init` or `from_mesh` to make one.
 
     Attributes:
-        mesh: the two dimensions; rank = dp index * ep + ep index where `init` made it, so that the ranks that exchange
-            tokens are neighbours.
-        data_mesh: the same ranks as one dimension, for what is replicated or sharded over all of them.
-        ep_name, dp_name: names of the two dimensions.
+        mesh: mesh of both dimensions. From `init`, rank = dp index * ep + ep index: ranks that exchange tokens are
+            adjacent.
+        data_mesh: the same ranks as one dimension, for dense parameters.
+        ep_name, dp_name: names of the dimensions.
     """
 
     mesh: DeviceMesh
@@ -38,24 +38,27 @@ class ParallelGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, ep: str = "ep", dp: str = "dp") -> "ParallelGroups":
-        """From two dimensions of a mesh, which may have others (tensor, pipeline). Every rank of the mesh must call.
+        """Make groups from two dimensions of a mesh, which may have others (tensor, pipeline).
+
+        Call it on every rank of the mesh.
 
         Raises:
-            UserError: the mesh has no dimension of that name.
+            UserError: the mesh has no dimension of that name; both names are equal.
         """
         names = mesh.mesh_dim_names or ()
         for key, name in (("ep", ep), ("dp", dp)):
             if name not in names:
-                raise UserError(f"{key}={name!r} is no dimension of the mesh: it has {', '.join(names) or 'no names'}")
+                has = ", ".join(names) or "no names"
+                raise UserError(f"{key}={name!r} is not a dimension of the mesh: it has {has}")
         if ep == dp:
             raise UserError(f"ep={ep!r} and dp={dp!r} are the same dimension of the mesh")
-        ordered = tuple(name for name in names if name in (ep, dp))  # a mesh is sliced in its own order alone
+        ordered = tuple(name for name in names if name in (ep, dp))  # torch requires the mesh's own order
         pair = mesh if names == ordered else mesh[ordered]
         return cls(pair, pair._flatten("_".join(ordered)), ep, dp)
 
     @property
     def moe_group(self) -> dist.ProcessGroup:
-        """The ranks that experts are spread over: `FMoE(moe_group=)`."""
+        """The expert parallel group, for ``moe_group`` of `MoE.build`."""
         return self.mesh.get_group(self.ep_name)
 
     @property
@@ -65,7 +68,7 @@ class ParallelGroups:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """All data parallel ranks: each has tokens of its own, and a replica of the dense parameters."""
+        """All data parallel ranks, which have different tokens and replicas of the dense parameters."""
         return self.data_mesh.get_group()
 
     @property
@@ -75,17 +78,17 @@ class ParallelGroups:
 
     @property
     def ep(self) -> int:
-        """Ranks that experts are spread over."""
+        """Expert parallel size."""
         return self.moe_group.size()
 
     @property
     def dp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.expert_data_group.size()
 
     @property
     def size(self) -> int:
-        """Data parallel ranks in all, ``dp * ep``."""
+        """Number of data parallel ranks, ``dp * ep``."""
         return self.data_mesh.size()
 
 
@@ -96,26 +99,26 @@ def init(
     device_type: str | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> ParallelGroups:
-    """The groups of a job whose processes are all data parallel; starts torch.distributed where nobody did.
+    """Make the groups of a job whose processes are all data parallel; start torch.distributed if it is not running.
 
-    Every process must call. Started by torchrun, a process reads its place from the environment; without that
-    environment it is a job of one process, so that the same script runs with and without torchrun.
+    Call it in every process. It reads torchrun's environment; without one the job is a single process, so that the same
+    script runs with and without torchrun.
 
     Args:
-        ep: ranks that experts are spread over; neighbours, so that they are on one machine where that is possible.
-        dp: ranks that hold the same experts; None for ``processes / ep``.
-        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK); None for what torch.distributed was
-            started with, else cuda where there is one.
-        timeout: of torch.distributed, where it is started here.
+        ep: number of ranks over which experts are split; adjacent ranks, so that they share a machine if possible.
+        dp: number of ranks that hold the same experts; None for ``processes / ep``.
+        device_type: "cpu" (gloo) or "cuda" (nccl, on the device LOCAL_RANK). None for the device of a running
+            torch.distributed, or cuda if it is available.
+        timeout: timeout of torch.distributed, if it is started here.
 
     Raises:
-        UserError: ``ep`` and ``dp`` do not fit the number of processes, part of torchrun's environment is missing.
+        UserError: ``ep`` and ``dp`` do not fit the number of processes; torchrun's environment is incomplete.
     """
     for key, value in (("ep", ep), ("dp", dp)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UserError(f"{key}={value} is not a positive whole number")
     if device_type not in (None, "cpu", "cuda"):
-        raise UserError(f"device_type={device_type!r} is neither 'cpu' nor 'cuda'")
+        raise UserError(f"device_type={device_type!r} must be 'cpu' or 'cuda'")
     if not dist.is_initialized():
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         _start(device_type, timeout)
@@ -124,9 +127,9 @@ def init(
         device_type = "cuda" if has_cuda and torch.cuda.is_available() else "cpu"
     world = dist.get_world_size()
     if world % ep:
-        raise UserError(f"ep={ep} does not divide the world of {world}")
+        raise UserError(f"ep={ep} does not divide the number of processes, {world}")
     if dp is not None and dp * ep != world:
-        raise UserError(f"dp={dp} times ep={ep} is {dp * ep}, not the world of {world}")
+        raise UserError(f"dp={dp} times ep={ep} is {dp * ep}, not the number of processes, {world}")
     return ParallelGroups.from_mesh(init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("dp", "ep")))
 
 
@@ -134,7 +137,7 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     missing = [name for name in _FROM_TORCHRUN if name not in os.environ]
     if 0 < len(missing) < len(_FROM_TORCHRUN):
-        raise UserError(f"{missing[0]} is not set, but {len(_FROM_TORCHRUN) - len(missing)} of torchrun's others are")
+        raise UserError(f"{missing[0]} is not set, but other variables of torchrun are")
     options = {} if timeout is None else {"timeout": timeout}
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -147,10 +150,10 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
 
 
 def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]:
-    """The `MoE` layers of a model by name, whose experts are spread as the groups say.
+    """Return the `MoE` layers of a model by name.
 
     Raises:
-        UserError: the experts of a layer are spread over other ranks than ``groups.moe_group``.
+        UserError: the experts of a layer are split over other ranks than ``groups.moe_group``.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     expected = dist.get_process_group_ranks(groups.moe_group)
@@ -159,7 +162,7 @@ def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         if ranks != expected:
             raise UserError(
-                f"the experts of {name or layer.name} are spread over the ranks {ranks}, with ep={groups.ep} it is "
-                f"{expected}: build it with moe_group=groups.moe_group"
+                f"experts of {name or layer.name} are split over the ranks {ranks}, those of ep={groups.ep} over "
+                f"{expected}: build the layer with moe_group=groups.moe_group"
             )
     return layers

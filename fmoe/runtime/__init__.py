@@ -1,1 +1,1 @@
-"""What modules of a process share: collectives that end cleanly, and marks on parameters."""
+"""Process-wide helpers: collectives that end cleanly at exit, and marks on parameters."""

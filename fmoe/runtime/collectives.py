@@ -1,12 +1,12 @@
 """Collectives of torch.distributed that cannot abort the process while it exits.
 
-A thread of gloo holds each collective's work until some time after the collective is complete. Whoever lets go of the
-work last frees its tensors and the thread state it captured, and takes the interpreter's lock to do so. A thread that
-waits for that lock when the interpreter finalizes is ended inside a destructor, and the process aborts.
+A thread of gloo holds each collective's work until some time after the collective is complete. The thread that releases
+the work last frees its tensors and captured thread state, for which it takes the interpreter's lock. If it waits for
+that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
 
-So at exit, before the interpreter finalizes, `_settle` waits until the threads have let go of the works of every
-completed collective started here, and gives those that are not complete a reference that is never dropped. `_keep` does
-the same for the tensors of collectives that others started.
+So at exit, before the interpreter finalizes, `_settle` waits until threads have released the works of all completed
+collectives that were started here, and keeps a permanent reference to the others. `_keep` does the same for the tensors
+of all other collectives.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 60.0  # bound on the wait at exit; a thread needs microseconds
 
 
 class Started:
-    """A collective under way."""
+    """A running collective."""
 
     __slots__ = ("__weakref__", "_aliases", "_work")
 
@@ -58,15 +58,15 @@ class Started:
         return self._work is None and all(alias() is None for alias in self._aliases)
 
 
-_started: set[Started] = set()  # on the CPU, not known to be released
+_started: set[Started] = set()  # on the CPU, not yet known to be released
 _has_started = _is_exiting = False
 
 
 def start(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Started:
     """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`.
 
-    Tensors among the arguments, and in lists of them, are passed as aliases that nothing else refers to: once they are
-    gone, so is the work.
+    Tensors among the arguments, and in lists, are passed as aliases without other references: when they are freed, the
+    work has been released.
     """
     global _has_started
     _started.difference_update([one for one in tuple(_started) if one.is_released()])
@@ -95,28 +95,28 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait until the works of completed collectives are released; keep all other works for good."""
+    """Wait until the works of completed collectives are released; keep all other works permanently."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]
         if not waits:
             break
-        time.sleep(0.0005)  # lets go of the interpreter's lock, which the threads need
+        time.sleep(0.0005)  # releases the interpreter's lock, which the threads need
     for one in _started:
         if one._work is not None:
             _leak(one._work)
 
 
 def _keep() -> None:
-    """Keep every tensor of the CPU that C++ code refers to, and every storage, for good.
+    """Keep every CPU tensor that C++ code references, and every storage, permanently.
 
-    A tensor's Python object is freed with the interpreter's lock when one reference to the tensor is left, the object's
-    own. With one more, which is never dropped, no thread gets there.
+    A tensor's Python object is freed, with the interpreter's lock, when the object holds the last reference to the
+    tensor. One more reference, which is never dropped, prevents that.
     """
     objects, held = gc.get_objects(), []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
     for one in [one for one in objects if type(one) in kinds]:
-        with contextlib.suppress(Exception):  # of a tensor that stands for others: collectives take none
+        with contextlib.suppress(Exception):  # tensor subclasses may refuse; collectives do not accept them
             if one.device.type != "cpu":
                 continue
             if isinstance(one, torch.UntypedStorage):
@@ -126,7 +126,7 @@ def _keep() -> None:
                 alias.grad = one  # a reference of C++ code
                 held.append(alias)
     _leak(held)
-    time.sleep(_PASS_SECONDS)  # threads that dropped theirs before, and wait for the lock, get it
+    time.sleep(_PASS_SECONDS)  # threads that already wait for the lock get it
 
 
 def _leak(value: object) -> None:
@@ -142,7 +142,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Keep the works under way for good: the child lacks the threads that would release them."""
+    """Keep running works permanently: the child lacks the threads that would release them."""
     _leak(set(_started))
     _started.clear()
 

@@ -1,9 +1,9 @@
-"""Marks on parameters, derived again from the modules that own them.
+"""Marks on parameters, which modules set on the parameters they own.
 
 Optimizers, Megatron and gradient reductions see parameters without their modules, so a module marks its parameters
-(``allreduce``, ``is_stacked``, ``dp_comm``) by attributes of the tensors. A parameter that replaces another, by
-``load_state_dict(assign=True)``, by ``module._parameters``, by a parametrization, lacks the marks. So a reader of a
-mark calls `refresh` first.
+(``allreduce``, ``is_stacked``, ``dp_comm``) by attributes of the tensors. A parameter that replaced another (by
+``load_state_dict(assign=True)``, ``module._parameters`` or a parametrization) lacks the marks. Call `refresh` before
+reading a mark.
 """
 
 import weakref
@@ -19,6 +19,6 @@ def enrol(module: nn.Module) -> None:
 
 
 def refresh() -> None:
-    """Mark the parameters that modules own now."""
+    """Mark the parameters that modules own at present."""
     for module in list(_owners):
         module._mark_parameters()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fmoe.optim import AdamW8bit
 from fmoe.parallel.gradients import is_expert
 from megatron_patch import cpu
+from megatron_patch.models import stacks
 from megatron_patch.optimizer import Shard, optimizers, shards
-from megatron_patch.patch import stacks
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.engine.optimizer import state_tensors

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
-from megatron_patch import MegatronMoE, wide
-from megatron_patch.adapter import announce_experts
+from megatron_patch import MegatronMoE, bf16_linear
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
 from pretrain.config import Recipe
@@ -102,9 +101,9 @@ class Engine:
         self.kind = kind_of(recipe)
         random.set_position(recipe.train.seed, step=0)
         self.chunks = [build(recipe, **stage) for stage in stages(recipe.parallel)]
-        if wide.is_wanted():
+        if bf16_linear.is_needed():
             for chunk in self.chunks:
-                wide.widen(chunk)
+                bf16_linear.mark_weights(chunk)
         self.gpt = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.config = self.chunks[0].config
         self.moe_layers = [module for module in self.gpt.modules() if isinstance(module, MegatronMoE)]
@@ -120,7 +119,7 @@ class Engine:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
             if recipe.model.num_experts:
-                announce_experts(chunk.config, recipe.model.num_experts)
+                chunk.config.num_moe_experts = recipe.model.num_experts  # the schedule reads it from one of the chunks
         if recipe.parallel.overlap_gradients:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

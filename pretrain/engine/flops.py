@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_patch import wide
+from megatron_patch import bf16_linear
 from pretrain.models.config import DTYPES
 
 # Dense FLOP/s by name and precision, from the vendors' data sheets (fp32 without TF32).
@@ -27,7 +27,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 20 seconds for what tells no more.
     size = 256 if device.type == "cpu" and precision == "fp16" else 1024
     # Where bf16 has no instructions, its matrices are multiplied in float32.
-    dtype = torch.float32 if precision == "bf16" and wide.is_wanted() else DTYPES[precision]
+    dtype = torch.float32 if precision == "bf16" and bf16_linear.is_needed() else DTYPES[precision]
     rate = known or _measure(device, dtype, size)
     total = torch.tensor([rate], dtype=torch.float64, device=device)
     dist.all_reduce(total)

@@ -132,7 +132,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     Raises:
         UserError: the checkpoint is damaged, or holds another model than its recipe says.
     """
-    from megatron_patch import wide
+    from megatron_patch import bf16_linear
     from pretrain.engine import state
     from pretrain.engine.model import build_model
     from pretrain.models.config import DTYPES
@@ -141,7 +141,7 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     if not drops:
         recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
     model = build_model(recipe).to(DTYPES[recipe.train.precision])
-    if wide.is_wanted():
-        wide.widen(model)
+    if bf16_linear.is_needed():
+        bf16_linear.mark_weights(model)
     state.load_model([model], trained.checkpoint, processes.device)
     return model.eval().requires_grad_(False)

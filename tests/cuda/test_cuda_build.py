@@ -185,7 +185,7 @@ def test_command(capsys, compiled):
     out = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in out] == list(ARCHS) and all("built in" in line for line in out)
     assert cuda_line().startswith("cuda: built for sm_80, sm_90, sm_100, NVRTC ")
-    assert command("--arch", "sm_90") == 0 and "sm_90: there already: " in capsys.readouterr().out
+    assert command("--arch", "sm_90") == 0 and "sm_90: already built: " in capsys.readouterr().out
     assert command("--arch", "sm_90", "--force", "--verbose") == 0 and "registers" in capsys.readouterr().out
     assert len(compiled) == 4
     assert command("--clean") == 0 and capsys.readouterr().out.startswith("3 entries removed")
@@ -225,7 +225,7 @@ def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
 
 def test_what_the_driver_does_not_take_is_built_again_once(monkeypatch, compiled, caplog):
     def refuse(codes):
-        raise BuildError("the driver does not take the kernels: CUDA_ERROR_INVALID_IMAGE")
+        raise BuildError("the driver refuses the kernels: CUDA_ERROR_INVALID_IMAGE")
 
     monkeypatch.setattr("fmoe.kernels.cuda.launch.DeviceLauncher", refuse)
     on_a_gpu(monkeypatch)
@@ -317,6 +317,6 @@ def test_launches(monkeypatch):
 
 def test_what_the_driver_says_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", FakeCore(refuses=True))
-    says = r"^the driver does not take the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
+    says = r"^the driver refuses the kernels: CUDA_ERROR_NO_BINARY_FOR_GPU and more$"
     with pytest.raises(BuildError, match=says):
         DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])

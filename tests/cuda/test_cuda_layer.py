@@ -59,7 +59,7 @@ def test_the_self_check_before_kernels_are_used(on, monkeypatch):
     monkeypatch.undo()
     place = calls.place
     monkeypatch.setattr(calls, "place", lambda *a: tuple(t.flip(0) for t in place(*a)))
-    assert selfcheck.failure(torch.device("cpu")) == "the plan's perm_N is another"
+    assert selfcheck.failure(torch.device("cpu")) == "the plan's perm_N differs"
 
 
 FUSED = {"route", "route_backward", "place", "gather", "combine", "activate", "activate_backward"}

@@ -261,10 +261,10 @@ def test_gemm_of_the_environment(monkeypatch):
         gemm.requested("auto")
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: "triton is not installed: pip install triton")
     monkeypatch.setenv("FMOE_GEMM", "triton")
-    with pytest.raises(UserError, match=r"^FMOE_GEMM='triton' cannot be: triton is not installed"):
+    with pytest.raises(UserError, match=r"^FMOE_GEMM='triton' is unavailable: triton is not installed"):
         gemm.requested("auto")
     monkeypatch.delenv("FMOE_GEMM")
-    with pytest.raises(UserError, match=r"^gemm='triton' cannot be: triton is not installed: pip install triton$"):
+    with pytest.raises(UserError, match=r"^gemm='triton' is unavailable: triton is not installed: pip install triton$"):
         gemm.requested("triton")
 
 
@@ -357,7 +357,7 @@ def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, 
     monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: "the output is 3e-01 off")
     assert choosing() == "loop"
     assert caplog.messages == ["no GEMMs by Triton on cuda:0: they fail a self-check (the output is 3e-01 off)"]
-    with pytest.raises(UserError, match=r"gemm='triton' cannot be on cuda:0: its kernels fail a self-check"):
+    with pytest.raises(UserError, match=r"gemm='triton' is unavailable on cuda:0: its kernels fail a self-check"):
         choosing("triton")
     monkeypatch.setattr(gemm, "_checked", {})
     monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: 1 / 0)

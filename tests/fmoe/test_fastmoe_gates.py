@@ -1,4 +1,4 @@
-"""FastMoE's gates: what they decide, their losses, their capacity; several workers are in test_fastmoe_ranks."""
+"""FastMoE's gates: what they decide, their losses, their capacity; several ranks are in test_fastmoe_ranks."""
 
 import math
 
@@ -79,8 +79,8 @@ def test_a_naive_gate_is_a_softmax_over_the_best():
 
 
 @pytest.mark.parametrize("kind", [GShardGate, DCGate, SwitchGate, FasterGate])
-def test_the_balance_loss_counts_the_experts_of_all_workers(kind, monkeypatch):
-    """FastMoE scaled GShard's by the experts of one worker: balanced, it was 1 / workers^2 and not 1."""
+def test_the_balance_loss_counts_the_experts_of_all_ranks(kind, monkeypatch):
+    """FastMoE scaled GShard's by the experts of one rank: balanced, it was 1 / ranks^2 and not 1."""
     monkeypatch.setattr("fmoe.fastmoe.gates.limit_by_capacity", lambda index, *_: (None, None, index))
     torch.manual_seed(0)
     gate = kind(D, L, 3, 0) if kind is FasterGate else kind(D, L, 3)
@@ -206,8 +206,8 @@ def test_faster_gate_limits_what_leaves_the_node(per_node, fraction, monkeypatch
     monkeypatch.setenv("FMOE_TOPO_GPUS_PER_NODE", str(per_node))
     monkeypatch.setenv("FMOE_TOPO_OUTGOING_FRACTION", str(fraction))
     torch.manual_seed(0)
-    workers, rank = 8, 5
-    gate, x = faster_gate.gen_faster_gate(rank)(D, 1, workers), tokens(500)
+    world_size, rank = 8, 5
+    gate, x = faster_gate.gen_faster_gate(rank)(D, 1, world_size), tokens(500)
     assert gate.node_rank == rank // per_node and gate.ne_per_node == per_node
     index, score = gate(x)
     outside = index // per_node != rank // per_node
@@ -227,7 +227,7 @@ def test_faster_gate_as_the_gate_of_a_layer(monkeypatch):
     layer = FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), expert=SmallExpert)
     assert type(layer.gate) is FasterGate and "mask" not in layer.gate.state_dict()
     assert layer(tokens()).shape == (T, D)
-    with pytest.raises(fmoe.UserError, match="node_rank=2 is not one of the 1 nodes"):
+    with pytest.raises(fmoe.UserError, match="node_rank=2 is out of range for 1 nodes"):
         FMoE(num_expert=L, d_model=D, gate=FasterGate)
     with pytest.raises(fmoe.UserError, match="top_k=3"):
         FMoE(num_expert=L, d_model=D, gate=faster_gate.gen_faster_gate(0), top_k=3)
@@ -236,7 +236,7 @@ def test_faster_gate_as_the_gate_of_a_layer(monkeypatch):
         faster_gate.gen_faster_gate(0)(D, L, 1)
 
 
-def test_swipe_on_one_worker_changes_nothing():
+def test_swipe_on_one_rank_changes_nothing():
     gate, x = SwipeGate(D, L, 1), tokens()
     index, score = gate(x)
     expected, weight = NaiveGate.forward(gate, x)

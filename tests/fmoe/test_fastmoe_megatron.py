@@ -107,7 +107,7 @@ def spread():
     return mlp.world_size, mlp.num_experts, different, mlp.experts[0].htoh4.weight.dp_comm, other.num_experts
 
 
-def test_experts_are_those_of_a_worker(two_ranks):
+def test_experts_are_those_of_a_rank(two_ranks):
     assert values(two_ranks.run(spread)) == [(2, 4, True, "none", 4)] * 2
 
 

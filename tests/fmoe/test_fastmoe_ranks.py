@@ -1,4 +1,4 @@
-"""FastMoE's parallelism (doc/parallelism) on two workers: expert groups, slice groups, grouped data parallel, and the
+"""FastMoE's parallelism (doc/parallelism) on two ranks: expert groups, slice groups, grouped data parallel, and the
 functions and gates that exchange counts."""
 
 import copy
@@ -16,7 +16,7 @@ import fmoe
 from fmoe import DistributedGroupedDataParallel, FMoE, FMoETransformerMLP, functions
 from fmoe.gates import DCGate, NaiveGate, SwipeGate, SwitchGate, utils
 
-D, L, W = 8, 3, 2  # width, experts of a worker, workers
+D, L, W = 8, 3, 2  # width, experts per rank, ranks
 
 
 def tokens(rank, count, dtype=torch.float32):
@@ -31,7 +31,7 @@ def all_experts(dtype=torch.float32):
 
 
 def give_experts(layer, experts):
-    """Each worker's own of the experts of all; the same gate everywhere."""
+    """This rank's experts, and the gate, which is equal on all ranks."""
     with torch.no_grad():
         for mine, expert in zip(layer.experts, experts[layer.first_expert :], strict=False):
             mine.load_state_dict(expert.state_dict())
@@ -49,7 +49,7 @@ def close(found, expected, limit, name):
         assert_close(torch.as_tensor(a), torch.as_tensor(b), limit, f"{name} {number}")
 
 
-# One layer over both workers, with tokens of their own, as many on each as ``counts`` says.
+# One layer over both ranks, each with as many tokens as ``counts`` says.
 
 
 def expert_parallel(counts, top_k, dtype, name_group):
@@ -62,7 +62,7 @@ def expert_parallel(counts, top_k, dtype, name_group):
     index, score = layer.gate(x)
     y = layer(x)
     (y * weight).sum().backward()
-    whole = []  # what one worker makes of the tokens of both
+    whole = []  # output of one rank for the tokens of both
     everything = [None] * W
     dist.all_gather_object(everything, (x.detach(), index, score.detach(), weight))
     for parts in everything:
@@ -85,7 +85,7 @@ def test_moe_group(two_ranks, counts, top_k, name_group, dtype):
         close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2, "value")
 
 
-# Both workers hold the same tokens and share the work.
+# Both ranks hold the same tokens and share the work.
 
 
 def sliced(count, spread):
@@ -155,7 +155,7 @@ def two_groups():
 def test_every_layer_has_its_own_group(two_ranks):
     for spread, local, message in values(two_ranks.run(two_groups)):
         assert (spread, local) == (2, 1)
-        assert "world_size=3 differs from the 2 workers" in message
+        assert "world_size=3 differs from the 2 ranks" in message
 
 
 # Grouped data parallel.
@@ -231,7 +231,7 @@ def grouped_layers(expert_dp_comm):
 
 
 @pytest.mark.parametrize("expert_dp_comm", ["dp", "none"])
-def test_experts_are_synchronised_only_where_workers_hold_the_same(two_ranks, expert_dp_comm):
+def test_experts_are_synchronised_only_where_ranks_hold_the_same(two_ranks, expert_dp_comm):
     for same, plain_is_untouched in values(two_ranks.run(grouped_layers, expert_dp_comm)):
         assert plain_is_untouched
         for name, equal in same.items():
@@ -308,7 +308,7 @@ def wrong_group():
 
 def test_functions_say_that_the_group_is_another(two_ranks):
     for result in two_ranks.run(wrong_group):
-        assert isinstance(result, Raised) and "world_size=3 differs from the 2 workers" in result.message
+        assert isinstance(result, Raised) and "world_size=3 differs from the 2 ranks" in result.message
 
 
 # Gates that exchange counts.
@@ -325,8 +325,8 @@ def decide(kind, options, count):
     return index.tolist(), free.tolist(), score.isfinite().all().item()
 
 
-def test_capacity_over_all_workers(two_ranks):
-    """An expert takes so many choices of both workers together, those of the first worker first."""
+def test_capacity_over_all_ranks(two_ranks):
+    """An expert accepts that many choices of both ranks together, those of the first rank first."""
     options = {"capacity": (0.4, 0.4), "random_routing": False}
     results = values(two_ranks.run(decide, DCGate, options, 30))
     taken = [0] * (W * L)
@@ -338,14 +338,14 @@ def test_capacity_over_all_workers(two_ranks):
                 assert index[t][k] == (e if taken[e] <= 12 else -1)
 
 
-def test_switch_capacity_over_all_workers(two_ranks):
+def test_switch_capacity_over_all_ranks(two_ranks):
     results = values(two_ranks.run(decide, SwitchGate, {"capacity": (0.3, 0.3)}, 30))
     counts = torch.bincount(torch.tensor([r[0] for r in results]).flatten() + 1, minlength=W * L + 1)
     assert counts[1:].max() <= 3 and counts[0] > 0
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_swipe_gives_every_worker_the_same_load(two_ranks, top_k):
+def test_swipe_gives_every_rank_the_same_load(two_ranks, top_k):
     results = values(two_ranks.run(decide, SwipeGate, {"top_k": top_k}, 30))
     moved = 0
     for index, free, finite in results:
@@ -364,7 +364,7 @@ def limited():
     return new_lec.tolist(), new_gec.tolist(), kept.tolist()
 
 
-def test_limit_by_capacity_serves_the_first_worker_first(two_ranks):
+def test_limit_by_capacity_serves_the_first_rank_first(two_ranks):
     first, second = values(two_ranks.run(limited))
     assert first == ([3, 1, 0, 0, 2, 0], [3, 1, 0, 1, 0, 0], [0, 0, 0, 4, 4, 1])
     assert second == ([1, 0, 0, 0, 2, 1], [0, 2, 0, 0, 2, 1], [0, 4, 4, -1, 5, -1])

@@ -401,11 +401,11 @@ def sharded(_):
         (torchao_int8, "0 has a weight of Int8"),
         (TRAPS["hook"], "one has hooks"),
         (TRAPS["lora"], "one is a Lora with more than a weight and a bias"),
-        (TRAPS["equalised rate"], "one is a Scaled, which computes something else"),
+        (TRAPS["equalised rate"], "one is a Scaled, whose output is not"),
         (TRAPS["spectral norm"], "one has hooks"),
         (TRAPS["parametrization"], "one is a ParametrizedLinear"),
         (TRAPS["norm between"], "one and last (SiLU, LayerNorm)"),
-        (TRAPS["leaky"], "more than an activation of single rows lies between one and last"),
+        (TRAPS["leaky"], "more than a row-wise activation between one and last"),
         (lambda: Mlp(lambda m, x: x + m.last(F.relu(m.one(x)))), "make it a module or an attribute"),
     ],
 )
@@ -429,7 +429,7 @@ def test_what_is_refused_beside_blocks_is_told(caplog):
     assert isinstance(model[0][0], fmoe.MoE)
     (message,) = (record.getMessage() for record in caplog.records if record.name == "fmoe")
     assert "1 (one has hooks)" in message
-    assert "2 (more than an activation" in message
+    assert "2 (there is more than a row-wise activation" in message
     x = torch.randn(2, 8)
     assert torch.equal(model[1](x), dense(x))
 
@@ -560,7 +560,7 @@ def test_families_that_hold_no_block_are_refused_in_one_line(family):
         sizes = {"hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4]}
         sizes |= {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "mlp_ratios": [2, 2]}
         model = transformers.SegformerModel(transformers.SegformerConfig(**sizes))
-        says = "lies between"
+        says = "row-wise activation between"
     else:
         sizes = {"hidden_size": 32, "embedding_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = transformers.SqueezeBertModel(transformers.SqueezeBertConfig(intermediate_size=48, **sizes))

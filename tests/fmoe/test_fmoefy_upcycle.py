@@ -191,7 +191,7 @@ def test_slices_of_the_block_add_up(granularity, top_k, bias):
 
 def test_granularity_needs_an_activation_of_single_values():
     model, _ = net_and_input(activation=lambda: nn.Softmax(dim=-1))
-    with pytest.raises(fmoe.UserError, match="takes rows"):
+    with pytest.raises(fmoe.UserError, match="processes rows"):
         fmoe.fmoefy(model, 4, granularity=2)
     fmoe.fmoefy(model, 4)
 

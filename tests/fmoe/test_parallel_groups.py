@@ -64,10 +64,10 @@ def test_groups_of_a_mesh_with_other_dimensions(four_ranks):
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
-        (made, (3, None), "ep=3 does not divide the world of 2"),
-        (made, (2, 2), "dp=2 times ep=2 is 4, not the world of 2"),
+        (made, (3, None), "ep=3 does not divide the number of processes, 2"),
+        (made, (2, 2), "dp=2 times ep=2 is 4, not the number of processes, 2"),
         (made, (0, None), "ep=0 is not a positive whole number"),
-        (of_mesh, ((2,), ("dp",), "ep", "dp"), "ep='ep' is no dimension of the mesh: it has dp"),
+        (of_mesh, ((2,), ("dp",), "ep", "dp"), "ep='ep' is not a dimension of the mesh: it has dp"),
         (of_mesh, ((2,), ("dp",), "dp", "dp"), "the same dimension"),
     ],
     ids=["ep", "dp", "zero", "mesh", "same"],
@@ -84,13 +84,13 @@ def test_init_starts_torch_distributed(monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if environment:
-        with pytest.raises(fmoe.UserError, match="MASTER_PORT is not set, but 3 of"):
+        with pytest.raises(fmoe.UserError, match="MASTER_PORT is not set, but other variables of torchrun are"):
             parallel.init(device_type="cpu")
         monkeypatch.setenv("MASTER_PORT", "0")
     try:
         groups = parallel.init(device_type="cpu")
         assert (groups.ep, groups.dp, dist.get_backend()) == (1, 1, "gloo")
-        with pytest.raises(fmoe.UserError, match="ep=2 does not divide the world of 1"):
+        with pytest.raises(fmoe.UserError, match="ep=2 does not divide the number of processes, 1"):
             parallel.init(ep=2)
     finally:
         dist.destroy_process_group()

@@ -134,14 +134,14 @@ def test_a_name_that_has_moved_is_named_and_nothing_is_patched(forks, module, na
 
 
 def install_at_version(installed):
-    from megatron_patch import cpu, version
+    from megatron_patch import cpu, patches
 
     def pretended(name):
         if installed is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return installed
 
-    version.version = pretended
+    patches.version = pretended
     return cpu.install()
 
 

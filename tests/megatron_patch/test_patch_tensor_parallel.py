@@ -34,7 +34,7 @@ def test_upcycling_keeps_the_output(forks, sequence_parallel, gated):
 def both_ways(sequence_parallel):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_patch import adapter, fmoe_layer_spec, fmoefy
+    from megatron_patch import fmoe_layer_spec, fmoefy, patches
 
     start(tensor=2)
     options = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
@@ -47,7 +47,7 @@ def both_ways(sequence_parallel):
             getattr(p, "allreduce", True),
             getattr(p, "tensor_model_parallel", False),
             getattr(p, "sequence_parallel", False),
-            getattr(p, adapter.PARTIAL, False),
+            getattr(p, patches.PARTIAL, False),
         )
         for name, p in twin.double().float().named_parameters()  # marks survive a cast
     }

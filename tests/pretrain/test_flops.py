@@ -5,21 +5,21 @@ import torch
 from forks import only
 
 
-def measured(is_wide):
+def measured(is_needed):
     """What is multiplied to measure each precision: (dtype, width)."""
-    from megatron_patch import wide
+    from megatron_patch import bf16_linear
     from pretrain.engine import flops
 
     seen = {}
-    wide.is_wanted = lambda: is_wide
+    bf16_linear.is_needed = lambda: is_needed
     for precision in ("fp32", "bf16", "fp16"):
         flops._measure = lambda _, dtype, size, precision=precision: seen.setdefault(precision, (dtype, size)) and 7
         assert flops.peak_flops(torch.device("cpu"), precision) == 7
     return seen
 
 
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_bf16_is_measured_in_what_it_is_multiplied_in(forks, is_wide):
-    seen = only(forks.run(1, measured, is_wide))
-    bf16 = torch.float32 if is_wide else torch.bfloat16
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_bf16_is_measured_in_what_it_is_multiplied_in(forks, is_needed):
+    seen = only(forks.run(1, measured, is_needed))
+    bf16 = torch.float32 if is_needed else torch.bfloat16
     assert seen == {"fp32": (torch.float32, 1024), "bf16": (bf16, 1024), "fp16": (torch.float16, 256)}

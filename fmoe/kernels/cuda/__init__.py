@@ -1,2 +1,5 @@
-"""The CUDA backend (docs/cuda.md): `loader` compiles and loads the kernels, `calls` starts them, `rows`, `routing` and
-`ffn` make differentiable torch operations of them, `gemm` multiplies."""
+"""The CUDA backend (docs/cuda.md).
+
+`loader` compiles and loads the kernels, `calls` launches them, `rows`, `routing` and `ffn` wrap them as differentiable
+torch operations, and `gemm` has the matrix products.
+"""

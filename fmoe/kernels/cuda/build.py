@@ -1,7 +1,7 @@
-"""From the CUDA sources to machine code for one architecture: out of the cache, or compiled now.
+"""Build of the CUDA backend: from CUDA sources to machine code for one architecture in the cache.
 
-An entry of the cache (`fmoe.kernels.cache`) is a zip file: the cubin of each source file, and what its kernels are
-called in it. Nothing of torch's is compiled in, so an entry fits every torch.
+An entry of the cache (`fmoe.kernels.cache`) is a zip file with the cubin and the symbols of the kernels of each source
+file. It contains no code of torch, so an entry fits every version of torch.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Sources:
     """Files to compile.
 
     Attributes:
-        folder: all its files count, so that headers do.
-        kernels: of each file that is compiled, the kernels that are kept: name expressions of NVRTC.
+        folder: folder whose files, headers included, determine the key.
+        kernels: name expressions of NVRTC of the kernels to keep, by file to compile.
     """
 
     folder: Path
@@ -53,18 +53,18 @@ def library(
     instead_of: tuple[int, int] | None = None,
     echo: Callable[[str], None] | None = None,
 ) -> Path:
-    """The path of the compiled kernels for an architecture, from the cache or compiled now.
+    """Return the path of the compiled kernels for an architecture, from the cache or newly compiled.
 
     Args:
-        arch: e.g. ``"sm_90"``.
-        sources: what to compile; None for `SHIPPED`.
+        arch: architecture, such as ``"sm_90"``.
+        sources: sources to compile; None for `SHIPPED`.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of an entry that did not load, and must not be returned again.
-        echo: is called with the compiler's output for each file: registers, spills, shared memory.
+        instead_of: `cache.identity` of an entry that did not load, which is not returned again.
+        echo: called with the compiler's output for each file: registers, spills, shared memory.
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: one line: NVRTC or headers are missing, a compile error, no cache folder that can be written.
+        BuildError: NVRTC or headers are missing, a compile error, or no writable cache folder; one line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -87,26 +87,26 @@ def library(
 
 
 def check_arch(arch: str, found: Nvrtc) -> None:
-    """Raises UserError where NVRTC does not compile for an architecture."""
+    """Raise UserError if NVRTC does not support the architecture."""
     if arch not in found.architectures:
         raise UserError(f"arch={arch!r} is not known to {found.name}; {known_names(arch, found.architectures)}")
 
 
 def cached(arch: str, sources: Sources | None = None) -> Path | None:
-    """The result of `library` if it needs no compiler, else None."""
+    """Return the result of `library` if it is in the cache, else None."""
     return cache.find(_key(sources or SHIPPED, arch, _find()), _SUFFIX)
 
 
 def last_failure(arch: str, sources: Sources | None = None) -> str | None:
-    """The line that the last build ended with, if it failed and nothing it was made of has changed since."""
+    """Return the error of the last build if it failed and its inputs have not changed since; else None."""
     return cache.last_failure(_key(sources or SHIPPED, arch, _find()))
 
 
 def read(path: Path) -> list[tuple[bytes, dict[str, str]]]:
-    """The machine code of each file, and the symbols of its kernels.
+    """Return the machine code of each file, and the symbols of its kernels.
 
     Raises:
-        BuildError: the entry is not one of ours.
+        BuildError: the entry is invalid.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -124,7 +124,7 @@ def _find() -> Nvrtc | BuildError:
 
 
 def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
-    """Without NVRTC what any NVRTC made will do: images are built where there is one, and run where not."""
+    """Return the cache key. Without NVRTC, the result of any version matches: containers may lack it."""
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():
@@ -137,11 +137,9 @@ def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
 def _build(
     sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
 ) -> Path:
-    """Compiles and publishes, under the lock of the key."""
+    """Compile and publish, under the lock of the key."""
     begin = time.monotonic()
-    logger.warning(
-        "compiling %s for %s with %s, once on this machine; fmoe build does it ahead", WHAT, arch, found.name
-    )
+    logger.warning("compiling %s for %s with %s, once on this machine; fmoe build precompiles", WHAT, arch, found.name)
     key = _key(sources, arch, found)
     place = cache.workplace(folder, key, is_locked)
 
@@ -154,7 +152,7 @@ def _build(
     except BuildError as error:
         line, _, rest = str(error).partition("\n")
         cache.publish_failure(folder, key, f"{found.name} failed: {line}\n{rest}")
-        raise BuildError(f"{found.name} failed: {line} (all of it: {cache.failure(folder, key)})") from error
+        raise BuildError(f"{found.name} failed: {line} (full output: {cache.failure(folder, key)})") from error
     else:
         for name, code in codes.items():
             if echo is not None:
@@ -163,7 +161,7 @@ def _build(
         index = json.dumps({name: code.symbols for name, code in codes.items()})
         with zipfile.ZipFile(result, "w") as archive:
             for name, data in ((_INDEX, index), *((f"{name}.cubin", code.cubin) for name, code in codes.items())):
-                archive.writestr(zipfile.ZipInfo(name), data)  # without a date: the same code makes the same bytes
+                archive.writestr(zipfile.ZipInfo(name), data)  # without a date, for reproducible bytes
         entry = cache.publish(result, folder, key)
     finally:
         shutil.rmtree(place, ignore_errors=True)

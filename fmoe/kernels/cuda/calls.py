@@ -1,9 +1,9 @@
-"""The CUDA kernels (docs/kernels.md) as functions of tensors: outputs are allocated here, nothing is differentiated.
+"""The CUDA kernels (docs/kernels.md) as functions of tensors that allocate their outputs, without gradients.
 
-They run on torch's current stream, wait for nothing, and where tests have made kernels run on the CPU, there.
+They run asynchronously on torch's current stream; tests run them on the CPU.
 
 Shape letters: T tokens, E experts, K choices, N = T * K assignments, D width, M rows (N at most), L experts of this
-worker, H hidden width, P height of the first map (2 H where gated, else H), G routing groups.
+rank, H hidden width, P height of the first map (2 H if gated, else H), G routing groups.
 """
 
 import math
@@ -15,7 +15,7 @@ from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
-TILE = 2048  # assignments of a block of the plan
+TILE = 2048  # assignments per thread block when sorting
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
@@ -35,8 +35,10 @@ def gather(
     limit: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``out[i] = scale[index[i]] * x[index[i] // per]``: [rows, width of x]; zero where the index is negative, and from
-    ``limit`` on. Without an index row i itself."""
+    """Return ``out[i] = scale[index[i]] * x[index[i] // per]``, [rows, width of x].
+
+    Rows with a negative index, and rows from ``limit`` on, are zero. Without an index, ``index[i]`` is i.
+    """
     out = x.new_empty(rows, x.shape[1], dtype=dtype or x.dtype)
     name = f"gather<{DTYPES[x.dtype]}, {DTYPES[out.dtype]}>"
     geometry = by_rows(rows, x.shape[1], at_once(x, out))
@@ -47,8 +49,10 @@ def gather(
 def combine(
     rows_MD: Tensor, inverse_TK: Tensor, weight_TK: Tensor | None = None, limit: Tensor | None = None
 ) -> Tensor:
-    """``sum_k weight_tk * rows[inverse_tk]`` in float32: [T, D]. Places past the rows, or from ``limit`` on, are left
-    out; weight None is one."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]``, summed in float32: [T, D].
+
+    Indices past the rows, or from ``limit`` on, are skipped. Without weights, each is 1.
+    """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)
     name = f"combine<{DTYPES[rows_MD.dtype]}>"
@@ -67,7 +71,7 @@ def combine_backward(
     needs_rows: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the rows and of the weights."""
+    """Return the gradients of the rows and of the weights."""
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     d_rows = torch.empty_like(rows_MD) if needs_rows else None
     d_weight = rows_MD.new_empty(tokens, top_k, dtype=torch.float32) if needs_weight else None
@@ -79,7 +83,7 @@ def combine_backward(
 
 
 def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
-    """Adds each expert's bias to its rows, in place; rows past the last end become zero."""
+    """Add each expert's bias to its rows, in place; set rows past the last end to zero."""
     rows, width = rows_MD.shape
     geometry = by_rows(rows, width, at_once(rows_MD))
     arguments = (rows_MD, bias_LD, end_L, bias_LD.shape[0], rows, width, rows_MD)
@@ -89,7 +93,7 @@ def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
 def column_sums(
     rows_MD: Tensor, end_L: Tensor, dtype: torch.dtype, scale: Tensor | None = None, index_M: Tensor | None = None
 ) -> Tensor:
-    """``sum over the rows i of each expert of scale[index[i]] * rows[i]``: [L, D]."""
+    """Return ``sum of scale[index[i]] * rows[i]`` over the rows i of each expert: [L, D]."""
     experts, width = end_L.shape[0], rows_MD.shape[1]
     out = rows_MD.new_empty(experts, width, dtype=dtype)
     geometry = Geometry((max(1, -(-width // 32)), max(1, experts), 1), (32, 32, 1), 4 * 33 * 32)
@@ -106,7 +110,7 @@ def activate(
     code: int,
     gated: bool,
 ) -> Tensor:
-    """The activation of ``before + bias``, [M, H]; ``before`` gets its bias in place."""
+    """Return the activation of ``before + bias``, [M, H]; add the bias to ``before`` in place."""
     rows, height = before_MP.shape
     hidden = height // 2 if gated else height
     active = before_MP.new_empty(rows, hidden)
@@ -131,8 +135,12 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """From the gradient of the active units over their weight: ``weight * active`` again, the gradient of the hidden
-    units, and <active, d_active> for each assignment (zero for dropped ones)."""
+    """Compute gradients of the activation from the gradient of the unweighted active units.
+
+    Returns:
+        ``weight * active``, the gradient of the hidden units, and <active, d_active> of each assignment, zero for
+        dropped ones.
+    """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
     d_hidden = torch.empty_like(hidden_MP) if needs_hidden else None
@@ -147,8 +155,11 @@ def activate_backward(
 
 
 def place(expert_N: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_N, kept_N, count_E, end_E in int32, rows
-    kept [1])."""
+    """Sort assignments by expert, stably, with dropped ones (-1) last.
+
+    Returns:
+        (perm_N, inverse_N, kept_N, count_E, end_E in int32, number of kept rows [1]).
+    """
     assignments = expert_N.numel()
     tiles = max(1, math.ceil(assignments / TILE))
     tile_count = total = None
@@ -178,7 +189,7 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """``expert_TK`` with -1 where the expert is full in its routing group."""
+    """Return ``expert_TK`` with -1 if the expert is full in its routing group."""
     tokens, top_k = expert_TK.shape
     kept = torch.empty_like(expert_TK)
     warps = num_warps(0, 4 * (experts + 1))
@@ -189,8 +200,7 @@ def drop_over_capacity(
 
 
 def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows arrive in segments of so many and are wanted in the order of segments ``order_S``: where the wanted ones
-    lie, and its inverse."""
+    """Return the permutation that reorders segments of rows into the order ``order_S``, and its inverse."""
     segments, order = len(receive_S), receive_S.new_empty(rows)
     inverse = torch.empty_like(order)
     geometry = Geometry((max(1, -(-rows // 256)), 1, 1), (256, 1, 1), 4 * (3 * segments + 2 + 8))
@@ -213,7 +223,7 @@ def route(
     best_of: int = 1,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """(expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); no scores unless asked for."""
+    """Return (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T), with scores only on request."""
     tokens, experts = logits_TE.shape
     new = logits_TE.new_empty
     expert_TK, weight_TK = new(tokens, top_k, dtype=torch.int64), new(tokens, top_k, dtype=torch.float32)
@@ -243,7 +253,7 @@ def route_backward(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    """The gradient of the logits."""
+    """Return the gradient of the logits."""
     (tokens, experts), top_k = logits_TE.shape, expert_TK.shape[1]
     out = torch.empty_like(logits_TE)
     warps = num_warps(0, 4 * experts)

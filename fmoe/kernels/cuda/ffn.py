@@ -1,12 +1,12 @@
-"""Experts' feed-forward blocks on a GPU: one operation forward, one backward; nothing waits for the host.
+"""Feed-forward experts on a GPU, as one operation forward and one backward, without host synchronization.
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
-pre-activations are kept for the backward pass: rows are gathered again, the activation is computed again in the
-kernel of its derivative, and the router's gradient is <active, dO W_out>, which that kernel has in its hands. With the
-GEMMs of `triton_gemm` no gathered row is written, and neither is the gradient of the active units.
+pre-activations are saved for the backward pass. It gathers rows again, and recomputes the activation in the kernel of
+its derivative, which also computes the router's gradient <active, dO W_out>. With the GEMMs of `triton_gemm`, gathered
+rows and the gradient of the active units are not stored.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (H, twice that where it is gated).
+first map (2 H if gated, else H).
 """
 
 import functools
@@ -40,15 +40,15 @@ def expert_ffn(
     gemm: str = "auto",
     into_main_grad: bool = False,
 ) -> Tensor:
-    """`fmoe.kernels.expert_ffn` of rows, or of tokens: gathered, computed and combined, [T, D] -> [T, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows; or gather, compute and combine tokens, [T, D] -> [T, D].
 
     Args:
-        counts: rows of each expert: on the host, or with ``perm_N`` a tensor on the device.
-        perm_N, inverse_TK: of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
-        weight_TK: of the assignments, with the plan.
-        offsets: ``end_E`` and ``num_kept`` of the plan; computed from ``counts`` where it has none.
+        counts: rows of each expert, on the host, or with ``perm_N`` a tensor on the device.
+        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
+        weight_TK: weights of the assignments of the plan.
+        offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.
         gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
-        into_main_grad: as `fmoe.kernels.native.ops.expert_ffn` has it.
+        into_main_grad: as in `fmoe.kernels.native.ops.expert_ffn`.
     """
     native.check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     limit = on_host = None
@@ -61,7 +61,7 @@ def expert_ffn(
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         end = torch.tensor(on_host, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        if rows_MD.is_cuda:  # from pinned memory the copy does not wait
+        if rows_MD.is_cuda:  # a copy from pinned memory is asynchronous
             end = end.pin_memory().to(rows_MD.device, non_blocking=True)
     given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
     x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
@@ -89,7 +89,7 @@ def _expert_ffn(
     gemm: str,
     into_main_grad: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """(outputs, pre-activations [N or M, P])."""
+    """Return the outputs, and pre-activations [N or M, P]."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     if not batch.num_rows:
         return torch.zeros_like(x), x.new_empty(0, w_in.shape[1])
@@ -122,7 +122,7 @@ def _expert_ffn_backward(
     gemm: str,
     needs: List[bool],  # noqa: UP006
 ) -> List[Tensor]:  # noqa: UP006
-    """Gradients of `NAMES`; empty where they are not needed."""
+    """Return the gradients of `NAMES`, empty if not needed."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     return _gradients(batch, grad, hidden, needs, gemm)
 
@@ -136,7 +136,7 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients of `NAMES`; empty where they are not needed, or were added to a sum."""
+    """Return the gradients of `NAMES`, empty if not needed or if added to a sum."""
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
@@ -144,7 +144,7 @@ def _gradients(
     else:
         timed = functools.partial(step.run, adds=False)
         found = step.run(choose(gemm, "backward", batch.x, batch.num_rows, batch.w_in, batch.w_out, timed))
-    return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # none is another's alias
+    return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # torch forbids aliases
 
 
 @_expert_ffn_backward.register_fake
@@ -179,7 +179,7 @@ def _keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-# Where those of `NAMES` lie among the arguments.
+# Indices of `NAMES` among the arguments.
 _DIFFERENTIABLE = (0, 3, 6, 7, 8, 9)
 
 
@@ -205,14 +205,14 @@ def _backward(ctx, grad, _grad_hidden):
         sums = [native.main_grad(w) if needed else None for w, needed in ((w_in, needs[2]), (w_out, needs[4]))]
     if sums == [None, None]:
         gradients = _expert_ffn_backward(grad.contiguous(), x, hidden, *tensors, *ctx.options, needs)
-    else:  # no operation of torch's: what is traced has no main_grad
+    else:  # a plain function: main_grad does not exist under tracing
         batch = Batch(x, *tensors, counts, activation, gated)
         with torch.no_grad():
             gradients = _gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)
     for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
         if total is not None:
             w.grad_added_to_main_grad = True
-            gradients[number] = torch.empty_like(w)  # Megatron's hooks wait for one; nobody reads it
+            gradients[number] = torch.empty_like(w)  # Megatron's hooks need a gradient, but do not read it
     for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
         if needed:
             results[position] = gradient
@@ -224,7 +224,7 @@ _expert_ffn.register_autograd(_backward, setup_context=_keep)
 
 @register_flop_formula(torch.ops.fmoe_cuda.expert_ffn)
 def _flops(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, *others, out_shape=None) -> int:
-    """Count all assignments of a plan, dropped ones too: only the device has the number of kept ones."""
+    """Return the FLOPs of all assignments, dropped ones included, whose number only the device knows."""
     return native.forward_flops(out_shape[1][0], w_in, w_out)
 
 

@@ -1,8 +1,8 @@
-"""GEMMs over rows grouped by expert: one call with offsets on the device, a cuBLAS call an expert, or Triton's.
+"""Choice of GEMMs over rows grouped by expert: grouped_mm, a loop of cuBLAS calls, or Triton's.
 
-The one call does not wait for the host; the loop reads the counts, and may win where experts have many rows each;
-Triton's (`fmoe.kernels.cuda.triton_gemm`) spare a pass over the rows before each product and one after it. Which one is
-measured once for each size, forward and backward, and kept in the cache folder.
+grouped_mm has offsets on the device and does not synchronize. The loop reads the counts on the host, and may be faster
+if each expert has many rows. Triton's (`fmoe.kernels.cuda.triton_gemm`) save a pass over the rows before and after each
+product. The fastest is measured once per size, forward and backward, and stored in the cache folder.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
@@ -30,9 +30,9 @@ class Gemms:
     """The three products of a linear map, for one batch of rows.
 
     Args:
-        end_L: int32, where the rows of each expert end.
+        end_L: int32, ends of each expert's rows.
         variant: "grouped" or "loop".
-        counts: rows of each expert, where the host knows them; else the loop asks the device, which waits for it.
+        counts: rows of each expert on the host; None for the loop to copy them from the device, which synchronizes.
     """
 
     def __init__(self, end_L: Tensor, variant: str, counts: list[int] | None = None):
@@ -44,11 +44,11 @@ class Gemms:
 
     @property
     def adds_bias(self) -> bool:
-        """True if `forward` can add a bias before it rounds, which grouped_mm cannot (torch 2.13)."""
+        """Whether `forward` can add a bias before rounding, which grouped_mm cannot (torch 2.13)."""
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
-        """``rows @ weight[e].T + bias[e]``: [M, O]. Rows past the last end are uninitialized."""
+        """Return ``rows @ weight[e].T + bias[e]``: [M, O]. Rows past the last end are uninitialized."""
         if self._is_grouped:
             return F.grouped_mm(rows_MI, weight_LOI.transpose(1, 2), offs=self._end_L)
         out = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
@@ -60,7 +60,7 @@ class Gemms:
         return out
 
     def backward(self, rows_MO: Tensor, weight_LOI: Tensor) -> Tensor:
-        """``rows @ weight[e]``: [M, I]."""
+        """Return ``rows @ weight[e]``: [M, I]."""
         if self._is_grouped:
             return F.grouped_mm(rows_MO, weight_LOI, offs=self._end_L)
         out = rows_MO.new_empty(rows_MO.shape[0], weight_LOI.shape[2])
@@ -69,10 +69,10 @@ class Gemms:
         return out
 
     def weights(self, rows_MO: Tensor, rows_MI: Tensor, total: Tensor | None = None) -> Tensor:
-        """``rows_MO.T @ rows_MI`` of each expert: [L, O, I]; zero for one without rows.
+        """Return ``rows_MO.T @ rows_MI`` of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            total: float32 [L, O, I], which the products are added to and which is returned.
+            total: float32 [L, O, I], to which the products are added, and which is returned.
         """
         if self._is_grouped:
             out = F.grouped_mm(rows_MO.t(), rows_MI, offs=self._end_L)
@@ -94,10 +94,10 @@ class Gemms:
 
 
 def requested(gemm: str) -> str:
-    """``gemm``, or the value of the variable FMOE_GEMM instead of "auto".
+    """Return ``gemm``, or the value of FMOE_GEMM instead of "auto".
 
     Raises:
-        UserError: neither is one of `VARIANTS`, or it is "triton" where Triton is missing.
+        UserError: the value is not one of `VARIANTS`, or it is "triton" and Triton is missing.
     """
     if gemm not in VARIANTS:
         raise UserError(f"gemm={gemm!r} is not one of {', '.join(VARIANTS)}")
@@ -106,7 +106,7 @@ def requested(gemm: str) -> str:
         raise UserError(f"FMOE_GEMM={named!r} is not one of {', '.join(VARIANTS)}")
     found = named if gemm == "auto" else gemm
     if found == "triton" and (missing := triton_gemm.why()) is not None:
-        raise UserError(f"{'gemm' if gemm == found else 'FMOE_GEMM'}='triton' cannot be: {missing}")
+        raise UserError(f"{'gemm' if gemm == found else 'FMOE_GEMM'}='triton' is unavailable: {missing}")
     return found
 
 
@@ -119,20 +119,20 @@ def choose(
     w_out_LDH: Tensor,
     run: Callable[[str], object],
 ) -> str:
-    """ "grouped", "loop" or "triton" for rows and weights like these.
+    """Return "grouped", "loop" or "triton" for rows and weights of these sizes.
 
     Args:
-        requested: of `VARIANTS`; "auto" takes what was measured for such sizes, and measures them if need be (the first
-            time on a machine; never while a CUDA graph is captured, when it is grouped).
+        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
+            CUDA graph is captured, "auto" is "grouped".
         step: "forward" or "backward".
-        run: does the step by a variant, for the measurement.
+        run: runs the step by a variant, for the measurement.
 
     Raises:
         UserError: "triton" is requested and fails a self-check on this device.
     """
     if requested == "triton":
         if (wrong := _wrong_with_triton(x.device)) is not None:
-            raise UserError(f"gemm='triton' cannot be on {x.device}: {wrong}")
+            raise UserError(f"gemm='triton' is unavailable on {x.device}: {wrong}")
         return requested
     first = "grouped" if _can_group(x, w_in_LPD, w_out_LDH) else "loop"
     if requested != "auto":
@@ -162,13 +162,15 @@ _checked: dict[torch.device, str | None] = {}
 
 
 def _wrong_with_triton(device: torch.device) -> str | None:
-    """Why Triton's GEMMs are not to be used on a device; None where their results are right. Checked once, with a
-    line on the logger where they are installed and wrong."""
+    """Return why Triton's GEMMs must not run on a device; None if their results are right.
+
+    Checked once, with a logged warning if Triton is installed but its results are wrong.
+    """
     missing = triton_gemm.why()
-    if missing is not None or device.type != "cuda":  # elsewhere it is Triton's interpreter, in tests
+    if missing is not None or device.type != "cuda":  # tests run Triton's interpreter on the CPU
         return missing
     if device not in _checked:
-        _checked[device] = None  # for the check itself
+        _checked[device] = None  # allows the check itself to run them
         wrong = tuning.failure(device, gemm="triton")
         if wrong is not None:
             _checked[device] = f"its kernels fail a self-check ({wrong})"
@@ -177,7 +179,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
 
 
 def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
-    """Sizes, rows rounded up to a power of two, and what computes them."""
+    """Return a key of device, versions, dtype and sizes, with rows rounded up to a power of two."""
     name = torch.cuda.get_device_name(x.device)
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))

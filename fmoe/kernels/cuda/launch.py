@@ -1,5 +1,4 @@
-"""Starting kernels: the registry of loaded kernels, the blocks of a launch (docs/kernels.md, "Geometry"), and launches
-on torch's current stream."""
+"""Kernel launches on torch's current stream: the registry of loaded kernels, and geometry (docs/kernels.md)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ Argument = Tensor | int | bool | float | None
 
 @dataclass(frozen=True)
 class Geometry:
-    """Blocks of a launch.
+    """Geometry of a launch.
 
     Attributes:
-        grid, block: blocks and threads of a block.
-        shared: bytes of dynamic shared memory of a block.
+        grid, block: number of thread blocks, and of threads per block.
+        shared: bytes of dynamic shared memory per block.
     """
 
     grid: tuple[int, int, int]
@@ -31,8 +30,11 @@ class Geometry:
 
 class Launcher(Protocol):
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
-        """Starts a kernel by its name expression. Integers and flags are passed as int64, reals as double, tensors as
-        the addresses of their first elements, None as null."""
+        """Launch a kernel by its name expression.
+
+        Integers and flags are passed as int64, reals as double, tensors as the addresses of their first elements, None
+        as null.
+        """
 
 
 # Launchers by architecture: filled by `fmoe.kernels.cuda.loader`, and by tests, which run kernels on "cpu".
@@ -41,7 +43,7 @@ _arch_of_device: dict[torch.device, str] = {}
 
 
 def architecture(device: torch.device | int | str | None) -> str:
-    """``"sm_90"`` for a CUDA device (None: the current one), ``"cpu"`` for the CPU, ``"none"`` without CUDA devices."""
+    """Return e.g. ``"sm_90"`` for a CUDA device (None: the current one), ``"cpu"``, or ``"none"`` without a GPU."""
     if device is not None and torch.device(device).type == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
@@ -51,7 +53,7 @@ def architecture(device: torch.device | int | str | None) -> str:
 
 
 def launcher(device: torch.device) -> Launcher | None:
-    """The launcher of kernels for a device; None if none are loaded for it."""
+    """Return the launcher of kernels for a device; None if no kernels are loaded for it."""
     arch = _arch_of_device.get(device)
     if arch is None:
         if device.type == "cuda" and not launchers:
@@ -60,12 +62,12 @@ def launcher(device: torch.device) -> Launcher | None:
     return launchers.get(arch)
 
 
-SHARED = 48 * 1024  # bytes that every kernel may have without asking for more
+SHARED = 48 * 1024  # bytes available to every kernel without opt-in
 
 
 @lru_cache(4096)
 def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Geometry:
-    """*rows(M, width, n)*: ``at_once`` numbers a thread, several threads a row."""
+    """Return geometry *rows(M, width, n)*: ``at_once`` numbers per thread, several threads per row."""
     vectors = -(-width // at_once)
     across = 32
     while across < 256 and 4 * across < vectors:
@@ -76,20 +78,20 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """*warps*: as many as fit into shared memory, 8 at most and 1 at least."""
+    """Return *warps*: as many as fit into shared memory, 1 to 8."""
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 
 def at_once(*tensors: Tensor | None) -> int:
-    """Numbers that a thread takes at once: 16 bytes over the smallest of the element sizes that are moved."""
+    """Return the number of elements per access of a thread: 16 bytes over the smallest element size."""
     return 16 // min(tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 class DeviceLauncher:
-    """Kernels of one architecture, as `fmoe.kernels.cuda.build.read` gives them.
+    """Launcher of kernels of one architecture, from `fmoe.kernels.cuda.build.read`.
 
     Raises:
-        BuildError: cuda.core is missing, or does not take the machine code.
+        BuildError: cuda.core is missing, or the driver refuses the machine code.
     """
 
     def __init__(self, codes: Sequence[tuple[bytes, dict[str, str]]]):
@@ -101,17 +103,17 @@ class DeviceLauncher:
         self._streams = {0: LEGACY_DEFAULT_STREAM}
         self._codes = {}
         for cubin, symbols in codes:
-            mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as Program gives them
+            mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as in a Program
             code = ObjectCode.from_cubin(cubin, symbol_mapping=mapping)
             self._codes.update(dict.fromkeys(symbols, code))
         self._kernels: dict[str, object] = {}
         self._configs: dict[Geometry, object] = {}
         try:
             if self._codes:
-                self._kernel(next(iter(self._codes)))  # what the driver does not take is met here
+                self._kernel(next(iter(self._codes)))  # raises here if the driver refuses the code
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise BuildError(f"the driver does not take the kernels: {reason}") from error
+            raise BuildError(f"the driver refuses the kernels: {reason}") from error
 
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         config = self._configs.get(geometry)
@@ -143,7 +145,7 @@ class DeviceLauncher:
 
 
 def pack(argument: Argument) -> int | ctypes.c_double:
-    """As cuda.core takes it: integers and addresses are 8 bytes both."""
+    """Convert an argument for cuda.core: integers and addresses both have 8 bytes."""
     if argument is None:
         return 0
     if isinstance(argument, Tensor):

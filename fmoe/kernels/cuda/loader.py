@@ -1,6 +1,6 @@
-"""The CUDA backend: kernels that NVRTC compiles for the GPU at hand, when the first layer is made (docs/cuda.md).
+"""The CUDA backend: kernels that NVRTC compiles for this GPU, when the first layer is made (docs/cuda.md).
 
-Importing this compiles and loads nothing, and needs neither cuda.core nor a GPU. `load` does.
+`load` compiles and loads them. Importing this module does not, and needs neither cuda.core nor a GPU.
 """
 
 import logging
@@ -17,15 +17,15 @@ logger = logging.getLogger("fmoe")
 tuning.self_check = selfcheck.failure
 
 _lock = threading.Lock()
-_reasons: dict[str, str | None] = {}  # by architecture that `load` was called for: why it has no kernels, or None
+_reasons: dict[str, str | None] = {}  # results of `load` by architecture: why there are no kernels, or None
 _warned = False
 
 
 def load(device: torch.device | int | str | None = None) -> bool:
-    """Compile the kernels for a GPU if the cache lacks them, and load them; later calls return what the first did.
+    """Compile the kernels for a GPU if the cache lacks them, and load them; later calls return the result of the first.
 
-    On failure, one line on the logger ``fmoe`` gives the reason, once, and `why` returns it. Environment variables:
-    FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
+    On failure, the reason is logged once in one line by the logger ``fmoe``, and `why` returns it. Environment
+    variables: FMOE_CUDA=0 turns the backend off; FMOE_CACHE is the folder of compiled kernels.
 
     Args:
         device: a CUDA device; None for the current one.
@@ -45,7 +45,7 @@ def load(device: torch.device | int | str | None = None) -> bool:
 
 
 def why(device: torch.device | int | str | None = None) -> str | None:
-    """The reason why `load` returned False; None if it returned True or was not called."""
+    """Return why `load` returned False; None if it returned True or was not called."""
     return _reasons.get(architecture(device))
 
 
@@ -62,7 +62,7 @@ def is_off() -> bool:
 
 
 def describe() -> str:
-    """The state of the backend: a line of ``fmoe info``. Compiles nothing."""
+    """Return the state of the backend as a line of ``fmoe info``. Compiles nothing."""
     from fmoe.kernels.cuda import build, nvrtc
 
     if is_off():
@@ -87,13 +87,13 @@ def describe() -> str:
 
 
 def architectures() -> list[str]:
-    """Architectures of the GPUs of this machine."""
+    """Return the architectures of the GPUs of this machine."""
     if not torch.cuda.is_available():
         return []
     return sorted({architecture(number) for number in range(torch.cuda.device_count())})
 
 
-AHEAD = ("sm_80", "sm_90", "sm_100")  # what `describe` looks for beside the GPUs that are here
+AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures that `describe` reports beside those of this machine's GPUs
 
 
 def _load(arch: str, device: torch.device | int | str | None) -> str | None:
@@ -114,7 +114,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
 
 
 def _give_up(arch: str, reason: str) -> str:
-    """Log the reason: one process of a machine does so as a warning, once."""
+    """Log the reason once, as a warning in one process per machine."""
     global _warned
     is_loud = not _warned and os.environ.get("LOCAL_RANK", "0") == "0"
     _warned = True
@@ -132,6 +132,6 @@ def _launcher(arch: str) -> launch.Launcher:
     try:
         return launch.DeviceLauncher(build.read(path))
     except BuildError as error:
-        logger.info("%s: compiling it again", error)
+        logger.info("%s: recompiling", error)
         path = build.library(arch, instead_of=failed)
     return launch.DeviceLauncher(build.read(path))

@@ -1,7 +1,6 @@
-"""NVRTC by cuda.core: from CUDA C++ to machine code of one architecture, on machines without a GPU too.
+"""NVRTC through cuda.core: from CUDA C++ to machine code of one architecture, also without a GPU.
 
-cuda.core and NVRTC are optional packages, imported when something is compiled. Nothing else is needed: the
-kernels include no headers of CUDA.
+cuda.core and NVRTC are optional packages, which are imported to compile. The kernels include no headers of CUDA.
 """
 
 import importlib
@@ -18,11 +17,11 @@ from fmoe.errors import BuildError
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The compiler that was found.
+    """The compiler.
 
     Attributes:
         version: e.g. ``"13.0"``.
-        architectures: that it compiles for, e.g. ``("sm_80", "sm_90")``.
+        architectures: supported architectures, e.g. ``("sm_80", "sm_90")``.
     """
 
     version: str
@@ -30,7 +29,7 @@ class Nvrtc:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"NVRTC {self.version}"
 
 
@@ -40,7 +39,7 @@ class Code:
 
     Attributes:
         cubin: machine code.
-        symbols: the name in it of each kernel that was asked for.
+        symbols: symbol of each requested kernel.
         log: output of the compiler: warnings, and registers and spills on request.
     """
 
@@ -50,10 +49,10 @@ class Code:
 
 
 def find() -> Nvrtc:
-    """The compiler of this Python environment, or of this machine's CUDA toolkit.
+    """Return the compiler of this Python environment, or of this machine's CUDA toolkit.
 
     Raises:
-        BuildError: cuda.core or NVRTC is missing; the line names the package that brings it.
+        BuildError: cuda.core or NVRTC is missing; names the package to install.
     """
     try:
         importlib.import_module("cuda.core")
@@ -62,7 +61,7 @@ def find() -> Nvrtc:
         raise BuildError(f"cuda.core is not installed ({_first_line(error)}): pip install '{_extra()}'") from error
     try:
         (code, *version), (other, known) = nvrtc.nvrtcVersion(), nvrtc.nvrtcGetSupportedArchs()
-    except Exception as error:  # cuda.pathfinder's own, of the library that it does not find
+    except Exception as error:  # cuda.pathfinder has its own class for a missing library
         raise BuildError(f"NVRTC is not found ({_first_line(error)}): pip install {_package('nvrtc')}") from error
     if code or other:
         raise BuildError(f"NVRTC does not work ({code or other}): pip install --force-reinstall {_package('nvrtc')}")
@@ -70,14 +69,15 @@ def find() -> Nvrtc:
 
 
 def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool = False) -> Code:
-    """Compiles one file, of which ``kernels`` are kept: name expressions, e.g. ``"gather<float>"``.
+    """Compile one file.
 
     Args:
         arch: one of `Nvrtc.architectures`.
-        verbose: have `Code.log` list registers, spills and shared memory.
+        kernels: name expressions of the kernels to keep, e.g. ``"gather<float>"``.
+        verbose: list registers, spills and shared memory in `Code.log`.
 
     Raises:
-        BuildError: the first error of the compiler, and below it the whole output.
+        BuildError: a compile error; the first error of the compiler, followed by its whole output.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -101,7 +101,7 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
         text = f"{error}\n{log.getvalue()}".strip()
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"\): (catastrophic )?error\b", line)]
-        errors.sort(key=lambda line: line.startswith("__nv_name_map"))  # what follows from an error of a file
+        errors.sort(key=lambda line: line.startswith("__nv_name_map"))  # consequences of earlier errors go last
         raise BuildError(f"{[*errors, *lines, type(error).__name__][0]}\n{text}") from error
 
 
@@ -114,7 +114,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _major() -> int:
-    """Major version of the CUDA that this torch is built for; without CUDA the newest that we support."""
+    """Return the major version of CUDA that this torch is built for; without CUDA, the newest supported one."""
     return int((torch.version.cuda or "13").split(".")[0])
 
 

@@ -1,4 +1,4 @@
-"""From logits to experts and weights in one kernel (`fmoe.kernels.cuda.calls.route`), differentiable.
+"""Routing from logits to experts and weights in one differentiable kernel (`fmoe.kernels.cuda.calls.route`).
 
 Shape letters: T tokens, E experts, K choices.
 """
@@ -14,15 +14,15 @@ from fmoe.kernels.cuda import calls
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A gate's rule of this form: choose the K largest ranks, weight them by their scores.
+    """Routing rule that chooses the K experts with the largest keys and weights them by their scores.
 
     Args:
-        is_sigmoid: scores are sigmoids of the logits, not their softmax.
-        by_logits: ranks are the logits, not the scores; with ``bias_E`` of `route` added to either.
-        normalize: weights are scores over the sum of the K.
+        is_sigmoid: scores are sigmoids of the logits instead of their softmax.
+        by_logits: keys are the logits instead of the scores; ``bias_E`` of `route` is added to either.
+        normalize: divide the weights by their sum over the K.
         scale: factor of the weights.
-        groups, kept_groups, best_of: choose only within the best ``kept_groups`` of so many groups of experts, each
-            worth the sum of its ``best_of`` best ranks; ``groups`` 0 for no such limit.
+        groups, kept_groups, best_of: choose only within the best ``kept_groups`` of ``groups`` groups of experts,
+            ordered by the sum of their ``best_of`` largest keys; ``groups`` is 0 for no limit.
     """
 
     is_sigmoid: bool = False
@@ -39,9 +39,9 @@ class Routed:
     """Result of `route`. All but ``expert_TK`` and ``entropy_T`` are differentiable.
 
     Attributes:
-        expert_TK: -1 where the mask is False.
-        score_TE: softmax or sigmoid; None unless it was asked for.
-        entropy_T: of the softmax, or of the sigmoids over their sum.
+        expert_TK: -1 if the mask is False.
+        score_TE: softmax or sigmoid; None unless requested.
+        entropy_T: entropy of the softmax, or of the sigmoids divided by their sum.
     """
 
     expert_TK: Tensor
@@ -60,7 +60,7 @@ def route(
     mask_T: Tensor | None = None,
     with_scores: bool = True,
 ) -> Routed:
-    """Experts and weights of each token by a rule."""
+    """Return the experts and weights of each token by a rule."""
     bias_E = None if bias_E is None else bias_E.float().contiguous()
     mask_T = None if mask_T is None else mask_T.contiguous()
     flags = (rule.is_sigmoid, rule.by_logits, rule.normalize, rule.scale)

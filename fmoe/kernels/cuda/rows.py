@@ -1,4 +1,4 @@
-"""`fmoe.kernels.rows` and the plan's integers on a GPU (`calls`), differentiable, for torch.compile too.
+"""`fmoe.kernels.rows` and the indices of the plan on a GPU (`calls`), differentiable, also under torch.compile.
 
 Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
 """
@@ -12,17 +12,17 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """A row for each of the first ``num_rows`` assignments of the order: [M, D]."""
+    """Return a row for each of the first ``num_rows`` assignments of the order: [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """``sum_k weight_tk * row of (t, k)`` in float32, over places below M: [T, D]."""
+    """Return ``sum_k weight_tk * row of (t, k)`` over indices below M, summed in float32: [T, D]."""
     return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows[index]`` for a permutation, in a dtype: packs rows for a transfer, or unpacks them."""
+    """Return ``rows[index]`` for a permutation, in a dtype: packs or unpacks rows of an exchange."""
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
@@ -120,8 +120,11 @@ _reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
 
 @torch.library.custom_op("fmoe_cuda::place", mutates_args=())
 def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
-    """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_TK, kept_TK, count_E, end_E in int32,
-    rows kept [1])."""
+    """Sort assignments by expert, stably, with dropped ones (-1) last.
+
+    Returns:
+        (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).
+    """
     perm_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
     return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
 
@@ -167,10 +170,10 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """``expert_TK`` with -1 where the expert is full (`fmoe.gates.router.drop_over_capacity`).
+    """Return ``expert_TK`` with -1 if the expert is full (`fmoe.gates.router.drop_over_capacity`).
 
     Args:
-        sequences, sequence_length: sizes of tokens in the layout [length, sequences]; else 1 and T.
+        sequences, sequence_length: sizes of tokens in the layout [length, sequences]; otherwise 1 and T.
     """
     mask_T = None if mask_T is None else mask_T.contiguous()
     sizes = (num_experts, group_size, sequences, sequence_length, factor)

@@ -1,7 +1,7 @@
-"""A small layer on a device, compared with the reference before any other layer uses the kernels there.
+"""Self-check: compares a small layer on a device with the reference before other layers use the kernels.
 
-Tests by emulation and on other GPUs do not cover this GPU, its driver and its compiler: where the check fails, layers
-take the torch path.
+Tests by emulation and on other GPUs do not cover this GPU, its driver and its compiler. If the check fails, layers use
+the torch path.
 
 Shape letters: T tokens, K choices, E experts, D width, H hidden width.
 """
@@ -15,14 +15,14 @@ from fmoe.kernels.cuda import ffn, rows
 from fmoe.kernels.rows import DispatchPlan
 
 _T, _K, _E, _D, _H = 45, 2, 5, 24, 16
-_NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; what this is to find is far off
+_NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to detect are far larger
 
 
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
-    """The first wrong result on a device, or None. Waits for the device.
+    """Return a description of the first wrong result on a device, or None. Synchronizes.
 
     Args:
-        gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`; the loop is torch's own, so that only our kernels are tried.
+        gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`; "loop" uses torch's GEMMs, to check only the other kernels.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -38,7 +38,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
     found_plan = DispatchPlan(*rows.place(expert_TK.to(device), _E))
     for name in ("perm_N", "inverse_TK", "count_E"):
         if not torch.equal(getattr(found_plan, name).cpu(), getattr(plan, name)):
-            return f"the plan's {name} is another"
+            return f"the plan's {name} differs"
 
     inputs = [normal(_T, _D), normal(_E, 2 * _H, _D) / _D**0.5, normal(_E, _D, _H) / _H**0.5, normal(_T, _K).abs()]
     grad = normal(_T, _D)

@@ -1,10 +1,10 @@
-"""The experts' GEMMs by Triton (`fmoe.kernels.cuda.triton_kernels`): rows are gathered as they are loaded, activated as
-they are stored, and counts stay on the device.
+"""The experts' GEMMs by Triton (`fmoe.kernels.cuda.triton_kernels`), with fused gather and activation.
 
-Triton comes with torch for CUDA. It is imported on first use; `why` gives the reason where it is unusable.
+Counts stay on the device. Triton comes with torch for CUDA, and is imported on first use; `why` returns the reason if
+it is unusable.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (2 H where gated, else H).
+first map (2 H if gated, else H).
 """
 
 import functools
@@ -26,14 +26,14 @@ logger = logging.getLogger("fmoe")
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """Tiles of a GEMM, all powers of two from 16 on.
+    """Tile configuration of a GEMM.
 
     Attributes:
-        rows, columns: of a tile of the output.
-        depth: of a tile along the summed axis.
-        warps: that share a tile.
-        stages: loads under way.
-        group: tiles of rows that follow each other, for the sake of the L2 cache.
+        rows, columns: sizes of an output tile, powers of two from 16.
+        depth: size of a tile along the summed axis, a power of two from 16.
+        warps: warps per tile.
+        stages: loads in flight.
+        group: consecutive tiles of rows, which share weights in the L2 cache.
     """
 
     rows: int
@@ -49,18 +49,18 @@ KINDS = ("up", "multiply", "down_backward", "weights")
 
 @functools.cache
 def why() -> str | None:
-    """Why there is no Triton here; None where there is."""
+    """Return why Triton is unusable; None if it is usable."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     try:
         _kernels()
-    except Exception as error:  # whatever an installation that does not fit raises
-        return f"triton cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+    except Exception as error:  # an incompatible installation may raise any class
+        return f"import triton failed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
     return None
 
 
 def version() -> str:
-    """Version of Triton, for keys of the tuning cache."""
+    """Return the version of Triton, for keys of the tuning cache."""
     return "no triton" if why() is not None else f"triton {_kernels().triton.__version__}"
 
 
@@ -72,13 +72,13 @@ def _kernels() -> ModuleType:
 
 
 def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> Config:
-    """The configuration without a measurement.
+    """Return the configuration to use without a measurement.
 
     Args:
-        kind: of `KINDS`.
-        rows: of an expert, on average; of "weights" the height of the matrix.
-        columns: of the output.
-        depth: that is summed over.
+        kind: one of `KINDS`.
+        rows: rows per expert, on average; for "weights" the height of the matrix.
+        columns: columns of the output.
+        depth: size of the summed axis.
     """
     is_wide = dtype == torch.float32
     most = 64 if is_wide else 128
@@ -92,7 +92,7 @@ def default_config(kind: str, dtype: torch.dtype, rows: int, columns: int, depth
 
 
 def configs(kind: str, dtype: torch.dtype, rows: int, columns: int, depth: int, gated: bool) -> list[Config]:
-    """The default one first, then what else is worth being measured: all fit into 160 KiB of shared memory."""
+    """Return the configurations to measure, the default first; all fit into 160 KiB of shared memory."""
     first = default_config(kind, dtype, rows, columns, depth, gated)
     found = [first]
     size, products = dtype.itemsize, 2 if kind == "up" and gated else 1
@@ -120,11 +120,11 @@ def is_tuning() -> bool:
     """Return whether FMOE_TUNE=1 turns measuring on.
 
     Raises:
-        UserError: it is neither 0 nor 1.
+        UserError: FMOE_TUNE is neither 0 nor 1.
     """
     value = os.environ.get("FMOE_TUNE", "")
     if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (configurations of Triton's GEMMs are measured)")
+        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (measure configurations of Triton's GEMMs)")
     return value == "1"
 
 
@@ -133,15 +133,15 @@ def _clipped(extent: int, most: int) -> int:
 
 
 def _power(number: int) -> int:
-    """The power of two from a number on."""
+    """Round up to a power of two."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 class TritonGemms:
-    """The products of a stack of feed-forward experts for one batch of rows, whose counts stay on the device.
+    """The products of stacked feed-forward experts for one batch of rows, whose counts stay on the device.
 
     Args:
-        end_L: int32, where the rows of each expert end.
+        end_L: int32, ends of each expert's rows.
         rows: M. Rows past the last end are neither read nor written.
         tuned: configurations by kind, instead of measured and default ones.
     """
@@ -160,7 +160,7 @@ class TritonGemms:
         activation: int,
         gated: bool,
     ) -> tuple[Tensor, Tensor]:
-        """(hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` itself."""
+        """Return (hidden [M, P], active [M, H]) of the rows ``x[index // per]``, or of ``x`` without an index."""
         _experts, height, width = w_in_LPD.shape
         hidden = height // 2 if gated else height
         out = x.new_empty(self._rows, height), x.new_empty(self._rows, hidden)
@@ -176,11 +176,11 @@ class TritonGemms:
         return self._with_config(launch, x, "up", self._mean_rows, hidden, width, gated)
 
     def down(self, active_MH: Tensor, w_out_LDH: Tensor, b_out_LD: Tensor | None) -> Tensor:
-        """``active @ w_out[e].T + b_out[e]``: [M, D]."""
+        """Return ``active @ w_out[e].T + b_out[e]``: [M, D]."""
         return self._multiply(active_MH, w_out_LDH, b_out_LD, transposed=True)
 
     def up_backward(self, d_hidden_MP: Tensor, w_in_LPD: Tensor) -> Tensor:
-        """``d_hidden @ w_in[e]``: [M, D]."""
+        """Return ``d_hidden @ w_in[e]``: [M, D]."""
         return self._multiply(d_hidden_MP, w_in_LPD, None, transposed=False)
 
     def _multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
@@ -213,8 +213,11 @@ class TritonGemms:
         needs_hidden: bool,
         needs_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """From the outputs' gradient ``grad[index // per]``: (weight * active [M, H], gradient of hidden [M, P],
-        <active, gradient of active over its weight> [N])."""
+        """Compute gradients from the outputs' gradient ``grad[index // per]``.
+
+        Returns:
+            (weight * active [M, H], gradient of hidden [M, P], <active, gradient of active / weight> [N]).
+        """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
         scaled = hidden_MP.new_empty(self._rows, hidden) if needs_active else None
@@ -232,7 +235,7 @@ class TritonGemms:
         def launch(config: Config) -> Tensor | None:
             tiles, count = self._tiles(config.rows)
             columns = _ceil(hidden, config.columns)
-            # Of dropped assignments: zero.
+            # Zero for dropped assignments.
             dots = weight_N.new_zeros(columns, weight_N.shape[0]) if needs_weight else None
             outputs = (_or(scaled, hidden_MP), _or(d_hidden, hidden_MP), _or(dots, hidden_MP))
             given = (grad, _or(index_M, grad), w_out_LDH, hidden_MP, _or(weight_N, grad), *outputs, tiles, self._end)
@@ -253,11 +256,11 @@ class TritonGemms:
         gathered: str = "",
         total: Tensor | None = None,
     ) -> Tensor:
-        """``left.T @ right`` of the rows of each expert: [L, O, I]; zero for one without rows.
+        """Return ``left.T @ right`` of the rows of each expert: [L, O, I]; zero for an expert without rows.
 
         Args:
-            gathered: "left" or "right" where row i of that one is ``[index[i] // per]``.
-            total: float32 [L, O, I], which the products are added to and which is returned.
+            gathered: "left" or "right", the operand whose row i is ``[index[i] // per]``.
+            total: float32 [L, O, I], to which the products are added, and which is returned.
         """
         height, width, experts = left.shape[1], right.shape[1], self._end.shape[0]
         out = left.new_empty(experts, height, width) if total is None else total
@@ -274,7 +277,7 @@ class TritonGemms:
         return self._with_config(launch, left, "weights", *sizes, False, may_tune=total is None)
 
     def column_sums(self, rows: Tensor, index_M: Tensor | None, per: int, weight_N: Tensor | None) -> Tensor:
-        """``sum of weight[index[i]] * rows[index[i] // per]`` over the rows i of each expert: [L, D]."""
+        """Return ``sum of weight[index[i]] * rows[index[i] // per]`` over the rows i of each expert: [L, D]."""
         experts, width = self._end.shape[0], rows.shape[1]
         out = rows.new_empty(experts, width)
         columns = _clipped(width, 128)
@@ -302,7 +305,7 @@ class TritonGemms:
         gated: bool,
         may_tune: bool = True,
     ):
-        """``launch`` with the given, measured or default configuration; FMOE_TUNE=1 measures it now."""
+        """Call ``launch`` with the given, measured or default configuration; with FMOE_TUNE=1, measure it first."""
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:
             return launch(self._tuned[kind])
@@ -319,7 +322,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """The expert of each tile, and the largest number of tiles: one of each expert may be partly filled."""
+        """Return the expert of each tile, and the largest number of tiles: one per expert may be partly filled."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)
@@ -356,13 +359,13 @@ class TritonGemms:
 
 
 def _fastest(space: list[Config], launch: Callable[[Config], object], key: str) -> Config:
-    """Configurations that the device has no room for are left out."""
+    """Return the fastest configuration, among those that fit the device."""
     times = {}
     for config in space:
         try:
             times[config] = milliseconds(functools.partial(launch, config))
-        except Exception as error:  # triton's own, of shared memory or registers
-            logger.info("%s: %s is left out (%s)", key, config, " ".join(str(error).split())[:120])
+        except Exception as error:  # triton's own classes, for lack of shared memory or registers
+            logger.info("%s: %s does not run (%s)", key, config, " ".join(str(error).split())[:120])
     if not times:
         return space[0]
     best = min(times, key=times.__getitem__)
@@ -371,7 +374,7 @@ def _fastest(space: list[Config], launch: Callable[[Config], object], key: str) 
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A missing tensor, replaced by one whose pointer is not read."""
+    """Return the tensor, or if it is None another one, whose pointer is not read."""
     return other if tensor is None else tensor
 
 

@@ -1,10 +1,9 @@
-"""GEMMs over rows grouped by expert in Triton, which gather their rows as they load them and activate what they store.
+"""Triton kernels of GEMMs over rows grouped by expert, with fused gather and activation.
 
-Imported by `fmoe.kernels.cuda.triton_gemm` alone, once triton is known to be there. Every kernel has a row of tiles for
-each expert: which ones they are is read from `schedule`, on the device. A tile is summed by one program in a fixed
-order, in float32; nothing is added by atomics.
+Imported by `fmoe.kernels.cuda.triton_gemm` only, if triton is installed. Kernels read the tiles of each expert from
+`schedule`, on the device. One program sums a tile in a fixed order, in float32, without atomics.
 
-Shape letters: M rows, L experts, D and N and O and I widths of a product, H hidden width, P = 2 H where gated, else H.
+Shape letters: M rows, L experts, D and N and O and I widths of a product, H hidden width, P = 2 H if gated, else H.
 """
 
 import triton
@@ -13,8 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Expert and first row of each tile of BLOCK_M rows, int32 [tiles, 2]; expert -1 for those that are left over.
-    A program an expert, and one for the rest. EXPERTS is the power of two from ``experts`` on."""
+    """Write expert and first row of each tile of BLOCK_M rows, int32 [tiles, 2]; expert -1 for unused tiles.
+
+    One program per expert, and one for unused tiles. EXPERTS is ``experts`` rounded up to a power of two.
+    """
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
     end = tl.load(end_ptr + index, mask=index < experts, other=0)
@@ -35,7 +36,7 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _place(tiles, columns, GROUP: tl.constexpr):
-    """Tile of rows and of columns: GROUP tiles of rows side by side, so that they share what they read of weights."""
+    """Return the tile's row and column; GROUP consecutive tiles of rows share weights in the cache."""
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     height = tl.minimum(tiles - group * GROUP, GROUP)
@@ -47,7 +48,7 @@ def _place(tiles, columns, GROUP: tl.constexpr):
 def _accumulate(
     total, x_ptr, w_ptr, width, stride_k, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """total + the product of rows x [rows, width] and columns w [width, columns], whose first blocks are pointed to."""
+    """Return total + x [rows, width] @ w [width, columns], given pointers to their first blocks."""
     step = tl.arange(0, BLOCK_K)
     for k in range(0, width, BLOCK_K):
         if EVEN:
@@ -64,7 +65,7 @@ def _accumulate(
 
 @triton.jit
 def _activation(x, A: tl.constexpr):
-    """The numbers of cuda/activation.cu: value and derivative."""
+    """Return value and derivative of an activation, numbered as in cuda/activation.cu."""
     if A == 0:
         phi = 0.5 * (1.0 + tl.math.erf(0.70710678118654752 * x))
         value = x * phi
@@ -85,7 +86,7 @@ def _activation(x, A: tl.constexpr):
 
 @triton.jit
 def _rows_of(first_row, end, x_ptr, index_ptr, width, per, IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers of a tile's rows (those past its expert's end: its first again), their assignments, where they begin."""
+    """Return a tile's row indices (the first row again past its expert's end), their assignments, and their offset."""
     row = first_row + tl.arange(0, BLOCK)
     known = tl.where(row < end, row, first_row)
     index = known.to(tl.int64)
@@ -121,9 +122,10 @@ def up(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """hidden [M, P] = x[index // per] @ w[e].T + bias[e]; active [M, H] = act(hidden), gated act(first) * second.
+    """Compute hidden [M, P] = x[index // per] @ w[e].T + bias[e], active [M, H] = act(hidden) or act(first) * second.
 
-    w: [L, P, D]. The activation is taken of ``hidden`` as it is stored, as its derivative will be."""
+    w: [L, P, D]. The activation uses ``hidden`` as stored, as its derivative does.
+    """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
     if expert >= 0:
@@ -197,7 +199,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [M, N] = x [M, D] @ w[e] + bias[e], with w[e] of strides (stride_k, stride_n) seen as [D, N]."""
+    """Compute out [M, N] = x [M, D] @ w[e] + bias[e], with w[e] of strides (stride_k, stride_n) viewed as [D, N]."""
     tile, column = _place(tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
     if expert >= 0:
@@ -249,9 +251,11 @@ def down_backward(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """With d_active = grad[index // per] @ w[e] (never stored; w: [L, D, H]) and the weight of row i's assignment:
-    scaled [M, H] = weight * active, d_hidden [M, P] = weight * d_active * act'(hidden), and for each tile of columns
-    dot [tiles of columns, assignments] = its part of <active, d_active>."""
+    """Compute gradients from d_active = grad[index // per] @ w[e] (not stored; w: [L, D, H]).
+
+    With the weight of row i's assignment: scaled [M, H] = weight * active, d_hidden [M, P] = weight * d_active *
+    act'(hidden), and dot [tiles of columns, assignments], the partial sums of <active, d_active>.
+    """
     tile, column = _place(tiles, tl.cdiv(hidden, BLOCK_N), GROUP)
     expert = tl.load(tile_ptr + 2 * tile)
     if expert >= 0:
@@ -310,8 +314,10 @@ def weights(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert; with ADDS, added to it. Of a gathered
-    one row i is index[i] // per."""
+    """Compute out [L, O, I] = left [M, O].T @ right [M, I] over the rows of each expert; with ADDS, add to out.
+
+    Row i of a gathered operand is index[i] // per.
+    """
     o, i = _place(tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N), GROUP)
     expert = tl.program_id(1)
     begin = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
@@ -355,7 +361,7 @@ def column_sums(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out [L, D] = the sum over the rows of each expert of weight[index[i]] * rows[index[i] // per]."""
+    """Compute out [L, D] = sum of weight[index[i]] * rows[index[i] // per] over the rows of each expert."""
     expert = tl.program_id(1)
     begin = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(end_ptr + expert)

@@ -1,4 +1,4 @@
-"""Findings kept for a machine: the fastest of several variants, and the result of the self-check."""
+"""Results stored per machine: the fastest of several variants, and the result of the self-check."""
 
 import json
 import os
@@ -12,21 +12,21 @@ from fmoe.errors import BuildError
 
 _ROUNDS = 3
 
-# `fmoe.kernels.cuda.selfcheck.failure`, set by the loader: the self-check runs what asks for it here.
+# `fmoe.kernels.cuda.selfcheck.failure`, set by the loader: an import would form a circle.
 self_check: Callable[..., str | None] | None = None
 
 
 def failure(device: torch.device, **options) -> str | None:
-    """The first wrong result of `self_check` on a device, or its error; None if all results are right."""
+    """Return the first wrong result of `self_check` on a device, or its error; None if all results are right."""
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             return self_check(device, **options)
-    except Exception as error:  # of the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
+    except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """The time of a step on the current CUDA stream, waiting included: the least of three runs after a warmup."""
+    """Return the time of a step on the current CUDA stream, with waits: the minimum of three runs after a warmup."""
     times = []
     for _ in range(1 + _ROUNDS):
         begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -39,12 +39,13 @@ def milliseconds(step: Callable[[], object]) -> float:
 
 
 class TuningCache:
-    """Results of measurements by key, in a JSON file that the processes of a machine share. Without a cache folder to
-    write to, they last as long as the process.
+    """Results of measurements by key, in a JSON file that the processes of a machine share.
+
+    Without a writable cache folder, they last as long as the process.
 
     Args:
-        name: of the file.
-        is_valid: whether a value that was read is one; others are left out.
+        name: name of the file.
+        is_valid: returns whether a value is valid; invalid values of the file are ignored.
     """
 
     def __init__(self, name: str, is_valid: Callable[[object], bool]):
@@ -52,13 +53,13 @@ class TuningCache:
         self._known: dict[str, object] | None = None
 
     def get(self, key: str):
-        """The value, or None."""
+        """Return the value of a key, or None."""
         if self._known is None:
             self._known = {key: value for key, value in self._read().items() if self._is_valid(value)}
         return self._known.get(key)
 
     def put(self, key: str, value: object) -> None:
-        """Keep a value, and the values that other processes have written since."""
+        """Store a value, and keep the values that other processes have written since."""
         self.get(key)
         self._known[key] = value
         path = self._path()

@@ -1,7 +1,7 @@
-"""The experts' feed-forward blocks by each of the variants of `fmoe.kernels.cuda.gemm`, forward and backward.
+"""Feed-forward experts by each of the variants of `fmoe.kernels.cuda.gemm`, forward and backward.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
-first map (H, twice that where it is gated).
+first map (2 H if gated, else H).
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from fmoe.kernels.cuda import calls
 from fmoe.kernels.cuda.gemm import Gemms
 from fmoe.kernels.cuda.triton_gemm import TritonGemms
 
-NAMES = ("x", "weight", "w_in", "b_in", "w_out", "b_out")  # what there are gradients of
+NAMES = ("x", "weight", "w_in", "b_in", "w_out", "b_out")  # inputs with gradients
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows grouped by expert and the experts that they are for.
+    """Rows grouped by expert, and their experts.
 
     Attributes:
         x: rows [M, D]; with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan, tokens [T, D].
-        end: int32, where the rows of each expert end.
-        counts: rows of each expert, where the host knows them.
-        activation: its number in the kernels.
+        end: int32, ends of each expert's rows.
+        counts: rows of each expert on the host, or None.
+        activation: number of the activation in the kernels.
     """
 
     x: Tensor
@@ -44,12 +44,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """M, the dropped tail of a plan included."""
+        """M, including dropped assignments of a plan."""
         return (self.x if self.perm is None else self.perm).shape[0]
 
     @property
     def per(self) -> int:
-        """Assignments of a token."""
+        """Number of assignments per token."""
         return 1 if self.inverse is None else self.inverse.shape[1]
 
     @property
@@ -58,18 +58,18 @@ class Batch:
         return None if self.weight is None else self.weight.view(-1)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """The rows of ``x``, or of something like it."""
+        """Gather rows from a tensor like ``x``."""
         if self.perm is None:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None) -> Tensor:
-        """Rows -> what ``x`` is like."""
+        """Combine rows to a tensor like ``x``."""
         return rows if self.inverse is None else calls.combine(rows, self.inverse, weight, self.limit)
 
 
 def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
-    """(outputs, pre-activations [M, P])."""
+    """Return the outputs, and pre-activations [M, P]."""
     if variant == "triton":
         fused = TritonGemms(batch.end, batch.num_rows)
         hidden, active = fused.up(
@@ -78,7 +78,7 @@ def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
         out = fused.down(active, batch.w_out, batch.b_out)
     else:
         gemms = Gemms(batch.end, variant, batch.counts)
-        # Added after the product is rounded to 16 bits, a bias that nearly cancels it costs digits, and ReLU the sign.
+        # A bias that nearly cancels the product loses digits, and with ReLU the sign, if added after 16-bit rounding.
         in_gemm = (batch.b_in, batch.b_out) if gemms.adds_bias else (None, None)
         after = (None, None) if gemms.adds_bias else (batch.b_in, batch.b_out)
         hidden = gemms.forward(batch.rows(batch.x), batch.w_in, in_gemm[0])
@@ -90,13 +90,13 @@ def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
 
 
 class Backward:
-    """The gradients of a batch.
+    """Backward pass of a batch.
 
     Args:
-        grad: of the outputs.
-        hidden: what `forward` returned.
-        needs: of which of `NAMES`.
-        sum_in, sum_out: float32; the gradients of the two matrices are added to them, and not returned.
+        grad: gradient of the outputs.
+        hidden: pre-activations that `forward` returned.
+        needs: which gradients of `NAMES` to compute.
+        sum_in, sum_out: float32 sums to which gradients of the matrices are added instead of being returned.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class Backward:
         self._needs_inner = self._needs_hidden or self._needs["weight"] or self._needs["w_out"]
 
     def returned(self) -> list[bool]:
-        """For each of `NAMES`, whether `run` returns its gradient."""
+        """Flag for each of `NAMES`: whether `run` returns its gradient."""
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def run(self, variant: str, adds: bool = True) -> dict[str, Tensor]:
-        """By name.
+        """Return gradients by name.
 
         Args:
-            adds: whether sums are added to; not in runs that are but timed.
+            adds: whether to add to the sums; False in timed runs.
         """
         sums = self._sums if adds else dict.fromkeys(self._sums)
         found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -192,7 +192,7 @@ class Backward:
 
 
 def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:
-    """The second bias's part of the gradient of the weights, <dO, b_out>: for all experts, then for the chosen."""
+    """Return the second bias's term of the weights' gradient, <dO, b_out>: for all experts, then for chosen ones."""
     dots_TL = grad_TD.float() @ b_out_LD.float().t()
     expert_TK = torch.searchsorted(end_L, inverse_TK, right=True)
     is_kept = expert_TK < len(end_L)

@@ -1,7 +1,7 @@
-"""From the C++ sources to a shared library for this machine: out of the cache, or compiled now.
+"""Build of the native backend: from C++ sources to a shared library in the cache.
 
-Nothing but a C++ compiler and torch's own headers is needed. If many processes ask at once, one compiles, and the
-others take its result or its error.
+It needs only a C++ compiler and torch's headers. If several processes need the library at once, one compiles it, and
+the others use its result or its error.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ class Sources:
     """Source files of a library.
 
     Attributes:
-        folder: all its files count, so that headers do.
+        folder: folder whose files, headers included, determine the key.
         once: files that are compiled once.
-        by_isa: files that are compiled for each instruction set of `compiler.isas`, with its name as the
-            macro FMOE_ISA.
-        libraries: of torch's, which are linked.
+        by_isa: files that are compiled for each instruction set of `compiler.isas`, with its name as the macro
+            FMOE_ISA.
+        libraries: libraries of torch to link.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class _Recipe:
 
     @property
     def key(self) -> str:
-        """Without a compiler what any compiler made will do: images are built where there is one, and run where not."""
+        """Return the cache key. Without a compiler, the result of any compiler matches: containers may lack one."""
         if isinstance(self.compiler, BuildError):
             return f"{self.base}-"
         return f"{self.base}-{_digest([self.compiler.command, self.compiler.version])[:8]}"
@@ -77,18 +77,17 @@ def library(
     instead_of: tuple[int, int] | None = None,
     echo: Callable[[str], None] | None = None,
 ) -> Path:
-    """The path of a shared library for this machine, from the cache or compiled now.
+    """Return the path of a shared library for this machine, from the cache or newly compiled.
 
     Args:
-        sources: what to compile; None for `SHIPPED`.
-        sanitize: sanitizers of gcc, e.g. ``("address", "undefined")``: an entry of its own, slow and with checks.
+        sources: sources to compile; None for `SHIPPED`.
+        sanitize: sanitizers of gcc, such as ``("address", "undefined")``, for a separate, slow entry with checks.
         force: compile even if the cache has an entry.
-        instead_of: `cache.identity` of a library that did not load, and must not be returned again.
-        echo: is called with each command before it is run.
+        instead_of: `cache.identity` of a library that did not load, which is not returned again.
+        echo: called with each command before it runs.
 
     Raises:
-        BuildError: one line: no compiler, a compile error, no cache folder that can be written, another system than
-            Linux.
+        BuildError: no compiler, a compile error, no writable cache folder, or a system other than Linux; one line.
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
@@ -101,23 +100,23 @@ def library(
 
 
 def cached(sources: Sources | None = None, *, sanitize: Sequence[str] = ()) -> Path | None:
-    """The result of `library` if it needs no compiler, else None.
+    """Return the result of `library` if it is in the cache, else None.
 
     Raises:
-        BuildError: another system than Linux.
+        BuildError: the system is not Linux.
     """
     return cache.find(_recipe(sources, sanitize).key)
 
 
 def last_failure(sources: Sources | None = None) -> str | None:
-    """The line that the last build ended with, if it failed and nothing it was made of has changed since."""
+    """Return the error of the last build if it failed and its inputs have not changed since; else None."""
     return cache.last_failure(_recipe(sources, ()).key)
 
 
 def _recipe(sources: Sources | None, sanitize: Sequence[str]) -> _Recipe:
     sources = sources or SHIPPED
     if sys.platform != "linux":
-        raise BuildError(f"the native backend is for Linux, this is {platform.system()}")
+        raise BuildError(f"the native backend supports Linux only, not {platform.system()}")
     try:
         found: Compiler | BuildError = compiler.find()
     except BuildError as error:
@@ -136,9 +135,9 @@ def _digest(parts: list) -> str:
 
 
 def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: Callable[[str], None] | None) -> Path:
-    """Compiles, links and publishes, under the lock of the key."""
+    """Compile, link and publish, under the lock of the key."""
     begin = time.monotonic()
-    logger.warning("compiling the native CPU backend with %s, once on this machine; fmoe build does it ahead", cxx.name)
+    logger.warning("compiling the native CPU backend with %s, once on this machine; fmoe build precompiles", cxx.name)
     place = cache.workplace(folder, recipe.key, is_locked)
     try:
         objects, commands = _commands(recipe, cxx, place)
@@ -152,7 +151,7 @@ def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: 
             failure = cache.failure(folder, recipe.key)
             line = f"{cxx.name} failed: {error.first}"
             cache.publish_failure(folder, recipe.key, f"{line}\n{error.command}\n{error.output}")
-            raise BuildError(f"{line} (all of it: {failure})") from error
+            raise BuildError(f"{line} (full output: {failure})") from error
         entry = cache.publish(result, folder, recipe.key)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -161,7 +160,7 @@ def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: 
 
 
 def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], list[list[str]]]:
-    """(objects in the order of the link, commands that make them)."""
+    """Return the objects in link order, and the commands that compile them."""
     sources = recipe.sources
     jobs = [(name, "", ()) for name in sources.once]
     jobs += [(name, isa, flags) for isa, flags in compiler.isas().items() for name in sources.by_isa]
@@ -178,7 +177,7 @@ def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], 
 
 
 class _CompilerError(Exception):
-    """A command failed. ``first``: the line with the reason."""
+    """Failure of a command; ``first`` is the line with the reason."""
 
     def __init__(self, command: Sequence[str], code: int, output: str):
         self.command, self.output = shlex.join(command), output
@@ -190,12 +189,12 @@ class _CompilerError(Exception):
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
-    """Runs commands, as many at once as there are cores; the first that fails ends them all."""
+    """Run commands, one per core at a time; the first failure ends all of them."""
     processes: list[subprocess.Popen] = []
     variables = compiler.environment(place)
 
     def run(command: Sequence[str]) -> None:
-        # In a process group of its own, so that the programs that a compiler calls end with it.
+        # In a separate process group, so that the programs that a compiler calls end with it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -30,7 +30,7 @@ _ALWAYS = (
 )
 _OPTIMIZED = ("-O3", "-DNDEBUG")
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
-# From the least to the most: what is compiled for several of them is linked in this order. See `isas`.
+# In ascending order, in which objects are linked. See `isas`.
 _X86_64 = {
     "default": (),
     "avx2": ("-mavx2", "-mfma"),
@@ -40,12 +40,12 @@ _X86_64 = {
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that was found.
+    """A C++ compiler.
 
     Attributes:
-        command: the words that call it, the program as an absolute path.
-        version: the first line of its ``--version``.
-        is_gnu: g++, and not one of the family of clang.
+        command: words of its command, the program as an absolute path.
+        version: first line of its ``--version``.
+        is_gnu: whether it is g++, not clang.
     """
 
     command: tuple[str, ...]
@@ -54,13 +54,13 @@ class Compiler:
 
     @property
     def name(self) -> str:
-        """For messages: ``g++ 12.2.0``."""
+        """Name in messages, such as ``g++ 12.2.0``."""
         numbers = re.findall(r"\d+(?:\.\d+)+", self.version)
         return " ".join([Path(self.command[-1]).name, *numbers[-1:]])
 
 
 def find() -> Compiler:
-    """The compiler that the environment variable CXX names, else the first of `CANDIDATES` that suits this torch.
+    """Return the compiler named by the environment variable CXX, or the first of `CANDIDATES` that fits this torch.
 
     Raises:
         BuildError: no compiler was found.
@@ -90,8 +90,10 @@ def find() -> Compiler:
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
-    """Variables for a compiler: messages in English, its temporary files in ``folder``, no LD_PRELOAD (a sanitizer's
-    runtime is for the program under test)."""
+    """Return environment variables for a compiler: messages in English, temporary files in ``folder``, no LD_PRELOAD.
+
+    A preloaded sanitizer runtime is meant for the program under test.
+    """
     variables = {**os.environ, "LC_ALL": "C"}
     variables.pop("LD_PRELOAD", None)
     if folder is not None:
@@ -100,32 +102,33 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 
 
 def isas() -> dict[str, tuple[str, ...]]:
-    """Instruction sets of this architecture and their flags, from the least to the most.
+    """Return the instruction sets of this architecture in ascending order, with their flags.
 
-    Objects for several of them must be linked in this order: the linker keeps the first copy of an inline function that
-    was not inlined, e.g. one of the standard library's, which then uses the least of their instruction sets.
+    Objects must be linked in this order: the linker keeps the first copy of a function that was not inlined, such as
+    one of the standard library, which then uses the lowest of the instruction sets.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 
 
 def current_isa() -> str:
-    """The one of `isas` that runs: the processor's, as torch sees it (ATEN_CPU_CAPABILITY lowers both), or the one that
-    FMOE_NATIVE_ISA names.
+    """Return the instruction set of `isas` that runs: the processor's as torch sees it, or that of FMOE_NATIVE_ISA.
+
+    ATEN_CPU_CAPABILITY lowers it for torch and for this backend.
 
     Raises:
-        UserError: `isa_limit`.
+        UserError: as `isa_limit`.
     """
     limit = isa_limit()
     return _processor_isa() if limit is None else limit.removesuffix("_bf16")
 
 
 def isa_limit() -> str | None:
-    """The instruction set that FMOE_NATIVE_ISA limits the native backend to; None where it is not set.
+    """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    It is one of `isas`, which have no bf16 GEMMs then, or "avx512_bf16". src/processor.h reads the same variable.
+    It is one of `isas`, which exclude bf16 GEMMs, or "avx512_bf16". src/processor.h reads the same variable.
 
     Raises:
-        UserError: FMOE_NATIVE_ISA names an unknown instruction set, or one that this processor lacks.
+        UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one that this processor lacks.
     """
     named = os.environ.get("FMOE_NATIVE_ISA", "")
     if not named:
@@ -136,7 +139,7 @@ def isa_limit() -> str | None:
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     top = "avx512_bf16" if _processor_isa() == "avx512" and has_bf16 else _processor_isa()
     if levels.index(named) > levels.index(top):
-        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, which is what this processor runs")
+        raise UserError(f"FMOE_NATIVE_ISA={named!r} exceeds {top!r}, the highest instruction set of this processor")
     return named
 
 
@@ -146,10 +149,10 @@ def _processor_isa() -> str:
 
 
 def sanitizers(text: str) -> tuple[str, ...]:
-    """``"address,undefined"`` as a tuple; nothing for an empty text.
+    """Split ``"address,undefined"`` into a tuple.
 
     Raises:
-        UserError: a name that is not one of `SANITIZERS`.
+        UserError: a name is not one of `SANITIZERS`.
     """
     names = tuple(sorted({name.strip() for name in text.split(",")} - {""}))
     for name in names:
@@ -159,7 +162,7 @@ def sanitizers(text: str) -> tuple[str, ...]:
 
 
 def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
-    """Flags of every source file, places of headers apart."""
+    """Return the flags of every source file, without include paths."""
     flags = [*_ALWAYS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     if _openmp():
         flags.append("-fopenmp")
@@ -171,19 +174,22 @@ def compile_flags(sanitize: Sequence[str] = ()) -> list[str]:
 
 
 def link_flags(sanitize: Sequence[str] = ()) -> list[str]:
-    """Flags of the link. No -fopenmp: it would add a need of the compiler's OpenMP library, which is a second one, with
-    threads of its own, where torch brings its own under another name. The calls find the one that torch has loaded."""
+    """Return the flags of the link.
+
+    -fopenmp is omitted, because it would load the compiler's OpenMP library, with a second set of threads, if torch
+    ships its own under another name. Calls resolve to the library that torch has loaded.
+    """
     return ["-shared", "-fvisibility=hidden", *_sanitize_flags(sanitize)]
 
 
 def include_flags() -> list[str]:
-    """Flags for the folders of torch's headers."""
+    """Return the include flags of torch's headers."""
     include = Path(torch.__path__[0]) / "include"
     return ["-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def library_flags(names: Sequence[str]) -> list[str]:
-    """Flags that link torch's libraries. They need no rpath: torch is imported, hence they are loaded, before ours."""
+    """Return the flags that link torch's libraries, without rpath: torch has loaded them before."""
     return ["-L", str(_torch_libraries()), *(f"-l{name}" for name in names)] if names else []
 
 
@@ -207,7 +213,10 @@ def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
 
 
 def _suits(compiler: Compiler) -> bool:
-    """g++ calls GNU's OpenMP, which LLVM's and Intel's answer too; clang calls LLVM's, which GNU's does not."""
+    """Return whether the compiler fits torch's OpenMP library.
+
+    g++ uses GNU's entry points, which LLVM's and Intel's libraries have too; clang uses LLVM's, which GNU's lacks.
+    """
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
 
 
@@ -217,10 +226,10 @@ def _unsuitable(compiler: Compiler) -> str:
 
 @cache
 def _openmp() -> frozenset[str]:
-    """Known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
+    """Return the known entry points of torch's OpenMP library; empty for a torch without OpenMP."""
     if not torch.backends.openmp.is_available():
         return frozenset()
-    loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # looks into all that it needs
+    loaded = ctypes.CDLL(str(_torch_libraries() / "libtorch_cpu.so"))  # symbols are also searched in its dependencies
     return frozenset(name for name in ("GOMP_parallel", "__kmpc_fork_call") if hasattr(loaded, name))
 
 

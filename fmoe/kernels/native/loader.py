@@ -1,6 +1,6 @@
-"""The native CPU backend: C++ that is compiled once on a machine, when the first layer is made (docs/native.md).
+"""The native CPU backend: C++ that is compiled once per machine, when the first layer is made (docs/native.md).
 
-Importing this compiles and loads nothing. `load` does, and registers the operators ``torch.ops.fmoe_native``.
+`load` compiles and loads it, and registers the operators ``torch.ops.fmoe_native``; importing this module does not.
 """
 
 import logging
@@ -28,11 +28,11 @@ _outcome: _Outcome | None = None
 
 
 def load() -> bool:
-    """Build the backend if the cache lacks it, and load it; later calls return what the first did.
+    """Build the backend if the cache lacks it, and load it; later calls return the result of the first.
 
-    On failure, one line on the logger ``fmoe`` gives the reason, and `why` returns it. Environment variables:
-    FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 leaves memory on small pages; FMOE_CACHE is the folder of
-    built libraries; FMOE_SANITIZE=address,undefined takes the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA
+    On failure, the reason is logged in one line by the logger ``fmoe``, and `why` returns it. Environment variables:
+    FMOE_NATIVE=0 turns the backend off; FMOE_HUGE_PAGES=0 keeps memory on small pages; FMOE_CACHE is the folder of
+    built libraries; FMOE_SANITIZE=address,undefined loads the build of ``fmoe build --sanitize``; FMOE_NATIVE_ISA
     limits the instruction set; CXX names the compiler.
 
     Returns:
@@ -55,14 +55,14 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether the library is loaded or in the cache, so that `load` need not compile. Loads nothing."""
+    """Return whether the library is loaded or in the cache, so that `load` does not compile. Loads nothing."""
     if _outcome is not None:
         return _outcome.path is not None
     return not is_off() and _cached() is not None
 
 
 def why() -> str | None:
-    """The reason why `load` returned False; None if it returned True or was not called."""
+    """Return why `load` returned False; None if it returned True or was not called."""
     return None if _outcome is None else _outcome.reason
 
 
@@ -76,7 +76,7 @@ def is_off() -> bool:
 
 
 def _switch(name: str) -> bool:
-    """An environment variable that is 0 or 1, by default 1."""
+    """Return an environment variable that is 0 or 1, by default 1."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise UserError(f"{name}={value!r} is neither 0 (off) nor 1")
@@ -84,7 +84,7 @@ def _switch(name: str) -> bool:
 
 
 def describe() -> str:
-    """The state of the backend: a line of ``fmoe info``. Compiles nothing."""
+    """Return the state of the backend as a line of ``fmoe info``. Compiles nothing."""
     from fmoe.kernels.native import build, compiler
 
     if is_off():
@@ -110,7 +110,7 @@ def _load() -> _Outcome:
     try:
         path = _load_library(sanitize)
     except BuildError as error:
-        # Of the processes of a machine one says it aloud.
+        # One process per machine logs a warning.
         level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
         logger.log(level, "no native CPU backend: %s; experts run on the torch path", error)
         return _Outcome(reason=str(error))
@@ -119,7 +119,7 @@ def _load() -> _Outcome:
 
 
 def _load_library(sanitize: tuple[str, ...]) -> Path:
-    """The path of the library that was loaded."""
+    """Load the library and return its path."""
     from fmoe.kernels import cache
     from fmoe.kernels.native import build
 
@@ -133,11 +133,11 @@ def _load_library(sanitize: tuple[str, ...]) -> Path:
     try:
         return _dlopen(path)
     except BuildError as error:
-        logger.info("%s: building it again", error)
+        logger.info("%s: rebuilding", error)
         try:
             path = build.library(sanitize=sanitize, instead_of=failed)
         except BuildError as again:
-            raise BuildError(f"{error}, and is not built again: {again}") from again
+            raise BuildError(f"{error}, and rebuilding failed: {again}") from again
     return _dlopen(path)
 
 
@@ -159,14 +159,14 @@ def _cached() -> Path | None:
 
 
 def _check_isa() -> None:
-    """Raises UserError where FMOE_NATIVE_ISA, which the library reads, is invalid."""
+    """Raise UserError if FMOE_NATIVE_ISA, which the library reads, is invalid."""
     from fmoe.kernels.native import compiler
 
     compiler.isa_limit()
 
 
 def _sanitizers() -> tuple[str, ...]:
-    """Sanitizers in FMOE_SANITIZE."""
+    """Return the sanitizers of FMOE_SANITIZE."""
     value = os.environ.get("FMOE_SANITIZE", "")
     if not value:
         return ()

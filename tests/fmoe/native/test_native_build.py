@@ -255,7 +255,7 @@ def test_compile_errors_are_one_line(tmp_path, folder):
     assert "failed: " in text and "answer.cpp:2:" in text and "nowhere" in text and "\n" not in text
     log = next(folder.glob("*.failed"))
     assert str(log) in text and "here" in log.read_text()
-    assert build.last_failure(ours).startswith(text.partition(" (all of it")[0])
+    assert build.last_failure(ours).startswith(text.partition(" (full output")[0])
     assert entries(folder) == [log.name]
     fixed = sources(tmp_path / "src")
     assert build.last_failure(fixed) is None and answer(build.library(fixed)) == 42
@@ -291,7 +291,7 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     assert build.cached(ours) == path
     place.chmod(0o750)
     assert build.cached(ours) is None
-    with pytest.raises(BuildError, match=rf"^no cache folder: {tmp_path}/home/.*; {place}: others have access"):
+    with pytest.raises(BuildError, match=rf"^no cache folder: {tmp_path}/home/.*; {place}: other users have access"):
         build.library(ours)
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
@@ -308,7 +308,7 @@ def test_folders_of_everybody_are_not_trusted(tmp_path, folder):
     build.library(ours)
     folder.chmod(0o1777)
     assert build.cached(ours) is None
-    with pytest.raises(BuildError, match="everybody can write there"):
+    with pytest.raises(BuildError, match="all users have write access"):
         build.library(ours)
 
 

@@ -13,7 +13,7 @@ def linear(marked, bias):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as apply
 
-    from megatron_patch import cpu, wide
+    from megatron_patch import bf16_linear, cpu
 
     cpu.install()
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def linear(marked, bias):
     w, b = (torch.nn.Parameter(p) for p in (w, b))
     x.requires_grad_()
     if marked:
-        setattr(w, wide._MARK, True)
+        setattr(w, bf16_linear._MARK, True)
     out = apply(x, w, b if bias else None, False, group.size() > 1, False, tp_group=group)
     out.backward(g)
     exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -53,20 +53,20 @@ def test_an_unmarked_weight_is_megatrons_business(forks):
 
 @pytest.mark.parametrize("shape", [(5, 3, 4), (1, 1, 1), (0, 3, 4), (700, 16, 3000)], ids=str)
 def test_products_in_parts(shape, monkeypatch):
-    from megatron_patch import wide
+    from megatron_patch import bf16_linear
 
-    monkeypatch.setattr(wide, "_PART", 1 << 18)
+    monkeypatch.setattr(bf16_linear, "_CHUNK", 1 << 18)
     m, k, n = shape
     a, b = torch.randn(k, m).bfloat16().t(), torch.randn(n, k).bfloat16().t()
-    found = wide.product(a, b)
+    found = bf16_linear.product(a, b)
     assert found.dtype == torch.bfloat16 and found.shape == (m, n)
     assert_close(found, (a.double() @ b.double()).bfloat16(), 1e-3, "product")
 
 
 def marked():
-    """Names of the marked weights of a GPT with megatron-core's experts, and whether wide attention is exact."""
+    """Names of the marked weights of a GPT with megatron-core's experts, and attention with and without float32."""
     from bench.step.contenders import _megatron_moe
-    from megatron_patch import cpu, wide
+    from megatron_patch import bf16_linear, cpu
     from pretrain.config import ModelConfig, Recipe, TrainConfig
     from pretrain.engine import init_parallel
     from pretrain.process import Processes
@@ -76,15 +76,15 @@ def marked():
     recipe = Recipe(model=model, train=TrainConfig(precision="bf16"))
     init_parallel(recipe, Processes(0, 1, torch.device("cpu")))
     gpt = _megatron_moe(recipe)
-    wide.widen(gpt)
+    bf16_linear.mark_weights(gpt)
     attention = gpt.decoder.layers[0].self_attention.core_attention
     q, k, v = (torch.randn(9, 2, 2, 16).bfloat16().requires_grad_() for _ in range(3))
     results = {}
-    for is_wanted in (False, True):
-        wide.is_wanted = lambda is_wanted=is_wanted: is_wanted
+    for is_needed in (False, True):
+        bf16_linear.is_needed = lambda is_needed=is_needed: is_needed
         out = attention(q, k, v, None)
-        results[is_wanted] = [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
-    return [name for name, p in gpt.named_parameters() if getattr(p, wide._MARK, False)], results
+        results[is_needed] = [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+    return [name for name, p in gpt.named_parameters() if getattr(p, bf16_linear._MARK, False)], results
 
 
 def test_dense_matrices_are_marked_and_no_experts(forks):

@@ -1,10 +1,10 @@
-"""16-bit matrices of dense layers multiplied in float32, on processors that have no instructions for bf16.
+"""bf16 matrix products of dense layers in float32, for processors without bf16 instructions.
 
-There torch's bf16 products take three to six times as long as float32 ones, conversions included. Weights, activations
-and gradients stay 16-bit; a product is rounded once, when it is done, and never between.
+There, torch's bf16 products take three to six times as long as float32 ones, conversions included. Weights, activations
+and gradients stay bf16; a product is rounded once, at the end.
 
-Marked weights alone are multiplied so (`widen`), megatron-core's own experts are not: whoever compares layers with them
-should meet them as they are. Nor are those under sequence parallelism, whose gathering is in the middle.
+Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
+comparisons measure them unchanged. Layers under sequence parallelism, which gather their input, are not supported.
 
 Shape letters: M rows, I input width, O output width.
 """
@@ -19,50 +19,49 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 _MARK = "is_multiplied_in_float32"
-_PART = 1 << 20  # elements of rows and of results that are there in float32 at a time: few enough for a cache
+_CHUNK = 1 << 20  # float32 elements of rows or results at a time, few enough for a cache
 
 
 @functools.cache
-def is_wanted() -> bool:
-    """Whether this machine multiplies bf16 matrices much slower than float32 ones: x86 with neither AVX512-BF16 nor
-    AMX, and no GPU."""
+def is_needed() -> bool:
+    """Return whether bf16 products are slow on this machine: x86 without AVX512-BF16, AMX and GPU."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return is_x86 and not has_bf16 and not torch.cuda.is_available()
 
 
-def widen(model: nn.Module) -> None:
-    """Marks the bf16 matrices of dense layers and embeddings, but for those of megatron-core's experts."""
+def mark_weights(model: nn.Module) -> None:
+    """Mark the bf16 matrices of dense layers and embeddings, except those of megatron-core's experts."""
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
-        is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight an output layer may have
+        is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share
         weight = getattr(module, "weight", None) if is_dense else None
         if weight is not None and weight.dtype == torch.bfloat16:
             setattr(weight, _MARK, True)
 
 
 def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
-    """``a @ b`` of bf16 matrices, summed in float32 and rounded once: bf16 [M, O]."""
+    """Return ``a @ b`` of bf16 matrices, summed in float32 and rounded once: bf16 [M, O]."""
     b_IO = b_IO.float()
     (rows, inner), width = a_MI.shape, b_IO.shape[1]
     out_MO = a_MI.new_empty(rows, width)
-    parts = max(-(-rows * max(inner, width) // _PART), 1)
-    each = max(-(-rows // parts), 1)
-    wide_MO = b_IO.new_empty(min(each, rows), width)
+    chunks = max(-(-rows * max(inner, width) // _CHUNK), 1)
+    each = max(-(-rows // chunks), 1)
+    float_MO = b_IO.new_empty(min(each, rows), width)
     for a, out in zip(a_MI.split(each), out_MO.split(each), strict=True):
-        out.copy_(torch.mm(a.float(), b_IO, out=wide_MO[: len(a)]))
+        out.copy_(torch.mm(a.float(), b_IO, out=float_MO[: len(a)]))
     return out_MO
 
 
 def forward_in_float32(forward: Callable) -> staticmethod:
-    """``LinearWithGradAccumulationAndAsyncCommunication.forward``, that of marked weights otherwise."""
+    """Replace ``LinearWithGradAccumulationAndAsyncCommunication.forward`` for marked weights."""
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, fusion, allreduce_dgrad, sequence_parallel, buffer, limit, group):
-        ctx.is_wide = (
+        ctx.is_float32 = (
             getattr(weight, _MARK, False) and input.dtype == torch.bfloat16 and not (fusion or sequence_parallel)
         ) and buffer is None
-        if not ctx.is_wide:
+        if not ctx.is_float32:
             return forward(ctx, input, weight, bias, fusion, allreduce_dgrad, sequence_parallel, buffer, limit, group)
         ctx.save_for_backward(input, weight)
         ctx.group, ctx.has_bias = group if allreduce_dgrad else None, bias is not None
@@ -73,24 +72,24 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """The same of its backward pass."""
+    """Replace its ``backward`` for marked weights."""
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):
-        if not ctx.is_wide:
+        if not ctx.is_float32:
             return backward(ctx, grad)
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         grad_MO = grad.flatten(0, -2)
-        d_input, waiting = None, None
+        d_input, handle = None, None
         if needs_input:
             d_input = product(grad_MO, weight).view(input.shape)
             if ctx.group is not None:
-                waiting = dist.all_reduce(d_input, group=ctx.group, async_op=True)
+                handle = dist.all_reduce(d_input, group=ctx.group, async_op=True)
         d_weight = product(grad_MO.t(), input.flatten(0, -2)) if needs_weight else None
         d_bias = grad_MO.sum(0) if ctx.has_bias else None
-        if waiting is not None:
-            waiting.wait()
+        if handle is not None:
+            handle.wait()
         return d_input, d_weight, d_bias, *[None] * 6
 
     return staticmethod(wrapped)

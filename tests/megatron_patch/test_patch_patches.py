@@ -1,4 +1,4 @@
-"""What the adapter changes in megatron-core: every entry of its table is there, has its reason, and is put in once."""
+"""The patches of megatron-core for any device: every entry is applied once, and has its reason."""
 
 import pytest
 from forks import only
@@ -7,14 +7,14 @@ from fmoe.errors import UserError
 
 
 def table():
-    from megatron_patch import adapter
+    from megatron_patch import patches
 
-    before = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
-    adapter.install()
-    after = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
-    adapter.install()
-    again = {patch: getattr(patch.holder(), patch.name) for patch in adapter.PATCHES}
-    return [(p.reason, before[p] is not after[p], after[p] is again[p]) for p in adapter.PATCHES]
+    before = {patch: getattr(patch.holder(), patch.name) for patch in patches.PATCHES}
+    patches.install()
+    after = {patch: getattr(patch.holder(), patch.name) for patch in patches.PATCHES}
+    patches.install()
+    again = {patch: getattr(patch.holder(), patch.name) for patch in patches.PATCHES}
+    return [(p.reason, before[p] is not after[p], after[p] is again[p]) for p in patches.PATCHES]
 
 
 def test_every_entry_is_put_in_once(forks):
@@ -25,16 +25,16 @@ def test_every_entry_is_put_in_once(forks):
 def moved(index):
     import importlib
 
-    from megatron_patch import adapter, cpu
+    from megatron_patch import cpu, patches
 
-    patch = adapter.PATCHES[index]
+    patch = patches.PATCHES[index]
     holder = patch.holder()
     if isinstance(holder, type):  # the class was renamed
         module, _, name = patch.module.partition(":")
         delattr(importlib.import_module(module), name)
     else:
         delattr(holder, patch.name)
-    others = [p for p in adapter.PATCHES if p.module != patch.module]
+    others = [p for p in patches.PATCHES if p.module != patch.module]
     before = [getattr(p.holder(), p.name) for p in others]
     try:
         cpu.install()
@@ -51,10 +51,9 @@ def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
 
 
 def other_version(version):
-    from megatron_patch import cpu
-    from megatron_patch import version as module
+    from megatron_patch import cpu, patches
 
-    module.version = lambda name: version
+    patches.version = lambda name: version
     try:
         cpu.install()
     except UserError as error:

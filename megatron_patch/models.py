@@ -1,4 +1,4 @@
-"""The two ways for FMoE into a Megatron-core model: by its layer spec, or in place."""
+"""FMoE layers in a Megatron-core model: by its layer spec (`fmoe_layer_spec`), or in place (`fmoefy`)."""
 
 import copy
 from collections.abc import Callable, Collection
@@ -16,7 +16,6 @@ from fmoe import UserError
 from fmoe.convert import check_chosen, check_model, plan_blocks
 from fmoe.convert.blocks import Block
 from fmoe.convert.upcycle import Upcycling
-from megatron_patch.adapter import announce_experts
 from megatron_patch.layer import MegatronMoE
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
@@ -24,12 +23,12 @@ MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
-    """A transformer block of a model, and where it lies in it.
+    """A transformer block of a model.
 
     Attributes:
-        layers: those that this rank holds.
-        config: the block's.
-        offset: layers of the model that come before the block's first.
+        layers: layers of the block on this rank.
+        config: config of the block.
+        offset: number of layers in earlier blocks of the model.
     """
 
     layers: tuple[nn.Module, ...]
@@ -38,7 +37,7 @@ class Stack(NamedTuple):
 
 
 def stacks(model: nn.Module) -> tuple[Stack, ...]:
-    """The transformer blocks of one of `MODELS`, in the order in which a token meets them: of a T5 encoder, decoder."""
+    """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5."""
     blocks = {"decoder": model.config}
     if isinstance(model, BertModel):
         blocks = {"encoder": model.config}
@@ -46,20 +45,20 @@ def stacks(model: nn.Module) -> tuple[Stack, ...]:
         blocks = {"encoder": model.encoder_config, "decoder": model.config}
     found, offset = [], 0
     for name, config in blocks.items():
-        block = getattr(model, name)  # None on a pipeline stage that has the other one
+        block = getattr(model, name)  # None on a pipeline stage without this block
         found.append(Stack(() if block is None else tuple(block.layers), config, offset))
         offset += config.num_layers
     return tuple(found)
 
 
 def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
-    """A copy of a transformer layer's spec with `MegatronMoE` where the MLP was.
+    """Return a copy of a transformer layer's spec with `MegatronMoE` instead of the MLP.
 
     Args:
-        base_spec: e.g. ``get_gpt_layer_local_spec()``.
-        options: of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 of N and M layers
-            ``model_layers=N + M`` in both specs and ``layer_offset=N`` in the decoder's, so that no two layers have the
-            same weights, noise and place in Megatron's aux-loss tracker.
+        base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``.
+        options: arguments of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 with N encoder and M
+            decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to the decoder's. Otherwise
+            layers share weights, noise and entries of Megatron's aux-loss tracker.
     """
     spec = copy.deepcopy(base_spec)
     spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
@@ -78,38 +77,38 @@ def fmoefy(
     seed: int = 0,
     **options,
 ) -> nn.Module:
-    """Puts `MegatronMoE` in place of the MLPs of a Megatron-core model, one of `MODELS`; returns the model.
+    """Replace the MLPs of a Megatron-core model, one of `MODELS`, with `MegatronMoE`; return the model.
 
-    Call it before Float16Module, DistributedDataParallel and the optimizer, which keep what they found. The model's
-    layers are as they were if it raises.
+    Call it before Float16Module, DistributedDataParallel and the optimizer, which keep references to the old
+    parameters. If it raises, the model is unchanged.
 
     Args:
-        num_experts: in all, of each layer.
-        layers: numbers of the layers to change, counted from 1 over the whole model as Megatron does, a T5's decoder
+        num_experts: number of experts of each layer, over all ranks.
+        layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron, a T5's decoder
             after its encoder; None for all.
-        upcycle: every expert begins as the MLP of its layer, and the model's output is unchanged. The default draws new
-            ones, as `fmoe_layer_spec` does: a model that is about to be pretrained has nothing to keep, and copies
-            of one random MLP would only begin alike. `fmoe.fmoefy` upcycles unless told otherwise, here too.
+        upcycle: initialize every expert from the MLP of its layer, which leaves the model's output unchanged. By
+            default experts are drawn, as with `fmoe_layer_spec`: copies of a random MLP would only make experts equal.
+            Called through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
-        granularity: m makes experts of 1 / m of the hidden units, as in `fmoe.fmoefy`: ``num_experts`` counts these.
-        seed: of the run; with the layer number, the key of routers, new experts and noise.
-        options: of `MegatronMoE`.
+        granularity: m makes experts with 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts these.
+        seed: seed of the run; keys routers, new experts and noise together with the layer number.
+        options: other arguments of `MegatronMoE`.
 
     Raises:
-        UserError: the model is wrapped already, is none of these, has FMoE layers already, or has no layer of
-            ``layers``; upcycling cannot keep the output.
+        UserError: the model is wrapped, has another type, or already has FMoE layers; ``layers`` are out of range;
+            upcycling would change the output.
     """
     if hasattr(model, "module"):
         raise UserError(f"fmoefy got a model inside {type(model).__name__}: call it before the model is wrapped")
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
-        raise UserError(f"fmoefy of megatron_patch takes one of {names}, not {type(model).__name__}")
+        raise UserError(f"megatron_patch.fmoefy takes a model of type {names}, not {type(model).__name__}")
     check_model(model)
     parts = stacks(model)
     total = sum(config.num_layers for _, config, _ in parts)
     for number in layers or ():
         if not 1 <= number <= total:
-            raise UserError(f"layers={sorted(layers)}: the model's layers are numbered 1 to {total}")
+            raise UserError(f"layers={sorted(layers)} is out of range: the model's layers are numbered 1 to {total}")
     chosen = [
         (layer, offset)
         for in_stack, _, offset in parts
@@ -124,7 +123,7 @@ def fmoefy(
     options = {"num_experts": num_experts, "seed": seed, **options}
     if len(parts) > 1:
         options = {"model_layers": total, **options}
-    # All layers are made before the first is put in, so that an error leaves the model as it was.
+    # Build all layers before replacing the first, so that an error leaves the model unchanged.
     made = [
         _make(layer, granularity, block, how, {"layer_offset": offset, **options})
         for (layer, offset), block in zip(chosen, blocks, strict=True)
@@ -132,9 +131,9 @@ def fmoefy(
     for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
     for _, config, offset in parts:
-        if made:
-            announce_experts(config, made[0].num_experts)
-        if layers is not None:  # unlike layers: sharded_state_dict must not stack them into one tensor
+        if made:  # in every stack: the schedule reads it from one of the configs
+            config.num_moe_experts = made[0].num_experts
+        if layers is not None:  # layers differ: sharded_state_dict must not stack them into one tensor
             numbers = range(offset + 1, offset + config.num_layers + 1)
             config.moe_layer_freq = [int(number in layers) for number in numbers]
     return model
@@ -143,7 +142,7 @@ def fmoefy(
 def _make(
     layer: nn.Module, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
 ) -> MegatronMoE:
-    """For the place of the layer's MLP: experts made of it, which is ``block``, or new ones."""
+    """Build the MoE layer that replaces the layer's MLP, with experts from ``block`` or new ones."""
     config = layer.config
     width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) if block is None else block.d_hidden
     options = {"d_hidden": max(width // granularity, 1), **options}
@@ -157,7 +156,10 @@ def _make(
 
 
 def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
-    """For `fmoe.fmoefy`: takes Megatron-core models, wrapped ones too, which then raise an error."""
+    """Return the converter of Megatron-core models for `fmoe.fmoefy`; None for other models.
+
+    It also takes wrapped models, for which it raises an error.
+    """
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module
@@ -169,10 +171,10 @@ def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
 def _convert(
     model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = True, **options
 ) -> nn.Module:
-    """`fmoefy` with `fmoe.fmoefy`'s spellings of ``layers`` and its default of ``upcycle``; numbers count from 1."""
+    """Call `fmoefy` with the ``layers`` and the default of ``upcycle`` of `fmoe.fmoefy`; layers count from 1."""
     if isinstance(layers, int):
         count = sum(s.config.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:
-            raise UserError(f"layers={layers} (every n-th layer) chooses none: the model has {count}")
+            raise UserError(f"layers={layers} (every n-th layer) selects no layer: the model has {count}")
         layers = range(layers, count + 1, layers)
     return fmoefy(model, layers=None if layers == "all" else layers, upcycle=upcycle, **options)

@@ -1,6 +1,6 @@
-"""Megatron-core's own Mixture-of-Experts layers as FMoE layers: their weights by name, or a whole model in place.
+"""Conversion of Megatron-core's MoELayer to `MegatronMoE`: a state dict, or a whole model in place.
 
-Shape letters: E experts, L of this rank, D model width, H hidden width, P = H or, gated, 2 H.
+Shape letters: E experts, L experts of this rank, D model width, H hidden width, P = H, or 2 H with a gated linear unit.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,49 +16,50 @@ from torch import Tensor, nn
 from fmoe import UserError
 from fmoe.convert import NOT_DRAWN, check_model
 from megatron_patch.layer import MegatronMoE
-from megatron_patch.patch import MODELS, stacks
+from megatron_patch.models import MODELS, stacks
 
 _ROUTER = "router.weight"
-# What else the router has, and what it is called here.
+# Parameters and buffers of Megatron's router and their names in FMoE.
 _OF_ROUTER = {"weight": "gate.weight", "bias": "gate.bias", "expert_bias": "gate.expert_bias_E"}
 _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 
-# Fields of a config that change what a layer computes in a way that FMoE's does not: what they have to be, and why.
-_ONLY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops other tokens over capacity, the last ones"),
-    ("moe_router_num_groups", lambda v: v is None, "groups of experts are ranked in another way"),
-    ("moe_input_jitter_eps", lambda v: v is None, "its noise is drawn in another way"),
-    ("moe_apply_probs_on_input", lambda v: not v, "FMoE weighs outputs"),
-    ("moe_latent_size", lambda v: v is None, "experts have the model's width"),
+# Config fields that FMoE supports only for some values: name, test of the value, reason.
+_LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops different tokens over capacity, the last ones"),
+    ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
+    ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
+    ("moe_apply_probs_on_input", lambda v: not v, "FMoE multiplies outputs by the probabilities"),
+    ("moe_latent_size", lambda v: v is None, "FMoE's experts have the model's width"),
     ("moe_router_force_load_balancing", lambda v: not v, "it is for benchmarks"),
     (
         "moe_router_load_balancing_type",
         lambda v: v in ("none", "aux_loss", "seq_aux_loss"),
-        "none, aux_loss and seq_aux_loss are known",
+        "it must be none, aux_loss or seq_aux_loss",
     ),
     ("moe_shared_expert_overlap", lambda v: not v, "set it to False"),
-    ("use_te_activation_func", lambda v: not v, "FMoE's experts have torch's activations"),
-    ("activation_func_clamp_value", lambda v: v is None, "FMoE's experts clamp nothing"),
-    ("glu_linear_offset", lambda v: not v, "FMoE's experts add nothing to their values"),
+    ("use_te_activation_func", lambda v: not v, "FMoE's experts use torch's activations"),
+    ("activation_func_clamp_value", lambda v: v is None, "FMoE's experts do not clamp activations"),
+    ("glu_linear_offset", lambda v: not v, "FMoE's gated experts have no offset"),
 )
 
 
 def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | None = None) -> dict[str, Tensor]:
-    """The state of a Megatron-core model, or of one of its MoE layers, with the names and shapes of FMoE's.
+    """Return the state dict of a Megatron-core model or MoE layer with the names and shapes of FMoE.
 
     Experts may be those of SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
-    (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). What is of no MoE layer stays as it is;
-    Transformer Engine's ``_extra_state`` of experts is left out.
+    (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). Entries outside MoE layers are unchanged;
+    Transformer Engine's ``_extra_state`` of experts is dropped.
 
     Args:
-        state: of one rank, or of a whole model; not under expert tensor parallelism, which cuts experts.
-        num_local_experts: L; None for all of them, the rows of the router.
+        state: state dict of one rank or of a whole model. Expert tensor parallelism, which splits experts, is not
+            supported.
+        num_local_experts: L; None for all experts of the router.
 
     Returns:
-        A new dict; tensors that are unchanged are the same.
+        A new dict, which shares unchanged tensors with ``state``.
 
     Raises:
-        UserError: an expert, or a part of one, is missing; names of a layer's are unknown.
+        UserError: a tensor of an expert is missing; a name inside an MoE layer is unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
     found, of_layer = {}, {prefix: {} for prefix in prefixes}
@@ -91,7 +92,7 @@ def _layer_state(state: Mapping[str, Tensor], num_local_experts: int | None) -> 
     if "shared_experts.gate_weight" in left:
         found["shared.output_gate.weight"] = left.pop("shared_experts.gate_weight")
     if left:
-        raise UserError(f"{next(iter(left))} has no place in an FMoE layer")
+        raise UserError(f"{next(iter(left))} has no counterpart in an FMoE layer")
     return found
 
 
@@ -102,13 +103,13 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
-    """GroupedMLP: [D, L * P] is L matrices [D, P] one after the other, and [L * H, D] L of [H, D]."""
+    """Convert GroupedMLP, whose [D, L * P] holds L matrices [D, P] in turn, and whose [L * H, D] holds L of [H, D]."""
     first, second = left.pop("experts.weight1"), left.pop("experts.weight2", None)
     if second is None:
         raise UserError("experts.weight2 is missing")
     if first.numel() % (count * width) or second.numel() % (count * width):
         raise UserError(
-            f"experts.weight1 of shape {tuple(first.shape)} is not that of {count} experts of width {width}"
+            f"experts.weight1 has shape {tuple(first.shape)}, which does not fit {count} experts of width {width}"
         )
     return {
         "experts.weight_in": first.reshape(count, width, -1).transpose(1, 2).contiguous(),
@@ -117,7 +118,7 @@ def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tenso
 
 
 def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """SequentialMLP and TEGroupedMLP: a matrix for each expert, stacked."""
+    """Convert SequentialMLP and TEGroupedMLP, which have one matrix per expert."""
     found = {}
     for linear, ours in _OF_LINEAR.items():
         for kind in ("weight", "bias"):
@@ -126,33 +127,33 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                 if names[0] not in left:
                     continue
                 if missing := [name for name in names if name not in left]:
-                    raise UserError(f"{missing[0]} is missing, of {count} experts")
+                    raise UserError(f"{missing[0]} is missing: the layer has {count} experts")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
     if missing := {"experts.weight_in", "experts.weight_out"} - found.keys():
-        raise UserError(f"no weights of experts that are known were found ({', '.join(sorted(missing))})")
+        raise UserError(f"the state has no weights for {', '.join(sorted(missing))}")
     return found
 
 
 def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Module:
-    """Puts `MegatronMoE` in place of the MoELayers of a Megatron-core model; returns the model, its output unchanged.
+    """Replace the MoELayers of a Megatron-core model with `MegatronMoE`; return the model, whose output is unchanged.
 
-    Gate, experts, shared experts and the factors of the auxiliary losses are the layers' own. Call it with the weights
-    loaded, before Float16Module, DistributedDataParallel and the optimizer; with expert parallelism each rank converts
-    its own experts. Where a router's bias balances loads (``moe_router_enable_expert_bias``), `fmoe.end_step` moves it.
+    The new layers keep gate, experts, shared experts and loss weights. Call it with the weights loaded, before
+    Float16Module, DistributedDataParallel and the optimizer. With expert parallelism each rank converts its own
+    experts. A router bias that balances loads (``moe_router_enable_expert_bias``) is updated by `fmoe.end_step`.
 
     Args:
-        model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts stay unchanged.
-        seed: of the run; key of the layers' noise.
-        options: of `MegatronMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
+        model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts are unchanged.
+        seed: seed of the run; keys the layers' noise.
+        options: arguments of `MegatronMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
             ``group_size``, ``loss_weights``, ``check``.
 
     Raises:
-        UserError: the model is wrapped, is none of these or has no MoELayer; a layer computes what FMoE's does not.
-            The model is then as it was.
+        UserError: the model is wrapped, has another type or has no MoELayer; FMoE does not support a layer's config.
+            The model is then unchanged.
     """
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
-        raise UserError(f"convert_moe_layers takes one of {names}, not {type(model).__name__}")
+        raise UserError(f"convert_moe_layers takes a model of type {names}, not {type(model).__name__}")
     check_model(model)
     parts = stacks(model)
     total = sum(config.num_layers for _, config, _ in parts)
@@ -208,29 +209,35 @@ def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronMoE:
 
 
 def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
-    """Raises UserError where the layer computes what FMoE's does not."""
-    for field, holds, why in _ONLY:
+    """Raise UserError if FMoE does not support the layer."""
+    for field, holds, why in _LIMITS:
         value = getattr(config, field, None)
         if not holds(value):
-            raise UserError(f"{name}: {field}={value} cannot be taken over: {why}")
+            raise UserError(f"{name}: {field}={value} is not supported: {why}")
     if old.router.weight.is_meta:
         raise UserError(f"{name} is on the meta device: load its weights first")
     if type(old).forward is not MoELayer.forward or type(old.router).forward is not TopKRouter.forward:
-        raise UserError(f"{name}: {type(old).__name__} with {type(old.router).__name__} is not Megatron-core's own")
+        raise UserError(
+            f"{name}: {type(old).__name__} with {type(old.router).__name__} is not supported: its forward is not "
+            "Megatron-core's"
+        )
     size = parallel_state.get_expert_tensor_parallel_world_size()
     if size > 1:
-        raise UserError(f"{name}: expert_tensor_parallel_size={size} cuts experts, which are taken over whole: use 1")
-    if old.shared_experts is not None and parallel_state.get_tensor_model_parallel_world_size() > 1:
-        raise UserError(f"{name}: its shared experts are cut by tensor parallelism, FMoE's are whole: use size 1")
+        raise UserError(f"{name}: expert_tensor_parallel_size={size}, which splits experts, is not supported: use 1")
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if old.shared_experts is not None and size > 1:
+        raise UserError(
+            f"{name}: tensor_model_parallel_size={size}, which splits shared experts, is not supported: use 1"
+        )
 
 
 def _gate(config: TransformerConfig, router: TopKRouter) -> tuple[str, dict[str, Any]]:
-    """The gate that decides as Megatron's router: its name and options."""
+    """Return the name and options of the gate that decides as Megatron's router."""
     options: dict[str, Any] = {"routed_scale": config.moe_router_topk_scaling_factor or 1.0}
     if router.bias is not None:
         options["bias"] = True
     if config.moe_router_score_function == "softmax":
-        # Before the choice, probabilities of all experts are weights as they are; after it, those of the chosen ones.
+        # With pre_softmax, weights are probabilities over all experts; otherwise they sum to 1 over the chosen ones.
         return "naive", {**options, "normalize": not config.moe_router_pre_softmax}
     options["normalize"] = config.moe_router_topk > 1
     if router.expert_bias is None:

@@ -177,12 +177,12 @@ def test_what_is_missing_or_unknown_is_told():
     assert fmoe_state_dict(state)["decoder.final_layernorm.weight"] is state["decoder.final_layernorm.weight"]
     one = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
     with pytest.raises(
-        UserError, match=r"decoder\.layers\.0\.mlp: experts\.local_experts\.1\..* is missing, of 3 experts"
+        UserError, match=r"decoder\.layers\.0\.mlp: experts\.local_experts\.1\..* is missing: the layer has 3 experts"
     ):
         fmoe_state_dict({name: value for name, value in state.items() if name != one})
-    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp: lora has no place"):
+    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp: lora has no counterpart"):
         fmoe_state_dict(state | {"decoder.layers.0.mlp.lora": torch.ones(1)})
-    with pytest.raises(UserError, match="no weights of experts that are known"):
+    with pytest.raises(UserError, match=r"the state has no weights for experts\.weight_in"):
         fmoe_state_dict({"router.weight": torch.ones(2, 2)})
 
 
@@ -221,7 +221,7 @@ def test_what_is_computed_otherwise_is_refused(forks, case):
     options, message = REFUSED[case]
     told, upcycling, are_left = only(forks.run(1, refusal, options))
     assert told.startswith("the MoELayer of layer 1: ") and message in told and "\n" not in told
-    assert "megatron_patch.convert_moe_layers takes over" in upcycling
+    assert "which megatron_patch.convert_moe_layers converts" in upcycling
     assert are_left == [True, True]
 
 
