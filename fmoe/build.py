@@ -12,7 +12,7 @@ from fmoe import random
 from fmoe.errors import UserError, known_names
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
-from fmoe.gates import Gate, build_gate
+from fmoe.gates import GATES, Gate, build_gate
 from fmoe.layout import Layout
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
 from fmoe.runtime import collectives
@@ -112,8 +112,12 @@ class Spec:
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and isinstance(self.gate, str | None):
             raise UserError(f"loss_weights has {sorted(unknown)[0]!r}; known are {', '.join(DEFAULT_LOSS_WEIGHTS)}")
+        if self.granularity > 1:
+            kind = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
+            default = getattr(kind, "default_top_k", None)
+            top_k = self.top_k or (default and min(default, self.num_experts))
+            self.top_k = top_k and top_k * self.granularity
         self.num_experts, self.d_hidden = self.num_experts * self.granularity, self.d_hidden // self.granularity
-        self.top_k = self.top_k and self.top_k * self.granularity
         self.expert_options = dict(self.expert_options or {})
 
     @classmethod

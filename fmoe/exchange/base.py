@@ -168,12 +168,10 @@ class GroupExchange:
         return 0 if largest == NO_GRAD else largest
 
     def _refuse_no_grad(self) -> NoReturn:
-        error = UserError(
+        raise UserError(
             f"{monitor_of(self.group).context}: this rank trains while another one of moe_group runs under "
             "torch.no_grad(), which would not join the backward pass"
         )
-        self.post_failure(error)
-        raise error
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Called instead of `open` by a rank that failed before it: every rank raises.
@@ -198,8 +196,8 @@ class GroupExchange:
 
     def post_failure(self, error: Exception) -> None:
         """Tell the ranks that wait for this one that it failed and will not join them."""
-        # A failure of another rank is known to the whole group, but not to other groups.
-        if not isinstance(error, PeerError) or len(self.groups) > 1:
+        # A failure of another rank is known to its group, and to the other groups if they agreed on it.
+        if not isinstance(error, PeerError) or (len(self.groups) > 1 and not error.is_agreed):
             for group in self.groups:
                 monitor_of(group).post_failure(error)
 
@@ -225,14 +223,9 @@ class GroupSession:
         """Exchange counts, send rows, compute, return rows, combine."""
         exchange = self._exchange
         plan, depth = exchange.plan(routing), _backward_depth(inputs, experts.module)
-        self.report = _nobody  # an error in `open` is reported there
-        dispatch = exchange.open(plan, depth)
         self.report = exchange.post_failure
+        dispatch = exchange.open(plan, depth)
         return exchange.restore_context(dispatch.run(inputs, weight_TK, experts))
-
-
-def _nobody(_error: Exception) -> None:
-    pass
 
 
 def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
@@ -263,7 +256,9 @@ def raise_on_all_ranks(
     if error is not None:
         raise error
     ranks = ", ".join(str(dist.get_global_rank(group, rank)) for rank in failed)
-    raise PeerError(f"rank {ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
+    agreed = PeerError(f"rank {ranks} failed in {monitor_of(group).context}, before the exchange: {_as_text(message)}")
+    agreed.is_agreed = True
+    raise agreed
 
 
 def _as_bytes(text: bytes, device: torch.device) -> Tensor:

@@ -35,7 +35,13 @@ _GRACE = 2.0  # more seconds for the others to say where they are, once a connec
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step."""
+    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step.
+
+    Attributes:
+        is_agreed: all ranks raise it in the same forward pass.
+    """
+
+    is_agreed = False
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -107,12 +113,15 @@ class GroupMonitor:
         """
         begin, patience = time.monotonic(), PATIENCE
         while True:
+            has_ended = work.is_completed()  # if not, the error below may be the end of patience
             try:
                 work.wait(timedelta(seconds=patience))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if has_ended:
                     raise self._broken(error, what, number, begin) from error
+            if work.is_completed():
+                continue
             rest = begin + self._timeout() - time.monotonic()
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))

@@ -165,17 +165,18 @@ class FFNExperts(Stacked):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
-            method = {"weight_in": self.init_method, "weight_out": self.output_init_method}.get(name)
-            fan_in = self.d_model if name.endswith("_in") else self.d_hidden * self.hidden_parts
+            is_first = name.endswith("_in")
+            method = self.init_method if is_first else self.output_init_method
+            fan_in = self.d_model if is_first else self.d_hidden * self.hidden_parts
             for local, target in enumerate(parameter.unbind(0)):
                 value = torch.empty(self.whole_shape(name, target.shape), device="cpu", dtype=torch.float32)
                 with random.keyed("expert", self.seed, self.first_expert + local, name):
-                    if method is not None:
-                        method(value)
-                    elif name.startswith("bias") and self.init_method is not None:
+                    if method is None:
+                        value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+                    elif name.startswith("bias"):
                         value.zero_()
                     else:
-                        value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+                        method(value)
                 target.copy_(self.own_part(name, value))
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:

@@ -102,3 +102,19 @@ def test_settings_can_be_changed_after_the_constructor():
     assert fmoe.collect_losses(layer).requires_grad and layer.aux_loss == "manual"
     layer.metrics = type(layer.metrics)(4, ("balance",))
     assert fmoe.metrics(layer)[""].tokens == 0
+
+
+def test_granularity_multiplies_the_gates_default_top_k():
+    for gate, top_k in (("naive", 8), ("switch", 4)):
+        layer = fmoe.MoE.build(d_model=8, num_experts=8, d_hidden=8, granularity=4, gate=gate, seed=0)
+        assert (layer.num_experts, layer.gate.top_k, layer.experts.d_hidden) == (32, top_k, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_each_bias_follows_the_initialiser_of_its_matrix(first):
+    options = {"init_method" if first else "output_init_method": torch.nn.init.ones_}
+    layer = fmoe.MoE.build(d_model=8, num_experts=2, d_hidden=8, expert_options=options, seed=0)
+    given, other = ("in", "out") if first else ("out", "in")
+    parameters = dict(layer.experts.named_parameters())
+    assert (parameters[f"weight_{given}"] == 1).all() and (parameters[f"bias_{given}"] == 0).all()
+    assert parameters[f"weight_{other}"].std() > 0 and parameters[f"bias_{other}"].std() > 0
