@@ -215,7 +215,10 @@ def test_reading_what_is_not_there(tmp_path):
         (lambda: checkpoint.read("w", start=3, stop=17), "tensor w: range [3, 17)"),
         (lambda: checkpoint.read("w", out=torch.zeros(15)), "out has 15 elements of float32"),
         (lambda: checkpoint.read("w", out=torch.zeros(4, 4, dtype=torch.float16)), "16 elements of float16"),
-        (lambda: checkpoint.fill(piece((0, 0), (4, 4), shape=(8, 4))), "shape (4, 4) in the checkpoint, expected (8, 4)"),
+        (
+            lambda: checkpoint.fill(piece((0, 0), (4, 4), shape=(8, 4))),
+            "shape (4, 4) in the checkpoint, expected (8, 4)",
+        ),
         (lambda: checkpoint.rank_state(1), "has no state of rank 1"),
     ]:
         with pytest.raises(UserError) as caught:
