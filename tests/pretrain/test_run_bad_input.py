@@ -48,7 +48,7 @@ RECIPES = {
     "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean model.num_experts?"]),
     "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
     "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
-    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two is not a whole number"]),
+    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two must be an integer"]),
     "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
     "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "model.num_experts=4"]),
     "top_k over experts": ("", "", ["--model.top-k", "5"], ["model.top_k=5", "model.num_experts=4"]),

@@ -306,12 +306,12 @@ def test_an_overflow_at_a_fixed_scale_is_not_finite(forks):
 
 
 WRONG = {
-    "fp32": ("fp32", {"loss_scale": 8.0}, "optimizer.loss_scale=8.0 is for train.precision=fp16, not fp32"),
-    "bf16": ("bf16", {"hysteresis": 2}, "optimizer.hysteresis=2 is for train.precision=fp16, not bf16"),
+    "fp32": ("fp32", {"loss_scale": 8.0}, "optimizer.loss_scale=8.0 needs train.precision=fp16, not fp32"),
+    "bf16": ("bf16", {"hysteresis": 2}, "optimizer.hysteresis=2 needs train.precision=fp16, not bf16"),
     "both": (
         "fp16",
         {"loss_scale": 8.0, "initial_loss_scale": 16.0},
-        "optimizer.initial_loss_scale=16.0 is for a dynamic scale, optimizer.loss_scale=8.0 is fixed",
+        "optimizer.initial_loss_scale=16.0 needs a dynamic scale; optimizer.loss_scale=8.0 is fixed",
     ),
     "zero": ("fp16", {"loss_scale": 0.0}, "optimizer.loss_scale=0.0 is not between 2^-126 and 2^126"),
     "nan": (
@@ -329,7 +329,7 @@ WRONG = {
     "order": (
         "fp16",
         {"min_loss_scale": 2.0**17},
-        "optimizer.min_loss_scale=131072.0 is more than optimizer.initial_loss_scale=65536.0",
+        "optimizer.min_loss_scale=131072.0 exceeds optimizer.initial_loss_scale=65536.0",
     ),
 }
 

@@ -98,15 +98,15 @@ def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
 WRONG = {
     "share": ({"cpu_offload": 1.5, "distributed": True}, "optimizer.cpu_offload=1.5 is not in [0, 1]"),
     "negative": ({"cpu_offload": -0.5, "distributed": True}, "optimizer.cpu_offload=-0.5 is not 0 or more"),
-    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 is for optimizer.distributed=true"),
+    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 needs optimizer.distributed=true"),
     "lamb": (
         {"cpu_offload": 0.5, "distributed": True, "name": "lamb"},
-        "optimizer.cpu_offload=0.5: megatron-core steps Adam on the host, no optimizer.name=lamb",
+        "optimizer.cpu_offload=0.5 needs optimizer.name=adamw, not lamb",
     ),
     "fp32": (
         {"cpu_offload": 0.5, "distributed": True},
-        "optimizer.cpu_offload=0.5 is for masters of train.precision=bf16 or fp16: in fp32 megatron-core steps views "
-        "of the weights, which it cannot offload",
+        "optimizer.cpu_offload=0.5 needs master weights, train.precision=bf16 or fp16: in fp32 megatron-core steps "
+        "views of the weights, which it cannot offload",
     ),
 }
 
