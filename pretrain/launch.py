@@ -166,7 +166,7 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raises UserError for options of a run, on so many nodes, that do not belong together."""
+    """Raise UserError for options of a run, on so many nodes, that do not belong together."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)

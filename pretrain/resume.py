@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raises UserError for the first key that may not differ from the checkpoint's recipe and does, or where there are
+    """Raise UserError for the first key that may not differ from the checkpoint's recipe and does, or where there are
     weights alone."""
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} holds weights alone: --train.init-from begins a run with them")
@@ -118,7 +118,7 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
 def _check_same(
     key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
 ) -> None:
-    """Raises UserError unless both are the same file: by content or, where that is unknown, by path."""
+    """Raise UserError unless both are the same file: by content or, where that is unknown, by path."""
     if digest and old_digest:
         if digest != old_digest:
             raise UserError(
@@ -130,7 +130,7 @@ def _check_same(
 
 
 def check_exists(folder: Path, resume: str | None) -> None:
-    """Raises UserError where ``--resume`` means a run's folder that does not exist."""
+    """Raise UserError where ``--resume`` means a run's folder that does not exist."""
     if resume == "run" and not folder.exists():
         raise UserError(f"run.folder={folder} does not exist: without --resume a new run begins there")
 
@@ -213,7 +213,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
 
 
 def verify_together(path: Path) -> Checkpoint:
-    """Opens a checkpoint whose every file was compared with its SHA-256 by one rank or another. Collective.
+    """Open a checkpoint whose every file was compared with its SHA-256 by one rank or another. Collective.
 
     Raises:
         UserError: on every rank, if one found damage.

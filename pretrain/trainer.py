@@ -60,7 +60,7 @@ class Trainer:
         return self.is_done or self.is_stopping
 
     def run(self) -> None:
-        """Trains to the last step, or until it `is_stopping`."""
+        """Train to the last step, or until it `is_stopping`."""
         peak = peak_flops(self.processes.device, self.recipe.train.precision)
         error = None
         started = []
@@ -167,7 +167,7 @@ class Trainer:
             return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint of this step; returns when it is on disk."""
+        """Write a checkpoint of this step; returns when it is on disk."""
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:

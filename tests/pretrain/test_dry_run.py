@@ -164,16 +164,16 @@ def test_what_is_said_without_data_and_without_a_trace(forks, tmp_path):
     assert end.code == 0 and end.err == "", end.err
     assert list(tmp_path.iterdir()) == []
     recipe = load_recipe("t5")
-    text, _, summary = end.out.partition("\n\n12.8M parameters in total (12,796,160), 4.54M active a token")
+    text, _, summary = end.out.partition("\n\n12.8M parameters in total (12,796,160), 4.54M active per token")
     assert summary, end.out
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     assert load_recipe(str(path)) == recipe
     assert "process grid: world size 2, 1 node of 2" in summary
     assert "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1" in summary
-    assert "largest rank: 0, 8.08M parameters a rank (8,077,568)\n" in summary
-    assert "optimizer (masters and moments) 61.6 MiB, in all 123 MiB (129,241,088 bytes)" in summary
-    assert "5,024 tokens a step" in summary and f"{recipe.tokens_per_sequence * 16:,}" == "5,024"
+    assert "largest rank: 0, 8.08M parameters (8,077,568)\n" in summary
+    assert "optimizer (masters and moments) 61.6 MiB, total 123 MiB (129,241,088 bytes)" in summary
+    assert "5,024 tokens per step" in summary and f"{recipe.tokens_per_sequence * 16:,}" == "5,024"
 
 
 def test_json_has_every_figure(forks, recipe_file):

@@ -118,7 +118,7 @@ def test_wrong_values_are_one_line(case):
         Recipe(
             optimizer=OptimizerConfig(**options), train=TrainConfig(precision="fp32" if case == "fp32" else "bf16")
         ).check()
-    assert str(error.value) == says
+    assert str(error.value).startswith(says)
 
 
 def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
@@ -128,6 +128,4 @@ def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
     (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run")
     assert end.code == 2 and not (tmp_path / "run").exists()
     assert end.err.count("\n") == 1
-    assert (
-        "optimizer.cpu_offload=0.5: torch sees no GPU here, and all state is in host memory already: use 0" in end.err
-    )
+    assert "optimizer.cpu_offload=0.5 needs a GPU, and torch finds none: use 0" in end.err
