@@ -186,5 +186,5 @@ class Recipe:
         if world_size != parallel.world_size:
             raise UserError(
                 f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
-                f"{parallel.world_size} processes (fmoe train or torchrun --nproc_per_node), or change the splits"
+                f"as many (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
             )

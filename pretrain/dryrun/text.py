@@ -23,7 +23,8 @@ def summary(plan: Plan) -> str:
     lines = [
         f"{short(plan.parameters)} parameters in total ({plan.parameters:,}), "
         f"{short(plan.active_parameters)} active per token ({plan.active_parameters:,})",
-        f"{short(plan.flops_per_token)} FLOPs per token, forward and backward; {plan.tokens_per_step:,} tokens per step, "
+        f"{short(plan.flops_per_token)} FLOPs per token, forward and backward; "
+        f"{plan.tokens_per_step:,} tokens per step, "
         f"{short(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
         f"{size_of(plan.checkpoint_bytes)} per checkpoint",
         "",

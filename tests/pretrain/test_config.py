@@ -743,7 +743,7 @@ def test_resume_in_front_of_the_recipes_name():
         (["quickstart", "--resum", "auto"], "unknown option --resum; did you mean --resume?"),
         (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
         (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
-        (["quickstart", "t5"], "one recipe, not 'quickstart' and 't5'"),
+        (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
         (["--data.train", "a", "quickstart"], "--data.train takes all words up to the next option"),
     ],
 )

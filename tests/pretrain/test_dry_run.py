@@ -210,14 +210,14 @@ def test_what_cannot_be_is_the_same_line_as_in_training(forks, recipe_file, tmp_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--json"], "--json is for --dry-run"),
+        (["--json"], "--json needs --dry-run"),
         (["--nodes", "2"], "--nodes=2 needs --node-rank"),
         (["--nodes", "2", "--node-rank", "0"], "--nodes=2 needs --rendezvous"),
-        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank=2 is not less than --nodes=2"),
-        (["--nodes", "0"], "--nodes=0 is not a whole number from 1"),
+        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank=2 must be less than --nodes=2"),
+        (["--nodes", "0"], "--nodes=0 must be an integer of at least 1"),
         (["--nodes"], "argument --nodes: expected one argument"),
-        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host is not HOST:PORT"),
-        (["--node-rank", "1"], "--node-rank=1 is for --nodes of 2 or more"),
+        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host must be HOST:PORT"),
+        (["--node-rank", "1"], "--node-rank=1 needs --nodes of at least 2"),
         (["--max-restarts", "1"], "--max-restarts=1 needs --resume auto"),
     ],
 )

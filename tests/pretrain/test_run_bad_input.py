@@ -58,7 +58,7 @@ RECIPES = {
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
     "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
     "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "sequence_length=99999", "100000"]),
-    "no checkpoint": ("", "", ["--resume", "."], [". is no checkpoint"]),
+    "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
     "no run to resume": ("", "", ["--resume"], ["run.folder=", "run does not exist"]),
     "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
     "unknown option of an exchange": (
@@ -67,7 +67,7 @@ RECIPES = {
         ["--parallel.exchange", "all_gather", "--parallel.chunks", "2"],
         ["parallel.exchange_options: all_gather has no 'chunks'"],
     ),
-    "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is no checkpoint"]),
+    "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is not a checkpoint"]),
 }
 
 
