@@ -112,16 +112,16 @@ def read_run(folder: Path) -> Run:
     if not validations:
         why = "its data.validation is empty" if not recipe.data.validation else f"{METRICS} has none yet"
         raise UserError(f"{folder} has no validation to compare: {why}")
-    told = _told(folder)
-    data = told.get("data") or {}
+    info = _run_info(folder)
+    data = info.get("data") or {}
     return Run(
         folder=folder,
         recipe=recipe,
         step=rows[-1]["step"],
         validations=validations,
-        params=told.get("params", recipe.num_params()),
-        active_params=told.get("active_params", recipe.num_active_params()),
-        flops_per_token=told.get("flops_per_token", recipe.flops_per_token()),
+        params=info.get("params", recipe.num_params()),
+        active_params=info.get("active_params", recipe.num_active_params()),
+        flops_per_token=info.get("flops_per_token", recipe.flops_per_token()),
         tokenizer=File(recipe.data.tokenizer, data.get("tokenizer")),
         train=_files(recipe.data.train, data.get("train")),
         validation=_files(recipe.data.validation, data.get("validation")),
@@ -180,19 +180,19 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
     return list(found.values())
 
 
-def _told(folder: Path) -> dict[str, Any]:
+def _run_info(folder: Path) -> dict[str, Any]:
     """Return ``run.json``, with the fields that a comparison uses checked; empty if it is missing."""
-    told, path = read_told(folder), folder / TOLD
+    info, path = read_told(folder), folder / TOLD
     for key in ("params", "active_params", "flops_per_token"):
-        value = told.get(key, 0)
+        value = info.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UserError(f"{path}: {key}={value!r} must be a number")
-    data = told.get("data") or {}
+    data = info.get("data") or {}
     sums = [data.get("tokenizer"), data.get("train"), data.get("validation")] if isinstance(data, dict) else [data]
     for value in sums:
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
             raise UserError(f"{path}: data={data!r} is invalid: a run did not write it")
-    return told
+    return info
 
 
 def _files(paths: Sequence[str], sums: Sequence[str | None] | None) -> tuple[File, ...]:

@@ -86,8 +86,8 @@ def _differences(groups: Sequence[Group]) -> list[str]:
     lines = []
     for group in groups:
         values = group.runs[0].keys()
-        told = [key if key in _CONTENTS else f"{key}={values[key]}" for key in keys]
-        lines.append(f"{group.name}: {' '.join(told) or 'the same recipe and seed'}")
+        shown = [key if key in _CONTENTS else f"{key}={values[key]}" for key in keys]
+        lines.append(f"{group.name}: {' '.join(shown) or 'the same recipe and seed'}")
     return lines
 
 

@@ -48,7 +48,7 @@ class ParallelConfig:
     chunks: int = 1
     """Chunks of the exchange that overlap with the experts' computation."""
     max_rows: int | None = None
-    """Maximum rows that a rank receives at once; None for no bound."""
+    """Maximum rows of other ranks that a rank holds; more are processed in chunks. None for no bound."""
     shadow: int = 0
     """Maximum hot experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.files import beside, replacing
+from pretrain.data.files import replacing, with_ending
 
 _VERSION = 1
 _MAX_IDS = 1 << 24  # exceeds any vocabulary; bounds the array that a damaged id would allocate
@@ -72,7 +72,7 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Counts tokens incrementally; holds a vocabulary and a million tokens in memory."""
+    """Incremental counter of tokens; holds a vocabulary and a million tokens in memory."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -120,7 +120,7 @@ def chunks(tokens: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 def counts_path(prefix: Path) -> Path:
     """Return the file with the counts of a corpus written elsewhere."""
-    return beside(prefix, ".counts")
+    return with_ending(prefix, ".counts")
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:

@@ -92,7 +92,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+def with_ending(prefix: Path, suffix: str) -> Path:
     """Append ``suffix`` to ``prefix``; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
 
     Raises:

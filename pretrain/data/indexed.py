@@ -22,7 +22,7 @@ import numpy as np
 
 from fmoe.errors import UserError
 from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
-from pretrain.data.files import beside, replacing
+from pretrain.data.files import replacing, with_ending
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -43,7 +43,7 @@ def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
 def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
     """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``: in the order of renaming, the index last."""
     prefix = Path(prefix)
-    return beside(prefix, ".bin"), beside(prefix, ".json"), beside(prefix, ".idx")
+    return with_ending(prefix, ".bin"), with_ending(prefix, ".json"), with_ending(prefix, ".idx")
 
 
 class IndexedWriter:

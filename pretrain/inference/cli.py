@@ -209,7 +209,7 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
 
 
 class _Printer:
-    """Prints the samples one after the other; the first unfinished one token by token."""
+    """Printer of samples, one after the other; the first unfinished one token by token."""
 
     def __init__(self, prompt: str, trained: Trained, ids: list[int], count: int):
         self._prompt, self._count = prompt, count

@@ -15,8 +15,8 @@ from pretrain.inference.sampling import Sampling, distribution, draw
 
 
 class Decoder(Protocol):
-    """Returns the logits, float32 [N, V], of the token after ``tokens_NS``: called with all tokens so far, which must
-    extend those of the previous call by one."""
+    """A function from all tokens so far, [N, S], to the logits, float32 [N, V], of the next. Each call must extend the
+    previous one's tokens by one."""
 
     def __call__(self, tokens_NS: Tensor) -> Tensor: ...
 
@@ -68,7 +68,7 @@ class GPTDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the index of the first of ``count`` tokens that the next one is predicted from, at most ``length``."""
+    """Return the start of the window before token ``count``, which holds at most ``length`` tokens."""
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 

@@ -27,14 +27,14 @@ class Trained:
         name: the path as the user spelled it.
         recipe: of the checkpoint, with all splits 1.
         tokenizer: the run's, verified by SHA-256 where one is recorded.
-        told: ``data`` of the run's ``run.json``; empty if the file is missing.
+        run_data: ``data`` of the run's ``run.json``; empty if the file is missing.
     """
 
     name: str
     checkpoint: Checkpoint
     recipe: Recipe
     tokenizer: Tokenizer
-    told: dict[str, Any]
+    run_data: dict[str, Any]
 
 
 def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None) -> Trained:
@@ -55,14 +55,14 @@ def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None)
         raise UserError(f"{checkpoint.path} has no recipe in its state: it is not the checkpoint of a run") from None
     except UserError as error:
         raise UserError(f"the recipe of {checkpoint.path}: {error}") from error
-    told = _told(checkpoint.path)
+    run_data = _run_data(checkpoint.path)
     try:
         opened = open_tokenizer(
-            recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or told.get("tokenizer")
+            recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
         raise UserError(f"{path}: {error}{'' if tokenizer else '; --tokenizer FILE names another'}") from error
-    return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, told)
+    return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 
 def _open(path: Path, step: int | None) -> Checkpoint:
@@ -86,12 +86,12 @@ def _open(path: Path, step: int | None) -> Checkpoint:
     return open_checkpoint(folder / step_name(step))
 
 
-def _told(checkpoint: Path) -> dict[str, Any]:
+def _run_data(checkpoint: Path) -> dict[str, Any]:
     """Return the ``data`` record of a checkpoint's run from its ``run.json``; empty without the file."""
     run = checkpoint.parent.parent
-    if checkpoint.parent.name != CHECKPOINTS or not (told := read_told(run)):
+    if checkpoint.parent.name != CHECKPOINTS or not (info := read_told(run)):
         return {}
-    if not isinstance(data := told.get("data"), dict):
+    if not isinstance(data := info.get("data"), dict):
         raise UserError(f"{run / TOLD} is invalid: data is not a JSON object")
     return data
 

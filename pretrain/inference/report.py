@@ -53,7 +53,7 @@ def open_source(
             samples, sums = open_validation(recipe, trained.tokenizer)
         except UserError as error:
             raise UserError(f"{trained.name}: {error}; pass other text with --data") from error
-        were = trained.told.get("validation") or ()
+        were = trained.run_data.get("validation") or ()
         if len(were) == len(sums) and any(a and b and a != b for a, b in zip(were, sums, strict=True)):
             raise UserError(
                 f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run; "

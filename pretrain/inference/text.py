@@ -22,7 +22,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(before[-_CONTEXT:])
-        self._begin, self._told = 0, len(self._ids)
+        self._begin, self._shown = 0, len(self._ids)
 
     def add(self, token: int) -> str:
         """Return the new text; empty while a character is incomplete."""
@@ -34,13 +34,13 @@ class TextStream:
         return self._new(is_last=True)
 
     def _new(self, is_last: bool) -> str:
-        told = self._tokenizer.decode(self._ids[self._begin : self._told])
+        shown = self._tokenizer.decode(self._ids[self._begin : self._shown])
         text = self._tokenizer.decode(self._ids[self._begin :])
-        if len(text) <= len(told) or (text.endswith(_UNFINISHED) and not is_last):
+        if len(text) <= len(shown) or (text.endswith(_UNFINISHED) and not is_last):
             return ""
         # The last decoded tokens are the context of the next.
-        self._begin, self._told = max(self._told - _CONTEXT, 0), len(self._ids)
-        return text[len(told) :]
+        self._begin, self._shown = max(self._shown - _CONTEXT, 0), len(self._ids)
+        return text[len(shown) :]
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -236,12 +236,12 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--model.hidden-size", "64"], ["of shape", "the model"]),
-        (["--model.num-experts", "8"], ["of shape", "the model"]),
+        (["--model.hidden-size", "64"], ["has shape", "expected"]),
+        (["--model.num-experts", "8"], ["has shape", "expected"]),
         (["--model.num-layers", "3"], ["has no tensor model/decoder.layers.2."]),
         (["--model.no-tie-embeddings"], ["has no tensor model/output_layer"]),
         (["--model.gate", "sigmoid", "--model.top-k", "2"], ["has no tensor", "expert_bias_E"]),
-        (["--model.num-experts", "0"], ["for which the model has no place"]),
+        (["--model.num-experts", "0"], ["which is not in the model"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.files import beside, refuse_existing, refuse_inputs, replacing
+from pretrain.data.files import refuse_existing, refuse_inputs, replacing, with_ending
 
 
 def test_files_appear_together(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_refuse_existing(tmp_path: Path) -> None:
 
 
 def test_a_prefix_keeps_its_dots() -> None:
-    assert beside(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
+    assert with_ending(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
 
 
 def test_outputs_that_are_no_files(tmp_path: Path) -> None:
@@ -179,4 +179,4 @@ def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> N
 @pytest.mark.parametrize("prefix", [".", "..", "/", "out/.."])
 def test_a_prefix_without_a_name(prefix: str) -> None:
     with pytest.raises(UserError, match="has no file name: add one"):
-        beside(Path(prefix), ".bin")
+        with_ending(Path(prefix), ".bin")
