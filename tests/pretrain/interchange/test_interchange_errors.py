@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up(mixtral, tmp_path, monkeypatch, when):
 
 def test_tokenizers_that_are_not_there_or_too_large(mixtral, tmp_path, tiny_corpus):
     import_folder(mixtral, tmp_path / "run", tokenizer=str(tiny_corpus.tokenizer))
-    with pytest.raises(UserError, match=f"has 384 entries, more than model.vocab_size={VOCAB}"):
+    with pytest.raises(UserError, match=f"has 384 entries, which exceeds model.vocab_size={VOCAB}"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "tokenizer" / "tokenizer.model").unlink()
     with pytest.raises(UserError, match=r"data\.tokenizer: cannot read .*; pass a path with --tokenizer"):
