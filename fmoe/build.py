@@ -1,7 +1,7 @@
 """From names and options to the parts of a layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
-from fmoe.errors import UserError
+from fmoe.errors import UserError, known_names
 from fmoe.exchange import Exchange, build_exchange
 from fmoe.experts import SharedExpert, build_experts
 from fmoe.gates import Gate, build_gate
@@ -32,13 +32,13 @@ class Spec:
         expert: a name of `fmoe.experts.EXPERTS`, a module class or factory (called with ``d_model`` for each expert),
             or a sequence of those or of modules, one for each of the E; None if a subclass assigns the experts.
         expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
-        shared_expert: a module, or the hidden width of one, for every token, beside the routed experts.
+        shared_expert: a module, or the hidden width of one, for every token, in parallel with the routed experts.
         shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
         granularity: m splits every expert into m of ``d_hidden / m`` and chooses ``m * K`` of them (DeepSeekMoE, arXiv
             2401.06066).
         moe_group: expert parallel group, over which the experts are spread; None for one rank.
         exchange: how rows travel between the ranks of ``moe_group``, a name of `fmoe.exchange.EXCHANGES`
-            (docs/parallelism.md says which pays when); changes nothing in the result.
+            (docs/parallelism.md compares them); the result does not depend on it.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
@@ -48,8 +48,8 @@ class Spec:
         aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `fmoe.collect_losses`.
         loss_weights: factor of each auxiliary loss by name; a missing one keeps its default
             (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
-        loss_scale: returns the factor between auxiliary losses and the backward pass; None for that of
-            `fmoe.set_loss_scale`.
+        loss_scale: returns the factor between auxiliary losses and the backward pass; None for the
+            value of `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
         backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the
@@ -116,6 +116,19 @@ class Spec:
         self.top_k = self.top_k and self.top_k * self.granularity
         self.expert_options = dict(self.expert_options or {})
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Spec":
+        """Return the spec of these options.
+
+        Raises:
+            UserError: an unknown or invalid option.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise UserError(f"unknown option {key}={options[key]!r} of a layer; {known_names(key, known)}")
+        return cls(**options)
+
     def arguments(
         self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses
     ) -> dict[str, Any]:
@@ -145,8 +158,8 @@ class Spec:
             gate = build_gate(
                 self.gate or "naive", self.d_model, self.num_experts, self.top_k, **dict(self.gate_options or {})
             )
-        if hasattr(gate, "set_worker"):
-            gate.set_worker(exchange.ep_rank, exchange.ep_size)
+        if hasattr(gate, "set_ep_rank"):
+            gate.set_ep_rank(exchange.ep_rank, exchange.ep_size)
         experts = shared = None
         if self.expert is not None:
             experts = build_experts(

@@ -1,8 +1,8 @@
-"""The tokens that a rank routes: from a layer's input to this rank's rows, and from their outputs to that of the layer.
+"""The tokens that a rank routes: from a layer's input to this rank's rows, and back to the layer's output.
 
 Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate has to see whole routing
 groups, so its input, or its logits if it uses nothing else, are gathered. All ranks of the group then make the same
-decisions, and each goes on with those about its own tokens.
+decisions, and each rank continues with its own tokens.
 
 Shape letters: T tokens of this rank, G tokens that the gate decides about, D model width, K experts per token.
 """
@@ -24,7 +24,7 @@ from fmoe.runtime import collectives
 
 @dataclass(eq=False)
 class Layout:
-    """How inputs lie in memory and over ranks.
+    """Layout of inputs in memory and over ranks.
 
     Args:
         d_model: D.
@@ -53,7 +53,7 @@ class Layout:
         Raises:
             UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
         """
-        local, seen, shards, loss_share = x, x, None, 1.0
+        local, seen, shards = x, x, None
         if self.slice_group is not None:
             local = take_slice(x, self.slice_group)
             shards = TokenShards.of_slices(x.shape[0], self.slice_group)
@@ -62,8 +62,7 @@ class Layout:
             shards = TokenShards.of_equal_parts(x.shape[0], self.sequence_group)
             seen = x if by_logits else shards.gather(x)
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
-        if shards is not None and not by_logits:
-            loss_share = 1 / shards.size
+        loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
         seen_GD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
         # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
         x_TD = seen_GD if local is seen else local.reshape(-1, self.d_model)
@@ -71,20 +70,12 @@ class Layout:
         return LocalTokens([x_TD], seen_GD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
 
     def tokens(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        seed: int = 0,
-        *,
-        before: int = 0,
-        shards: "TokenShards | None" = None,
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None" = None
     ) -> tuple[Tensor, RoutingGroups]:
         """Return the tokens ``x_TD`` of an input (a view if possible) and their routing groups.
 
         Args:
             x, mask, token_ids, seed: see `split`.
-            before: tokens of the micro batch that precede these, on other ranks.
             shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
                 ``mask`` and ``token_ids`` are of all of them.
 
@@ -96,26 +87,24 @@ class Layout:
         if not x.is_floating_point():
             raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
-        if mask is not None and mask.shape != leading:
-            raise UserError(f"the mask has shape {tuple(mask.shape)}; it must be {tuple(leading)}, that of the tokens")
+        for name, value in (("mask", mask), ("token_ids", token_ids)):
+            if value is not None and value.shape != leading:
+                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have {tuple(leading)}")
         if mask is not None and mask.dtype != torch.bool:
-            raise UserError(f"the mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
-        if token_ids is not None and token_ids.shape != leading:
-            raise UserError(f"token_ids have shape {tuple(token_ids.shape)}; it must be {tuple(leading)}")
+            raise UserError(f"mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
         sequence_first = self.sequence_first and x.dim() == 3
-        sequence_length = leading[0] if sequence_first else leading[-1]
-        size = sequence_length if self.group_size is None else self.group_size
+        length = leading[0] if sequence_first else leading[-1]
         groups = RoutingGroups(
-            leading.numel() // sequence_length if sequence_length else 0,
-            sequence_length,
-            size=size,
+            leading.numel() // max(length, 1),
+            length,
+            size=self.group_size,
             sequence_first=sequence_first,
             mask_T=None if mask is None else mask.reshape(-1),
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
-            first_group=(before + random.first_token()) // max(size, 1),
             noise_key=lambda: random.noise_key(seed),
             shards=shards,
         )
+        groups.first_group = random.first_token() // groups.size
         return x.reshape(-1, self.d_model), groups
 
 
@@ -128,8 +117,8 @@ class LocalTokens:
         gate_input_TD: input of the gate, [G, D], or [T, D] if its logits are gathered.
         groups: the routing groups of the G tokens.
         leading: the input's shape without D.
-        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those of several ranks are
-            summed.
+        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those gradients are
+            summed over ranks.
         shards: how the G tokens are spread over ranks; None if they are this rank's own.
         rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
         slice_group: its outputs are gathered in `join`.
@@ -154,7 +143,7 @@ class LocalTokens:
         return x_GX if self.shards is None else self.shards.local(x_GX, self.rows_per_entry)
 
     def local_routing(self, routing: Routing) -> Routing:
-        """Return the decisions about this rank's tokens. Losses and statistics stay those of all G tokens."""
+        """Return the decisions about this rank's tokens. Losses and statistics still cover all G tokens."""
         if self.shards is None:
             return routing
         expert_TK = self.local(routing.expert_TK)
@@ -215,7 +204,7 @@ class TokenShards:
 
     @property
     def length(self) -> int:
-        """Entries of all ranks."""
+        """Number of entries on all ranks."""
         return sum(self.lengths)
 
     @property
@@ -225,7 +214,7 @@ class TokenShards:
         return begin, begin + self.lengths[self.group.rank()]
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """All entries, from this rank's ``x``; differentiable.
+        """Gather the entries of all ranks from this rank's ``x``; differentiable.
 
         Args:
             full: the result, if this rank has it anyway: nothing is communicated in the forward pass.
@@ -236,11 +225,11 @@ class TokenShards:
         return _Gather.apply(x, full, self, alike)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks; differentiable."""
+        """Return this rank's part of the sum over ranks; differentiable."""
         return _ReduceScatter.apply(x, self)
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """This rank's part of ``x``, of which each entry has ``rows`` rows."""
+        """Return this rank's part of ``x``, which has ``rows`` rows per entry."""
         begin, end = self.bounds
         return x.narrow(0, begin * rows, (end - begin) * rows)
 

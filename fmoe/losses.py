@@ -1,4 +1,4 @@
-"""Auxiliary losses: their formulas, and `AuxLosses`, which adds those of a layer to its backward pass.
+"""Auxiliary losses: the formulas, and `AuxLosses`, which adds a layer's losses to its backward pass.
 
 Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it does not
 depend on how the batch is spread over micro batches and ranks, if they hold equally many tokens.
@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import List, Optional, Tuple  # noqa: UP035 - torch reads schemas of operations from these
 
 import torch
@@ -32,11 +33,11 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
     """``E * sum_e f_e P_e``, 1 when balanced (Switch, arXiv 2101.03961 equations 4-6; GShard's ``l_aux``, arXiv
     2006.16668 algorithm 1, is the same up to a constant).
 
-    E is the number of experts in all, never those of one rank.
+    E counts the experts of all ranks.
 
     Args:
         probs_GSE: the router's probabilities, differentiable.
-        load_GE: how often the group chose each expert, before any choice was dropped for capacity.
+        load_GE: number of choices of each expert in the group, before capacity.
         valid_GS: which places hold a token; None for all.
 
     Returns:
@@ -61,7 +62,7 @@ def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor 
 
     Args:
         scores_GSE: positive affinities of tokens and experts, differentiable.
-        load_GE: how often each expert is among the K best scores of the group's tokens.
+        load_GE: number of the group's tokens that have the expert among their K best scores.
         valid_GS: which places hold a token; None for all.
     """
     return load_balancing_loss(scores_GSE / scores_GSE.sum(-1, keepdim=True).clamp(min=1e-20), load_GE, valid_GS)
@@ -82,11 +83,11 @@ def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor
 
 
 def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """``CV(Load)^2``, Load being a smooth estimate of how many of the group's tokens an expert gets (arXiv 1701.06538
+    """``CV(Load)^2``, Load being a smooth estimate of an expert's share of the group's tokens (arXiv 1701.06538
     equations 10-11).
 
     Args:
-        chosen_GSE: probability P(x, i) that a new draw of an expert's noise alone has it chosen (equation 9).
+        chosen_GSE: probability P(x, i) that the expert is chosen if only its noise is drawn again (equation 9).
         valid_GS: which places hold a token; None for all.
 
     Returns:
@@ -122,14 +123,16 @@ def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
     return (square_T * mask_T).sum() / mask_T.sum().clamp(min=1)
 
 
+Observer = Callable[[Routing], None]  # a gate's `record`
+
 _default_scale: float | Tensor = 1.0
 
 
 def set_loss_scale(value: float | Tensor) -> None:
-    """The factor between auxiliary losses and the backward pass, for every layer that was given none of its own.
+    """Set the factor between auxiliary losses and the backward pass, for layers without a ``loss_scale`` option.
 
-    A trainer sets it to the factor on its own loss: (loss scale of fp16) / (micro batches a step). It is 1
-    for plain ``loss.backward()``.
+    A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). It is 1 for plain
+    ``loss.backward()``.
     """
     global _default_scale
     _default_scale = value
@@ -147,7 +150,7 @@ class AuxLosses:
         num_experts: E.
         weights: factor of each loss by name; a missing one keeps its default.
         is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
-        scale: returns the factor between the losses and the backward pass; None for that of `set_loss_scale`.
+        scale: returns the factor between the losses and the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
     Attributes:
@@ -171,7 +174,7 @@ class AuxLosses:
         self.weights = {**DEFAULT_LOSS_WEIGHTS, **(weights or {})}
         self.is_manual, self.loss_scale, self.name = is_manual, scale, name
         self.metrics = LayerMetrics(num_experts, tuple(self.weights))
-        self.observer: Callable[[Routing], None] | None = None
+        self.observer: Observer | None = None
         self.pending: list[Tensor] = []
         self._warned = self._has_offered = False
         self._number = _register(self)
@@ -188,16 +191,15 @@ class AuxLosses:
         return (self.loss_scale or loss_scale)()
 
     def total(self, routing: Routing) -> Tensor | None:
-        """Return the weighted sum of a routing's losses; None if there is none.
+        """Return the weighted sum of a routing's losses; None without losses.
 
         Raises:
             UserError: the gate returned a loss that has no weight.
         """
-        unknown = routing.losses.keys() - self.weights.keys()
-        if unknown:
+        if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
         weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
-        return sum(weighted) if weighted else None
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     def attach(self, routing: Routing, share: float, training: bool) -> Tensor:
         """Return the combine weights, whose backward pass adds the gradients of the losses.
@@ -208,25 +210,17 @@ class AuxLosses:
         if not (training and torch.is_grad_enabled()):
             return routing.weight_TK
         total = self.total(routing)
-        total = total if total is None or share == 1 else total * share
-        if total is not None and self.is_manual:
-            self._offer(total)
-            total = None
-        if total is not None and not total.requires_grad:
-            total = None
+        if total is not None:
+            total = total if share == 1 else total * share
+            if self.is_manual:
+                self._offer(total)
+            total = total if total.requires_grad and not self.is_manual else None
         if torch.compiler.is_compiling() and (total is not None or routing.weight_TK.requires_grad):
             return _attach_opaque(routing.weight_TK, routing, total, self._number)
-        if total is None:
-            return routing.weight_TK
-        return attach_loss(routing.weight_TK, total, self.scale)
+        return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
 
     def count(
-        self,
-        routing: Routing,
-        weight_TK: Tensor,
-        outputs: list[Tensor],
-        training: bool,
-        observer: Callable[[Routing], None] | None = None,
+        self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
     ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
@@ -255,7 +249,7 @@ class AuxLosses:
             outputs[index] = _attach_opaque(outputs[index], routing, None, self._number)
         return outputs
 
-    def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
+    def record(self, routing: Routing, observer: Observer | None = None) -> None:
         """Count the statistics of one micro batch; called once, usually from its backward pass."""
         if routing.stats is not None:
             self.metrics.add(routing.stats, routing.losses)
@@ -273,7 +267,7 @@ class AuxLosses:
     def collect(self) -> Tensor | None:
         """With ``is_manual``: return the losses of the forward passes since the last call, summed."""
         pending, self.pending = self.pending, []
-        return sum(pending) if pending else None
+        return sum(pending[1:], pending[0]) if pending else None
 
     def _offer(self, total: Tensor) -> None:
         """Queue a loss for `collect`."""
@@ -293,12 +287,12 @@ def collect_losses(model: nn.Module) -> Tensor:
     """Return the auxiliary losses of all layers with ``aux_loss="manual"``, to be added to the training loss.
 
     Returns:
-        A scalar; zero if there is none.
+        A scalar; zero without losses.
     """
-    found = [aux.collect() for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
-    found = [loss for loss in found if loss is not None]
+    layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
+    found = [loss for aux in layers if (loss := aux.collect()) is not None]
     if found:
-        return sum(found)
+        return sum(found[1:], found[0])
     parameter = next(model.parameters(), None)
     return torch.zeros((), device=None if parameter is None else parameter.device, dtype=torch.float32)
 
@@ -333,18 +327,18 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
 
     for out in outputs:
         # A view that is changed in place leaves the graph, its base does not.
-        (out._base if out._is_view() else out).register_hook(run)
+        (out if out._base is None else out._base).register_hook(run)
 
 
 def _is_recomputation() -> bool:
     """Return whether a checkpoint repeats a forward pass that ran with gradients enabled before.
 
-    Reentrant checkpoints run the first pass without gradients: there, the second is the first that counts. Torch does
-    not tell which of them is running, but the stack shows it.
+    Reentrant checkpoints run the first pass without gradients: there, the second pass is the first that counts. Torch
+    has no API for the kind of checkpoint, so the stack is searched.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "recompute_fn" and frame.f_code.co_filename == checkpoint.__file__:
             return True
@@ -364,7 +358,7 @@ _MAX_COUNTED = 4096
 
 
 def _register(aux: AuxLosses) -> Tensor:
-    """Return a number, on the CPU: a tensor, so that what is compiled for one layer serves all like it."""
+    """Return a number, as a tensor on the CPU, so that layers of equal shape share compiled code."""
     number = next(_numbers)
     _registered[number] = aux
     return torch.tensor(number, dtype=torch.int64, device="cpu")
@@ -409,7 +403,7 @@ def _record(
     """(the gradient, the scale of the losses); counts the statistics once per ticket. The backward pass uses the
     result, so that no compiler leaves the operation out."""
     layer = _registered.get(int(number))
-    scale = 1.0
+    scale: float | Tensor = 1.0
     if layer is not None:
         if int(ticket) not in _counted:  # else the backward pass runs again: retain_graph
             _counted[int(ticket)] = None

@@ -1,9 +1,9 @@
-"""Routing statistics of a layer, summed on its device with no host sync until they are read."""
+"""Routing statistics of a layer, summed on its device without a host sync until they are read."""
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from fmoe.routing import RoutingStats, sum_dtype
 
-# After the E loads: the scalars of RoutingStats, then each loss times tokens.
+# Layout of the sums: E loads, these scalars of RoutingStats, then each loss times tokens.
 _SCALARS = ("dropped", "entropy", "tokens")
 
-# Threads add to one layer's sums (nn.DataParallel's replicas, backward passes at once). One lock for all layers: a lock
-# of the layer's own could be neither copied nor pickled with it.
+# Threads add to one layer's sums (replicas of nn.DataParallel, concurrent backward passes). The lock is global because
+# a layer with a lock could be neither copied nor pickled.
 _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may hold the lock, and the child has no such thread to release it."""
+    """Replace the lock in a forked child: a thread that exists only in the parent may hold it."""
     global _lock
     _lock = threading.Lock()
 
@@ -28,16 +28,22 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def coefficient_of_variation(load: Sequence[float]) -> float:
+    """Return standard deviation / mean; 0 for a load of zeros."""
+    mean = sum(load) / len(load)
+    return (sum((x - mean) ** 2 for x in load) / len(load)) ** 0.5 / mean if mean else 0.0
+
+
 @dataclass(frozen=True)
 class LayerReport:
-    """Routing of one layer over the steps since the last reset.
+    """Routing of one layer since the last reset.
 
     Attributes:
-        load: each expert's share of the assignments that were kept; sums to 1.
+        load: share of each expert in the kept assignments; sums to 1.
         drop_rate: dropped assignments / all assignments.
-        entropy: mean entropy of the router's probabilities, nats.
-        losses: mean of each unscaled auxiliary loss that the gate has.
-        tokens: tokens routed.
+        entropy: mean entropy of the router's probabilities, nats per token.
+        losses: mean of each auxiliary loss of the gate, before its coefficient.
+        tokens: number of routed tokens.
     """
 
     load: list[float]
@@ -48,21 +54,20 @@ class LayerReport:
 
     @property
     def load_cv(self) -> float:
-        """Coefficient of variation of the load: 0 is balanced."""
-        mean = sum(self.load) / len(self.load)
-        return (sum((x - mean) ** 2 for x in self.load) / len(self.load)) ** 0.5 / mean if mean else 0.0
+        """Coefficient of variation of the load; 0 is balanced."""
+        return coefficient_of_variation(self.load)
 
     @property
     def dead_experts(self) -> int:
-        """Experts that no token reached."""
+        """Number of experts without a token."""
         return sum(x == 0 for x in self.load)
 
 
 class LayerMetrics:
-    """Sums of `RoutingStats` in one vector, which `sums` hands out for reduction over ranks.
+    """Sums of `RoutingStats` in one vector, which can be reduced over ranks.
 
     Attributes:
-        seen: names of the losses that were ever added.
+        seen: names of the losses added so far.
     """
 
     def __init__(self, num_experts: int, loss_names: tuple[str, ...]):
@@ -72,7 +77,7 @@ class LayerMetrics:
         self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
-        """Adds one micro batch. Called from the backward pass, so that recomputation counts nothing twice."""
+        """Add one micro batch. Called in the backward pass, so that recomputation is not counted."""
         if stats is None:
             return
         scalars = [stats.dropped, stats.entropy, stats.tokens]
@@ -86,14 +91,14 @@ class LayerMetrics:
             self._sums = sums if self._sums is None else self._sums + sums
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """[E + 3 + number of losses], `sum_dtype`: sums over all passes added, which ranks can add up."""
+        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`. They are additive over ranks."""
         size = self.num_experts + len(_SCALARS) + len(self.loss_names)
         if self._sums is None:
             return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
         return self._sums.clone()
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
-        """Turns sums (own, or reduced over ranks) into means. Reads them on the host."""
+        """Return the report of these sums, or of ones reduced over ranks. Syncs with the device."""
         values = (self.sums() if sums is None else sums).tolist()
         load, rest = values[: self.num_experts], values[self.num_experts :]
         dropped, entropy, tokens = rest[: len(_SCALARS)]
@@ -111,21 +116,22 @@ class LayerMetrics:
         )
 
     def take(self) -> LayerReport:
-        """`report` and `reset` in one, between which no other thread adds."""
+        """Return the report and reset, atomically."""
         with _lock:
             sums = self.sums()
             self._sums = None
         return self.report(sums)
 
     def reset(self) -> None:
-        """Forgets what was added."""
+        """Reset the sums."""
         self._sums = None
 
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Within, passes in evaluation are counted in the metrics of ``model``'s layers: loads, drops and entropy, since a
-    gate has no losses then. What was counted before is put aside meanwhile."""
+    """Context that counts evaluation passes in the metrics of ``model``'s layers, and restores the previous counts.
+
+    Counts loads, drops and entropy; gates have no losses in evaluation."""
     layers = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
@@ -142,10 +148,10 @@ def counting(model: nn.Module) -> Iterator[None]:
 
 
 def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
-    """The routing report of every MoE layer of ``model`` by module name, of this rank's tokens.
+    """Return the routing report of this rank's tokens for every MoE layer of ``model``, by module name.
 
     Args:
-        reset: start counting anew afterwards.
+        reset: reset the counts afterwards.
     """
     reports = {}
     for name, module in model.named_modules():

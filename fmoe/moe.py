@@ -62,7 +62,7 @@ class MoE(nn.Module):
     @classmethod
     def build(cls, **options: Any) -> "MoE":
         """Return the layer of these options (`fmoe.build.Spec`)."""
-        return cls(**Spec(**options).arguments())
+        return cls(**Spec.of(options).arguments())
 
     def assemble(self, gate: Any, experts: nn.Module | None, shared: nn.Module | None) -> None:
         """Install the parts that have parameters; called again when a layer is rebuilt under another seed."""

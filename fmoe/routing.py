@@ -1,11 +1,11 @@
-"""What a gate sees (`RoutingGroups`) and what it decides (`Routing`).
+"""Input of gates (`RoutingGroups`) and their decisions (`Routing`).
 
-Shape letters: T tokens on this rank, D model width, E experts in all, K experts a token, G routing groups on this
-rank, S tokens of a group (the last group may be padded).
+Shape letters: T tokens on this rank, D model width, E experts, K experts per token, G routing groups on this rank, S
+tokens of a group (the last group may be padded).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,11 +16,11 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """How tokens are spread over the ranks of a group (`fmoe.layout.TokenShards`)."""
+    """Spread of tokens over the ranks of a group (`fmoe.layout.TokenShards`)."""
 
     @property
     def length(self) -> int:
-        """Entries of all ranks."""
+        """Number of entries on all ranks."""
         ...
 
     @property
@@ -29,22 +29,22 @@ class Shards(Protocol):
         ...
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """All entries, from those of this rank."""
+        """Return the entries of all ranks."""
         ...
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Those of this rank."""
+        """Return this rank's entries of ``x``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingStats:
-    """What happened in one routing, as detached tensors on the tokens' device. Every field is a sum, so that adding
-    them over micro batches and ranks gives the figures of the whole batch.
+    """Statistics of one routing, as detached tensors on the tokens' device. Every field is a sum, so that sums over
+    micro batches and ranks are the statistics of the whole batch.
 
     Attributes:
-        load_E: assignments that each expert got, dropped ones not counted (float32).
-        dropped: assignments dropped for lack of capacity, scalar.
+        load_E: kept assignments of each expert (float32).
+        dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
     """
@@ -56,21 +56,20 @@ class RoutingStats:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which statistics are summed over micro batches: in float32, counts above 2^24 no longer grow. MPS
-    has no float64."""
+    """Return the dtype of sums over micro batches: float64 except on MPS, because counts in float32 stop at 2^24."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a gate decided: a value, with no side channel.
+    """A gate's decision.
 
     Attributes:
-        expert_TK: global expert ids, int64; -1 where the assignment was dropped or never made.
-        weight_TK: combine weights, differentiable, in the router's precision. Those of dropped assignments are not
-            used.
+        expert_TK: global expert ids, int64; -1 for assignments that are dropped or not made.
+        weight_TK: combine weights, differentiable, in the router's precision. Weights of dropped assignments are
+            ignored.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
-        stats: see `RoutingStats`; None if the gate keeps none.
+        stats: see `RoutingStats`; None for none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
     """
@@ -82,75 +81,71 @@ class Routing:
     max_load: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class RoutingGroups:
     """The sets of tokens that capacity and balance losses are counted over, and their noise.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
-    2.2), whatever order the tokens lie in memory, and never "what this rank happens to hold". Data parallel size, micro
-    batch size and expert parallel size then change nothing, as long as each micro batch holds whole groups.
+    2.2), independent of the tokens' order in memory and of their spread over ranks. Data parallel size, micro batch
+    size and expert parallel size thus change nothing, if each micro batch holds whole groups.
 
-    Args:
-        num_sequences, sequence_length: the tokens are that many sequences of that many tokens; T is their product.
+    Attributes:
+        num_sequences, sequence_length: shape of the token stream; T is their product.
         size: tokens of a group; None for one sequence.
-        sequence_first: the tokens lie as [sequence_length, num_sequences] (Megatron's layout), not the other way round.
+        sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
-        token_ids_T: of the vocabulary, for gates that route by them; None where nobody gave them.
-        first_group: index of the first group within the global batch of the step; while torch.compile traces a scalar
-            on the host.
-        noise_key: makes the key of the noise, called only by gates that draw some.
-        shards: how the tokens are spread over ranks, if this one holds a part of them; groups consist of all of them.
+        token_ids_T: ids of the vocabulary, for gates that route by them; None if they were not given.
+        first_group: index of the first group within the global batch of the step; a scalar on the host while
+            torch.compile traces.
+        noise_key: returns the key of the noise; called only by gates that draw noise.
+        shards: spread of the tokens over ranks, if this rank holds a part of them; groups consist of all of them.
+        num_tokens: T.
+        count: G.
 
     Raises:
-        UserError: ``mask_T`` or ``token_ids_T`` is not one for each token.
+        UserError: the shape of ``mask_T`` or ``token_ids_T`` is not [T].
     """
 
-    def __init__(
-        self,
-        num_sequences: int,
-        sequence_length: int,
-        *,
-        size: int | None = None,
-        sequence_first: bool = False,
-        mask_T: Tensor | None = None,
-        token_ids_T: Tensor | None = None,
-        first_group: int | Tensor = 0,
-        noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0),
-        shards: Shards | None = None,
-    ):
-        self.num_tokens = num_sequences * sequence_length
-        self.size = max(sequence_length if size is None else size, 1)
+    num_sequences: int
+    sequence_length: int
+    _: KW_ONLY
+    size: int = None  # type: ignore[assignment]  # None until __post_init__
+    sequence_first: bool = False
+    mask_T: Tensor | None = None
+    token_ids_T: Tensor | None = None
+    first_group: int | Tensor = 0
+    noise_key: Callable[[], int | Tensor] = lambda: random.noise_key(0)
+    shards: Shards | None = None
+    _key: int | Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_sequences * self.sequence_length
+        self.size = max(self.sequence_length if self.size is None else self.size, 1)
         self.count = -(-self.num_tokens // self.size)
-        for name, value in (("mask_T", mask_T), ("token_ids_T", token_ids_T)):
+        self.sequence_first = self.sequence_first and self.num_sequences > 1
+        for name, value in (("mask_T", self.mask_T), ("token_ids_T", self.token_ids_T)):
             if value is not None and value.shape != (self.num_tokens,):
                 raise UserError(f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), the tokens")
-        self.mask_T, self.token_ids_T = mask_T, token_ids_T
-        self.first_group = first_group
-        self._shape = (num_sequences, sequence_length)
-        self._sequence_first = sequence_first and num_sequences > 1
-        self._noise_key = noise_key
-        self._shards = shards
-        self._key: int | Tensor | None = None
 
     @property
     def padding(self) -> int:
-        """Tokens that the last group is short of."""
+        """Number of missing tokens in the last group."""
         return self.count * self.size - self.num_tokens
 
     def sizes(self) -> list[int]:
-        """Tokens of each group: ``size``, and what is left for the last."""
+        """Return the number of tokens of each group: ``size``, and the rest for the last group."""
         return [self.size] * (self.count - 1) + [self.size - self.padding] if self.count else []
 
     @property
     def layout(self) -> tuple[int, int]:
-        """How the tokens lie in memory: (sequences, their length) where it is [length, sequences], else (1, T)."""
-        return self._shape if self._sequence_first else (1, self.num_tokens)
+        """Memory layout: (sequences, length) if tokens are stored as [length, sequences], else (1, T)."""
+        return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
-        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is filled up with ``pad``."""
+        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is padded with ``pad``."""
         rest = x_TX.shape[1:]
-        if self._sequence_first:
-            num_sequences, length = self._shape
-            x_TX = x_TX.reshape(length, num_sequences, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        if self.sequence_first:
+            x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *rest).transpose(0, 1).flatten(0, 1)
         if self.padding:
             x_TX = torch.cat([x_TX, x_TX.new_full((self.padding, *rest), pad)])
         return x_TX.reshape(self.count, self.size, *rest)
@@ -159,46 +154,48 @@ class RoutingGroups:
         """[G, S, ...] in group order -> [T, ...] in memory order; the inverse of `split`."""
         rest = x_GSX.shape[2:]
         x_TX = x_GSX.reshape(self.count * self.size, *rest)[: self.num_tokens]
-        if self._sequence_first:
-            num_sequences, length = self._shape
-            x_TX = x_TX.reshape(num_sequences, length, *rest).transpose(0, 1).reshape(self.num_tokens, *rest)
+        if self.sequence_first:
+            x_TX = x_TX.reshape(self.num_sequences, self.sequence_length, *rest).transpose(0, 1).flatten(0, 1)
         return x_TX
 
     @property
     def is_ragged(self) -> bool:
-        """Some group holds places without a token to route."""
+        """Some group has a position without a token to route."""
         return self.mask_T is not None or self.padding > 0
 
     def valid(self, device: torch.device) -> Tensor:
-        """bool [G, S]: which places hold a token to route."""
+        """Return a mask, bool [G, S], of the positions that hold a token to route."""
         mask_T = self.mask_T
         if mask_T is None:
             mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         return self.split(mask_T, pad=False)
 
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """A key of noise for every group, int64 [G], that it has wherever it lies."""
+        """Return a noise key for each group, int64 [G], equal at every split."""
         if self._key is None:
-            self._key = self._noise_key()
+            self._key = self.noise_key()
         index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Noise in [0, 1) of shape [T, width], float32, that each token has wherever its group lies."""
+        """Return noise in [0, 1), float32 [T, width], equal for a token at every split."""
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Noise in [0, 1) for this rank's tokens, [T, width], float32: values of `random.uniform16` that a token has at
+        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, equal for a token at
         every split."""
-        if self._shards is None:
-            return self._uniform16(width, purpose, device)
-        num_sequences, length = self._shape
-        in_sequences = self._sequence_first or (num_sequences == 1 and self._shards.length == length)
+        if self.shards is not None:
+            return self._uniform16_of(self.shards, width, purpose, device)
+        return self._uniform16(width, purpose, device)
+
+    def _uniform16_of(self, shards: Shards, width: int, purpose: str, device: torch.device) -> Tensor:
+        num_sequences, length = self.num_sequences, self.sequence_length
+        in_sequences = self.sequence_first or (num_sequences == 1 and shards.length == length)
         if not in_sequences or self.size != length:
-            return self._shards.local(self._uniform16(width, purpose, device), self._rows)
-        # Every sequence is a group, of which this rank has the same part.
-        begin, end = self._shards.bounds
+            return shards.local(self._uniform16(width, purpose, device), self._rows)
+        # Every sequence is a group, and this rank holds the same part of each.
+        begin, end = shards.bounds
         keys_G = self._group_keys(purpose, device)
         noise_GN = random.uniform16(keys_G, (end - begin) * width, begin * width)
         return noise_GN.view(num_sequences, end - begin, width).transpose(0, 1).reshape(-1, width)
@@ -208,25 +205,25 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return the values of all tokens, from those of this rank's tokens; ``x_TX`` itself if this rank has all.
+        """Gather values of all tokens from this rank's ``x_TX``; ``x_TX`` itself if this rank has all tokens.
 
         All ranks must compute the same from the result, and each token's result only from its own values.
         """
-        if self._shards is None:
+        if self.shards is None:
             return x_TX
-        return self._shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
+        return self.shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
 
     @property
     def _rows(self) -> int:
-        """Tokens for each place along which the tokens are cut."""
-        return self.num_tokens // self._shards.length if self._shards.length else 1
+        """Tokens per entry of the dimension along which they are sharded."""
+        return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Standard normal noise of shape [T, width], float32; otherwise as `uniform`."""
+        """Return standard normal noise, float32 [T, width]; otherwise as `uniform`."""
         noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def token_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """A key of noise for every token, int64 [T], that it has wherever its group lies."""
+        """Return a noise key for each token, int64 [T], equal at every split."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
         return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))

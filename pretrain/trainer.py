@@ -22,9 +22,7 @@ from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine, state
 from pretrain.engine.flops import peak_flops
 from pretrain.process import Processes
-
-# Metrics of a layer whose mean over the layers is logged too.
-_OF_A_LAYER = ("drop_rate", "entropy", "balance_loss", "z_loss", "load_cv", "dead_experts", "exchange_bytes")
+from pretrain.tracking.metrics import routing_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -118,24 +116,7 @@ class Trainer:
             metrics[f"epochs/source_{number}"] = epochs * batches.first(self.step)
         if result.loss_scale is not None:
             metrics |= {"loss_scale": result.loss_scale, "skipped_steps": self.engine.grad_scaler.skipped}
-        means = dict.fromkeys(_OF_A_LAYER, 0.0)
-        for number, report in routing.items():
-            layer = {
-                "drop_rate": report.drop_rate,
-                "entropy": report.entropy,
-                "balance_loss": report.losses.get("balance", 0.0),
-                "z_loss": report.losses.get("z", 0.0),
-                "load_cv": report.load_cv,
-                "dead_experts": report.dead_experts,
-                "exchange_bytes": report.exchange_bytes,
-            }
-            metrics[f"moe/layer_{number}/load"] = report.load
-            for name, value in layer.items():
-                metrics[f"moe/layer_{number}/{name}"] = value
-                means[name] += value / len(routing)
-        if routing:
-            metrics.update({f"moe/{name}": value for name, value in means.items()})
-        return metrics
+        return metrics | routing_metrics(routing)
 
     def _check_step(self, loss: float, grad_norm: float) -> str | None:
         for callback in self.callbacks:

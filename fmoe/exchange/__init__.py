@@ -31,7 +31,7 @@ def build_exchange(
     exchange: str = "all_to_all",
     options: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """The exchange of that name for an expert parallel group; a local one without a group or with one worker.
+    """Return the exchange of that name for an expert parallel group; a local one if there is no group or one rank.
 
     Raises:
         UserError: an unknown name or option, the experts do not spread evenly over the group.
@@ -45,7 +45,7 @@ def build_exchange(
     if group is None or group.size() == 1:
         return LocalExchange(num_experts)
     if num_experts % group.size():
-        raise UserError(f"num_experts={num_experts} is not divisible by the {group.size()} workers of moe_group")
+        raise UserError(f"num_experts={num_experts} is not divisible by the {group.size()} ranks of moe_group")
     return EXCHANGES[exchange](group, num_experts, **(options or {}))
 
 

@@ -1,10 +1,10 @@
-"""Every worker gets every token and computes its own experts' share of it; the shares are summed where tokens live.
+"""Every rank gets all tokens and computes the share of its own experts; each token's rank sums the shares.
 
-For small groups and large K: a token travels once to each worker instead of once for each of its K experts, and a
-worker sends each other one a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every worker holds
+For small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and each pair
+of ranks exchanges a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every rank holds
 the tokens of all.
 
-Shape letters: T tokens of this worker, T' of the worker with most, others as in `fmoe.exchange.base`.
+Shape letters: T tokens of this rank, T' of the rank with most tokens, others as in `fmoe.exchange.base`.
 """
 
 import torch
@@ -23,11 +23,12 @@ class AllGatherExchange(GroupExchange):
     """See the module.
 
     Args:
-        group, num_experts, wire_dtype: see `GroupExchange`. Sums are taken in float32 whatever they travel in.
+        group, num_experts, wire_dtype: see `GroupExchange`. Sums are computed in float32 for every
+            wire dtype.
     """
 
     def plan(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return the choices [T, K], and how many there are of each expert."""
+        """Return the choices [T, K] and the number of choices of each expert [E]."""
         expert_N = routing.expert_TK.reshape(-1) + 1
         count_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_N.device)
         return routing.expert_TK, count_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))[1:]
@@ -56,7 +57,7 @@ class AllGatherExchange(GroupExchange):
         self._exchange_heads(head, error)
 
     def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
-        """Return what each rank tells the others: whether it failed, T, K, its depth, its rows for each expert."""
+        """Return a row for each rank: failure flag, T, K, depth, number of choices of each expert."""
         heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
         heads = heads.view(self.ep_size, -1).tolist()  # the one look of the host
         failed = [rank for rank, row in enumerate(heads) if row[0]]
@@ -106,14 +107,14 @@ def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype
 
 
 def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-    """[W * T', ...], the part of worker w for w -> the sum of the parts for this one, in the order of workers."""
+    """[W * T', ...], part w for rank w -> the sum of the parts that this rank receives, in the order of ranks."""
     received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
     parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """[T, ...] of every worker -> [W * T', ...] of all, filled up with zeros."""
+    """[T, ...] on every rank -> [W * T', ...] of all ranks, padded with zeros."""
 
     @staticmethod
     def forward(ctx, x, longest: int, group, wire):
@@ -126,7 +127,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """The inverse journey: every worker's sums for all tokens -> the whole sums of this one's."""
+    """The adjoint of `_Gather`: every rank's sums for all tokens -> the total for this rank's tokens."""
 
     @staticmethod
     def forward(ctx, x, length: int, group, wire):

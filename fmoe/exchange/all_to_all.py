@@ -121,18 +121,18 @@ class AllToAllExchange(base.GroupExchange):
         if num_chunks == 1 and not shadowed:
             plan = plan if order_E is None else plan.arranged(1, order_E)
             return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
-        chunks = [
-            Dispatch(
-                None,
-                [hop.hop(self.wire_dtype, chunk, num_chunks) for hop in hops],
-                self._per_expert(chunk_of(counts_PX, chunk, num_chunks)),
-                depth,
-            )
-            for chunk in range(num_chunks)
-        ]
         plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
+        chunks = self._chunks(hops, counts_PX, num_chunks, depth)
         at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
         return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
+
+    def _chunks(self, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int) -> "list[Dispatch]":
+        chunks = []
+        for chunk in range(num_chunks):
+            counts_L = self._per_expert(chunk_of(counts_PX, chunk, num_chunks))
+            parts = [hop.chunk(chunk, num_chunks).hop(self.wire_dtype) for hop in hops]
+            chunks.append(Dispatch(None, parts, counts_L, depth))
+        return chunks
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
         """Rows of each local expert: kind x is of expert ``x % L``."""
@@ -154,8 +154,8 @@ class AllToAllExchange(base.GroupExchange):
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors [P, X + 1] that the host is to read, and the counts of rows received in each hop. The last column of
-        the last tensor has flags, among them the largest of all ranks."""
+        """Return tensors [P, X + 1] to copy to the host, and the counts of rows received in each hop. The last column
+        of the last tensor holds flags, among them the largest of all ranks."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -192,7 +192,7 @@ class Dispatch:
         plan: None for a part of a `ChunkedDispatch`.
         hops: one; two for the hierarchical exchange.
         counts: rows of each local expert.
-        depth: how far the backward pass goes on some rank (`base.GroupExchange.open`).
+        depth: largest backward depth of any rank (`base.GroupExchange.open`).
     """
 
     def __init__(self, plan: DispatchPlan | None, hops: list[Hop], counts: list[int], depth: int):
@@ -222,7 +222,7 @@ class ChunkedDispatch:
     """Rows in chunks: while the experts compute one, the next one is sent and the previous one is returned.
 
     Args:
-        plan: orders rows by chunk; those of shadowed experts come last.
+        plan: orders rows by chunk, with the rows of shadowed experts at the end.
         shadowed: experts whose rows stay on this rank; None for none.
         is_bounded: one chunk after the other, recomputed in the backward pass.
     """

@@ -25,6 +25,7 @@ from fmoe.experts.call import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
+Facts = Callable[[Any], dict[str, object]]  # a layer's input -> what must be the same on all ranks
 NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
 
 
@@ -67,12 +68,7 @@ class Exchange(Protocol):
     traffic: Traffic
 
     def session(
-        self,
-        name: str,
-        facts: Callable[[Any], dict[str, object]],
-        experts: nn.Module,
-        x: Any,
-        gate_runs_collectives: bool = False,
+        self, name: str, facts: Facts, experts: nn.Module, x: Any, gate_runs_collectives: bool = False
     ) -> AbstractContextManager[Session]:
         """Open a forward pass.
 
@@ -101,8 +97,9 @@ class GroupExchange:
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is no floating point dtype")
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
+        self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all that rows travel over
         self.ep_rank, self.ep_size = group.rank(), group.size()
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
         self._is_prepared = False
@@ -110,29 +107,20 @@ class GroupExchange:
     def __deepcopy__(self, memo) -> "GroupExchange":
         return self  # process groups cannot be copied, and the rest belongs to the group
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """All groups that rows travel over."""
-        return (self.group,)
-
     @contextmanager
     def session(
-        self,
-        name: str,
-        facts: Callable[[Any], dict[str, object]],
-        experts: nn.Module,
-        x: Any,
-        gate_runs_collectives: bool = False,
+        self, name: str, facts: Facts, experts: nn.Module, x: Any, gate_runs_collectives: bool = False
     ) -> Iterator["GroupSession"]:
         """Open a forward pass (`Exchange.session`)."""
         for group in self.groups:
             monitor_of(group).start_pass(name, self.traffic)
-        device = _device_of(experts, x)
         if not self._is_prepared:
             with self.traffic.paused():
-                self.prepare(facts(x), experts, device)
+                self.prepare(facts(x), experts, _device_of(experts, x))
             self._is_prepared = True
-        session = GroupSession(self, device, gate_runs_collectives)
+        session = GroupSession(self, lambda error: self.abort(error, _device_of(experts, x)))
+        if gate_runs_collectives:
+            session.report = self.post_failure
         try:
             refuse_replicating_wrapper(experts, self.group, name)
             yield session
@@ -195,8 +183,8 @@ class GroupExchange:
         """
         self.post_failure(error)
 
-    def restore_context(self, outputs: list[Tensor]) -> None:
-        """Make errors in the backward pass of ``outputs`` name this forward pass, not the latest of another layer."""
+    def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return ``outputs``; errors in their backward pass name this forward pass, not the latest of another layer."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -206,6 +194,7 @@ class GroupExchange:
         for out in outputs:
             if out.requires_grad:
                 out.register_hook(restore)
+        return outputs
 
     def post_failure(self, error: Exception) -> None:
         """Tell the ranks that wait for this one that it failed and will not join them."""
@@ -222,18 +211,15 @@ class GroupExchange:
 class GroupSession:
     """A forward pass over a group.
 
-    How the other ranks learn of an error on this one depends on where they wait for it: until `run` they exchange the
-    counts of rows, or are in the gate's collectives; afterwards they are in an exchange of rows.
+    An error on this rank must reach the others where they wait: before `run` in the exchange of counts or in the gate's
+    collectives, afterwards in an exchange of rows.
 
     Attributes:
-        report: tells the other ranks of an error.
+        report: makes an error of this rank raise on the other ranks.
     """
 
-    def __init__(self, exchange: GroupExchange, device: torch.device, gate_runs_collectives: bool):
-        self._exchange = exchange
-        self.report: Callable[[Exception], None] = lambda error: exchange.abort(error, device)
-        if gate_runs_collectives:
-            self.report = exchange.post_failure
+    def __init__(self, exchange: GroupExchange, report: Callable[[Exception], None]):
+        self._exchange, self.report = exchange, report
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
@@ -242,9 +228,7 @@ class GroupSession:
         self.report = _nobody  # an error in `open` is reported there
         dispatch = exchange.open(plan, depth)
         self.report = exchange.post_failure
-        outputs = dispatch.run(inputs, weight_TK, experts)
-        exchange.restore_context(outputs)
-        return outputs
+        return exchange.restore_context(dispatch.run(inputs, weight_TK, experts))
 
 
 def _nobody(_error: Exception) -> None:
@@ -252,7 +236,7 @@ def _nobody(_error: Exception) -> None:
 
 
 def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
-    """How far the backward pass goes (`GroupExchange.open`)."""
+    """Return this rank's backward depth (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
         return NO_GRAD
     if any(x.requires_grad for x in inputs):
@@ -329,21 +313,30 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     """
     if torch.compiler.is_compiling():
         return
-    expert = next(experts.parameters(), None)
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and any(expert is p for p in wrapper._module_parameters):
-        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-        if others & set(dist.get_process_group_ranks(wrapper.process_group)):
-            raise UserError(
-                f"torch's DistributedDataParallel made the experts of {name} on all ranks those of its first "
-                "rank: build the model anew and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
-            )
-    # FSDP puts its own tensors in the place of parameters, which lose the mark of experts.
-    if getattr(experts, "_is_fsdp_managed_module", False) and getattr(expert, "allreduce", True):
-        from torch.distributed.fsdp import FSDPModule
+    if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
+        _refuse_ddp(experts, group, name, wrapper)
+    # FSDP replaces parameters by its own tensors, which lack the mark of experts.
+    if getattr(experts, "_is_fsdp_managed_module", False):
+        _refuse_fully_shard(experts, name)
 
-        if not any(isinstance(module, FSDPModule) for module in experts.modules()):
-            raise UserError(
-                f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: build "
-                "the model anew and shard it with fmoe.parallel.fully_shard(model, groups)"
-            )
+
+def _refuse_ddp(experts: nn.Module, group: dist.ProcessGroup, name: str, wrapper: DistributedDataParallel) -> None:
+    expert = next(experts.parameters(), None)
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    replicas = set(dist.get_process_group_ranks(wrapper.process_group))
+    if others & replicas and any(expert is p for p in wrapper._module_parameters):
+        raise UserError(
+            f"torch's DistributedDataParallel overwrote the experts of {name} on all ranks with its first rank's: "
+            "rebuild the model and wrap it in fmoe.parallel.DistributedDataParallel(model, groups)"
+        )
+
+
+def _refuse_fully_shard(experts: nn.Module, name: str) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    is_marked = not getattr(next(experts.parameters(), None), "allreduce", True)
+    if not is_marked and not any(isinstance(module, FSDPModule) for module in experts.modules()):
+        raise UserError(
+            f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: rebuild "
+            "the model and shard it with fmoe.parallel.fully_shard(model, groups)"
+        )

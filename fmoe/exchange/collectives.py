@@ -1,8 +1,8 @@
-"""Waiting for other workers without hanging: who keeps this one waiting, and what failed there.
+"""Collectives that do not hang: a failure on one rank raises on every rank and names it.
 
-A worker that waits longer than `PATIENCE` writes into the store of its process group where it waits, and looks whether
-another one wrote that it failed. At the group's timeout, or when a connection breaks, those that wrote nothing are
-named. The fast path touches no store: it is one wait with a short timeout.
+A rank that waits longer than `PATIENCE` writes its position into the store of its process group, and reads whether
+another rank wrote that it failed. At the group's timeout, or when a connection breaks, the error names the ranks that
+have not reported. The fast path does not use the store: it is one wait with a short timeout.
 """
 
 import collections
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fmoe.kernels import memory
 from fmoe.runtime import collectives
@@ -27,13 +27,15 @@ logger = logging.getLogger(__name__)
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
+Splits = list[int] | None
+
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
 _GRACE = 2.0  # more seconds for the others to say where they are, once a connection is broken
 
 
 class PeerError(RuntimeError):
-    """Another worker of the group failed, ended or stands still; the message names it, the layer and the step."""
+    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step."""
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -48,12 +50,12 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class Traffic:
-    """What a worker sends to others for one layer.
+    """Bytes that a rank sends to other ranks for one layer.
 
     Attributes:
-        sent: bytes so far: of an all-to-all what is not for itself, of an all-gather its part to each other worker, of
-            an all-reduce its share of a ring's, of a broadcast the root's to each other worker, of a reduction what is
-            for the root. Reckoned from shapes: nothing is read and nothing waits.
+        sent: bytes so far, computed from shapes. An all-to-all counts the rows for other ranks, an all-gather this
+            rank's part once for each other rank, an all-reduce its share of a ring algorithm, a broadcast the root's
+            tensor once for each other rank, a reduction one tensor on all ranks but the root.
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what is agreed on once, whenever a process begins: it is no part of a step."""
+        """Leave out setup traffic, which is not part of a step."""
         sent = self.sent
         yield
         self.sent = sent
@@ -72,8 +74,8 @@ class GroupMonitor:
 
     Attributes:
         context: the layer and its forward pass, for messages.
-        started: collectives so far.
-        traffic: where what they send is added; None for nowhere.
+        started: number of collectives so far.
+        traffic: counts the bytes sent.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -81,16 +83,15 @@ class GroupMonitor:
         self.rank = dist.get_rank()
         self.ranks = dist.get_process_group_ranks(group)
         self.context, self.started = "a layer", 0
-        self.traffic: Traffic | None = None
+        self.traffic = Traffic()
         self._passes: collections.Counter[str] = collections.Counter()
         self._has_posted = False
-        try:
+        self._store: dist.Store | None = None
+        with contextlib.suppress(AttributeError, KeyError, ValueError):
             self._store = dist.distributed_c10d._get_process_group_store(group)
-        except (AttributeError, KeyError, ValueError):
-            self._store = None
 
-    def start_pass(self, label: str, traffic: Traffic | None = None) -> None:
-        """A layer's forward pass over this group begins; what is sent from here on is added to ``traffic``."""
+    def start_pass(self, label: str, traffic: Traffic) -> None:
+        """Begin a layer's forward pass over this group, whose bytes are added to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
@@ -99,10 +100,10 @@ class GroupMonitor:
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
-        """Returns when ``work``, the collective of that number, is done. For the CPU.
+        """Wait for ``work``, the collective of that number, on the CPU.
 
         Raises:
-            PeerError: another worker failed, is gone, or did not join within the group's timeout.
+            PeerError: another rank failed, is gone, or did not join within the group's timeout.
         """
         begin, patience = time.monotonic(), PATIENCE
         while True:
@@ -112,39 +113,43 @@ class GroupMonitor:
             except RuntimeError as error:
                 if work.is_completed():
                     raise self._broken(error, what, number, begin) from error
-            rest = begin + timeout_of(self._group()) - time.monotonic()
+            rest = begin + self._timeout() - time.monotonic()
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """For CUDA: before the host reads what ``work`` brings, so that it never blocks for ever."""
+        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever."""
         begin = time.monotonic()
         next_look, nap = begin + PATIENCE, 1e-5
         while not work.is_completed():
             now = time.monotonic()
             if now > next_look:
                 next_look = now + PATIENCE
-                self._look(what, number, now >= begin + timeout_of(self._group()))
+                self._look(what, number, now >= begin + self._timeout())
             time.sleep(nap)
             nap = min(1.2 * nap, 1e-3)
 
     def post_failure(self, error: Exception) -> None:
-        """Tells the others, who wait for this worker or soon will, that it failed and will not join them."""
+        """Report to ranks that wait for this one, now or later, that it failed and will not join them."""
         reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
         self._has_posted = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
 
+    def _timeout(self) -> float:
+        group = self._group()
+        return 0.0 if group is None else timeout_of(group)
+
     def _look(self, what: str, number: int, is_late: bool) -> None:
         self._post(what, number)
         self._raise_if_failed(number)
         if is_late:
-            seconds = timeout_of(self._group())
+            seconds = self._timeout()
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
-        """A connection broke or the backend's own timeout passed: whoever does not say where it is, is meant. Those who
-        have waited since ``begin`` have said so after `PATIENCE`."""
+        """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
+        reported: ranks that have waited since ``begin`` report after `PATIENCE`."""
         self._post(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
         last, absent = end + _GRACE, None
@@ -172,7 +177,7 @@ class GroupMonitor:
             raise PeerError(found[2])
 
     def _absent(self, number: int) -> list[int] | None:
-        """Ranks that do not wait for the collective of that number, or for a later one; None if the store is gone."""
+        """Return the ranks that have not reported this collective or a later one; None if the store is gone."""
 
         def at(store):
             keys = {rank: f"fmoe/at/{rank}" for rank in self.ranks}
@@ -189,7 +194,7 @@ class GroupMonitor:
         return f"rank {', '.join(map(str, absent))} did not answer"
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
-        """The store's answer; None if it has gone."""
+        """Return the store's answer; None if the store is gone."""
         answers: list[Any] = []
 
         def call() -> None:
@@ -211,32 +216,31 @@ _monitors: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMonitor]" = weakre
 
 
 def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
-    """The one monitor of a group, whoever exchanges over it."""
+    """Return the monitor of a group, shared by all its exchanges."""
     if group not in _monitors:
         _monitors[group] = GroupMonitor(group)
     return _monitors[group]
 
 
 class Pending:
-    """A collective under way; keeps alive what it reads and writes."""
+    """A collective in flight; keeps its tensors alive."""
+
+    _work: collectives.Started | None
 
     def __init__(
-        self,
-        monitor: GroupMonitor,
-        work: collectives.Started,
-        what: str,
-        sent: int,
-        result: torch.Tensor,
-        *read: torch.Tensor,
+        self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
     ):
         monitor.started += 1
-        if monitor.traffic is not None:
-            monitor.traffic.sent += sent
+        monitor.traffic.sent += sent
         self._monitor, self._work, self._what, self._number = monitor, work, what, monitor.started
         self._result, self._read = result, read
 
-    def wait(self, for_host: bool = False) -> torch.Tensor:
-        """What it brings; ``for_host`` before the host is to read it."""
+    def wait(self, for_host: bool = False) -> Tensor:
+        """Return the result.
+
+        Args:
+            for_host: the host reads it next: on a GPU, wait until it is there.
+        """
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)
         else:
@@ -248,13 +252,14 @@ class Pending:
 
 
 def all_to_all(
-    group: dist.ProcessGroup,
-    rows: torch.Tensor,
-    receive: list[int] | None = None,
-    send: list[int] | None = None,
-    what: str = "exchange of rows",
+    group: dist.ProcessGroup, rows: Tensor, receive: Splits = None, send: Splits = None, what: str = "exchange of rows"
 ) -> Pending:
-    """``all_to_all_single`` under watch: rows by worker, ``send`` to each, ``receive`` from each; None: even."""
+    """``all_to_all_single`` under a monitor.
+
+    Args:
+        rows: sorted by the rank that they go to.
+        receive, send: rows from and to each rank; None for equal parts.
+    """
     rows = rows.contiguous()
     out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
     monitor = monitor_of(group)
@@ -266,8 +271,8 @@ def all_to_all(
     return Pending(monitor, work, what, sent, out, rows)
 
 
-def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gathering of rows") -> Pending:
-    """``all_gather_into_tensor`` under watch: [n, ...] of each worker -> [W * n, ...]."""
+def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
+    """``all_gather_into_tensor`` under a monitor: [n, ...] on each rank -> [W * n, ...]."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     monitor = monitor_of(group)
@@ -276,7 +281,7 @@ def all_gather(group: dist.ProcessGroup, part: torch.Tensor, what: str = "gather
     return Pending(monitor, work, what, part.nbytes * (group.size() - 1), out, part)
 
 
-def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
+def all_reduce(group: dist.ProcessGroup, value: Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
     """``all_reduce`` in place, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
@@ -284,31 +289,31 @@ def all_reduce(group: dist.ProcessGroup, value: torch.Tensor, op=dist.ReduceOp.S
     return Pending(monitor, work, what, 2 * value.nbytes * (group.size() - 1) // group.size(), value)
 
 
-def broadcast(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "broadcast") -> Pending:
-    """``broadcast`` in place from the group's ``worker``, under a monitor."""
+def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
+    """``broadcast`` in place from rank ``source`` of the group, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
-        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, worker), group=group)
-    others = group.size() - 1 if group.rank() == worker else 0
+        work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
+    others = group.size() - 1 if group.rank() == source else 0
     return Pending(monitor, work, what, value.nbytes * others, value)
 
 
-def reduce(group: dist.ProcessGroup, value: torch.Tensor, worker: int, what: str = "reduction") -> Pending:
-    """``reduce`` in place to the group's ``worker``, under watch; elsewhere ``value`` is of no use afterwards."""
+def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
+    """``reduce`` in place to rank ``target`` of the group, under a monitor; on other ranks ``value`` is undefined
+    afterwards."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
-        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, worker), group=group)
-    return Pending(monitor, work, what, 0 if group.rank() == worker else value.nbytes, value)
+        work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)
+    return Pending(monitor, work, what, 0 if group.rank() == target else value.nbytes, value)
 
 
 @contextlib.contextmanager
 def _start_errors(monitor: GroupMonitor, what: str):
-    """A connection that is known to be broken is told when the next collective starts."""
+    """Turn the error of a connection that broke earlier into a PeerError: starting the next collective raises it."""
     try:
         yield
-    except dist.DistBackendError as error:
-        raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error
     except RuntimeError as error:
-        if "onnection" not in str(error) and "imed out" not in str(error):
+        is_broken = "onnection" in str(error) or "imed out" in str(error)
+        if not is_broken and not isinstance(error, dist.DistBackendError):
             raise
         raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error

@@ -1,10 +1,10 @@
-"""All-to-all in two stages: first within the node, then between workers of the same place in their nodes.
+"""All-to-all in two stages: first within the node, then between ranks of the same index in their nodes.
 
-A message then goes to each node instead of to each worker of it, larger ones over the slow network and fewer of them
+Fewer and larger messages cross the slow network: one for each node instead of one for each of its ranks
 (the hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows
 move twice, the first time over the fast links of the node.
 
-Shape letters: N nodes of I workers each; worker w is on node w // I, in place w % I. Others: `fmoe.exchange.base`.
+Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Others: `fmoe.exchange.base`.
 """
 
 import os
@@ -25,15 +25,15 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = w
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This worker's node and the workers of its place in all nodes; made once for each group and size.
+    """Return the group of this rank's node and the group of the ranks of its index; made once for each group and size.
 
-    Called by every worker of ``group``.
+    Called by every rank of ``group``.
     """
     known = _subgroups.setdefault(group, {})
     if node_size not in known:
-        ranks, worker = dist.get_process_group_ranks(group), group.rank()
-        node = ranks[worker // node_size * node_size :][:node_size]
-        peers = ranks[worker % node_size :: node_size]
+        ranks, own = dist.get_process_group_ranks(group), group.rank()
+        node = ranks[own // node_size * node_size :][:node_size]
+        peers = ranks[own % node_size :: node_size]
         timeout = timedelta(seconds=timeout_of(group))
         known[node_size] = tuple(
             dist.new_group(part, timeout, use_local_synchronization=True) for part in (node, peers)
@@ -46,8 +46,8 @@ class HierarchicalExchange(AllToAllExchange):
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.
-        node_size: I, workers of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE.
-        groups: the two groups, if there are such already: this worker's node, and the workers of its place.
+        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE.
+        groups: existing groups of this rank's node and of the ranks of its index; None to make them.
     """
 
     def __init__(
@@ -67,32 +67,29 @@ class HierarchicalExchange(AllToAllExchange):
             node_size = min(node_size, self.ep_size)
         if not isinstance(node_size, int) or node_size < 1 or self.ep_size % node_size:
             raise UserError(
-                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} workers of moe_group"
+                f"exchange_options: node_size={node_size!r} does not divide the {self.ep_size} ranks of moe_group"
             )
         self.node_size, self.num_nodes = node_size, self.ep_size // node_size
         self.node, self.peers = node_groups(group, node_size) if groups is None else groups
+        self.groups = (group, self.node, self.peers)
         ranks, first = dist.get_process_group_ranks(group), self.ep_rank // node_size * node_size
         for key, part, expected in (
             ("this node", self.node, ranks[first : first + node_size]),
-            ("the workers of this place", self.peers, ranks[self.ep_rank % node_size :: node_size]),
+            ("the ranks of this index", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
                 raise UserError(f"exchange_options: groups have the ranks {found} for {key}, not {expected}")
 
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (self.group, self.node, self.peers)
-
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
             return self._exchange_in_stages(count_E, flag)
-        except PeerError as error:  # one stage's workers know, the other's wait for this one
+        except PeerError as error:  # known in one stage's group only; ranks of the other wait for this one
             self.post_failure(error)
             raise
 
     def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        # [I, N * L + 1]: to each worker of the node what is for the workers of its place, and the flag. Both stages
-        # pass on the largest flag, and so every worker gets it.
+        # [I, N * L + 1]: to each rank of the node the counts for the ranks of its index, and the flag. Both stages
+        # forward the largest flag, so that every rank gets it.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
         flag_I1 = torch.full_like(count_E[:1], flag).expand(self.node_size, 1)
         send = torch.cat([count_E.view(shape).transpose(0, 1).flatten(1), flag_I1], 1)
@@ -108,7 +105,7 @@ class HierarchicalExchange(AllToAllExchange):
         send, near, far = ([row[:-1] for row in rows] for rows in on_host)
         pass_on = [[n for row in near for n in row[m * num_local : (m + 1) * num_local]] for m in range(num_nodes)]
         device = tensors[0].device
-        # Rows come from worker i of the node by (node m, expert l) and are to leave by (m, i, l).
+        # Rows come from rank i of the node by (node m, expert l) and are to leave by (m, i, l).
         i, m, local = torch.meshgrid(
             *(torch.arange(n, device=device, dtype=torch.int64) for n in (node_size, num_nodes, num_local)),
             indexing="ij",

@@ -75,7 +75,7 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class HopCounts:
-    """How many rows of each kind a hop moves.
+    """Numbers of rows of each kind that a hop moves.
 
     Attributes:
         send_PX, receive_PX: on the host.
@@ -89,17 +89,21 @@ class HopCounts:
     receive: Tensor
     key_PX: Tensor
 
-    def hop(self, wire_dtype: torch.dtype | None = None, chunk: int = 0, num_chunks: int = 1) -> Hop:
-        """Return the hop of one chunk."""
-        send, received, receive = self.send_PX, self.receive_PX, self.receive
-        if num_chunks > 1:
-            send, received = (chunk_of(counts, chunk, num_chunks) for counts in (send, received))
-            begin, end = (-(-receive * c // num_chunks) for c in (chunk, chunk + 1))
-            receive = end - begin
-        sizes = [sum(row) for row in received]
+    def hop(self, wire_dtype: torch.dtype | None = None) -> Hop:
+        """Return the hop of all these rows."""
+        send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
         # One segment per peer is in order already, because keys rise with peers.
-        order = (None, None) if self.key_PX.shape[1] == 1 else segment_order(receive, self.key_PX, sum(sizes))
-        return Hop(self.group, [sum(row) for row in send], sizes, *order, wire_dtype)
+        is_sorted = self.key_PX.shape[1] == 1
+        order = (None, None) if is_sorted else segment_order(self.receive, self.key_PX, sum(receive))
+        return Hop(self.group, send, receive, *order, wire_dtype)
+
+    def chunk(self, chunk: int, num_chunks: int) -> "HopCounts":
+        """Return the counts of one chunk."""
+        if num_chunks == 1:
+            return self
+        send, receive = (chunk_of(counts, chunk, num_chunks) for counts in (self.send_PX, self.receive_PX))
+        begin, end = (-(-self.receive * c // num_chunks) for c in (chunk, chunk + 1))
+        return HopCounts(self.group, send, receive, end - begin, self.key_PX)
 
 
 def chunk_of(counts: Counts, chunk: int, num_chunks: int) -> Counts:

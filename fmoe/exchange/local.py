@@ -3,10 +3,9 @@
 Shape letters: see `fmoe.exchange.base`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fmoe.exchange.collectives import Traffic
 from fmoe.experts.call import ExpertCall
@@ -27,23 +26,15 @@ class LocalExchange:
         self.num_experts = self.num_local_experts = num_experts
         self.traffic = Traffic()
 
-    def session(
-        self,
-        name: str,
-        facts: Callable[[Any], dict[str, object]],
-        experts: nn.Module,
-        x: Any,
-        gate_runs_collectives: bool = False,
-    ) -> "LocalSession":
-        """Open a forward pass (`fmoe.exchange.base.Exchange.session`)."""
+    def session(self, *_arguments: Any) -> "LocalSession":
+        """Open a forward pass (`fmoe.exchange.base.Exchange.session`): its errors concern no other rank."""
         return LocalSession(self.num_experts)
 
 
 class LocalSession:
-    """A forward pass whose errors concern no other rank.
+    """A forward pass.
 
-    A plain object, not a generator: ``torch.compile(fullgraph=True)`` traces ``with`` over an object that the traced
-    code constructs.
+    A plain object, not a generator: torch.compile traces ``with`` over an object that the traced code constructs.
     """
 
     def __init__(self, num_experts: int):
@@ -60,6 +51,5 @@ class LocalSession:
         plan = DispatchPlan.from_routing(routing, self._num_experts)
         if (outputs := experts.fused(inputs, weight_TK, plan)) is not None:
             return outputs
-        counts = plan.counts  # the only synchronization with the device
-        rows = [plan.permute(x, sum(counts)) for x in inputs]
-        return [plan.combine(y, weight_TK) for y in experts(rows, counts)]
+        rows = [plan.permute(x, sum(plan.counts)) for x in inputs]  # counts: the only synchronization with the device
+        return [plan.combine(y, weight_TK) for y in experts(rows, plan.counts)]

@@ -1,9 +1,9 @@
-"""Every expert gets the same number of rows from every worker, filled up with zeros: nothing for the host to read.
+"""Every rank sends every expert the same number of rows, padded with zeros, so that the host reads no counts.
 
 GShard's form of the exchange (arXiv 2006.16668 section 3.2), for gates with a capacity. Counts stay on the device, no
 count exchange goes before the rows, and shapes are the same in every step.
 
-Shape letters: S places that an expert has for one worker's rows, P = E * S places in all; others as in
+Shape letters: S slots that an expert has for one rank's rows, P = E * S slots of all experts; others as in
 `fmoe.exchange.base`.
 """
 
@@ -25,8 +25,8 @@ class PaddedExchange(GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, the most rows of one worker for one expert; None to agree, in the first forward pass, on the largest
-            capacity of any worker. Later batches may be smaller, not larger.
+        slots: S, upper bound on the rows of one rank for one expert; None for the largest capacity of any rank in the
+            first forward pass. Later batches may be smaller, not larger.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PaddedExchange(GroupExchange):
         depth = 0 if depth == NO_GRAD else depth
         rows = [slots // self.chunks * self.ep_size] * self.num_local_experts  # of each expert in a chunk
         chunks = [
-            Dispatch(plan, [self._counts.hop(self.wire_dtype, chunk, self.chunks)], rows, depth)
+            Dispatch(plan, [self._counts.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
             for chunk in range(self.chunks)
         ]
         return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks, None)

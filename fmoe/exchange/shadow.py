@@ -1,10 +1,10 @@
-"""Shadowing: a hot expert is sent to all workers, instead of their rows to it (FasterMoE, PPoPP'22 section 4.1).
+"""Shadowing: a hot expert is sent to all ranks, instead of their rows to it (FasterMoE, PPoPP'22 section 4.1).
 
-Every worker then computes its own rows of that expert, and the expert's gradient is summed on its owner. It pays when
-the rows of the hot expert, on the wire and in its owner's queue, cost more than its parameters do: `choose` reckons
-that from the loads of all workers, which all of them know, so that all choose alike.
+Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. It pays when
+the rows of the hot expert, on the wire and in its owner's queue, cost more than its parameters. `choose` decides from
+the loads of all ranks, which every rank has, so that all ranks decide alike.
 
-Shape letters: W workers, E experts in all, L experts of a worker.
+Shape letters: W ranks, E experts of all ranks, L experts of a rank.
 """
 
 import time
@@ -22,13 +22,13 @@ from fmoe.experts.call import ExpertCall
 
 @dataclass(frozen=True)
 class Cost:
-    """What a forward and backward pass is made of.
+    """Cost model of a forward and backward pass.
 
     Attributes:
-        row_seconds: of an expert's GEMMs for one row, forward and backward.
-        row_bytes: of one row, one way.
-        expert_bytes: of an expert's parameters.
-        bandwidth: bytes a second that a worker sends while it receives as many.
+        row_seconds: time of an expert's GEMMs for one row, forward and backward.
+        row_bytes: size of one row on the wire.
+        expert_bytes: size of an expert's parameters.
+        bandwidth: bytes per second that a rank sends while it receives as many.
     """
 
     row_seconds: float
@@ -37,8 +37,8 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Of the slowest worker: 4 journeys of its rows (there, back, and their gradients), the GEMMs of its rows, and
-        2 journeys of each shadowed expert (parameters, gradients)."""
+        """Return the time of the slowest rank: its rows are sent 4 times (there, back, and their gradients) and pass
+        the GEMMs, and each shadowed expert is sent twice (parameters, gradients)."""
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
@@ -51,8 +51,8 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Experts to shadow: as many of the hottest, ``most`` at most, as make the pass fastest. One alone may change
-    nothing where two workers are as slow as each other, so all numbers are tried."""
+    """Return the experts to shadow: the number of hottest experts, up to ``most``, that makes the pass fastest. All
+    numbers are tried, because one expert changes nothing if two ranks are equally slow."""
     loads_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
     hottest = loads_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
     count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(loads_WE, num_local, hottest[:n]))
@@ -60,7 +60,7 @@ def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: C
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
-    """The figures of this group and of experts like this one, the same on all workers; takes milliseconds, once."""
+    """Measure the cost model of this group and of experts like this one, equal on all ranks; takes milliseconds."""
     size = sum(p.numel() for p in expert)
     dtype, itemsize = expert[0].dtype, expert[0].element_size()
     payload = torch.zeros(group.size() * (1 << 16), dtype=torch.float32, device=device)

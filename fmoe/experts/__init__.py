@@ -54,11 +54,11 @@ def build_experts(
     tensor_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """This worker's experts, those of the global ids ``local``, each drawn under its id.
+    """Return this rank's experts, of the global ids ``local``, each drawn under its id.
 
     Args:
         tensor_group: ranks that the hidden units of each are spread over.
-        backend: one of `fmoe.experts.ffn.BACKENDS`; others than feed-forward experts know "auto" and "torch" alone.
+        backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:
         UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options

@@ -61,7 +61,7 @@ class ExpertCall:
         registered."""
         if self.needs_keys or not self._is_plain():
             return None
-        out = self.module.mix(inputs[0], weight_TK, plan)
+        out = self.module.fused_forward(inputs[0], weight_TK, plan)
         return None if out is None else [out]
 
     def _is_plain(self) -> bool:

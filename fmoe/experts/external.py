@@ -2,7 +2,7 @@
 
 Thin adapters over what these packages are called by: TransformerEngine's ``GroupedLinear`` (2.x), and SonicMoE's
 ``moe_general_routing_inputs`` (0.0.1). Parameters stay ours, in our layout, so that checkpoints, optimizers and the
-layer around know nothing of it; what another layout costs is told at each.
+layer around do not depend on it; each function states the cost of converting its layout.
 
 Shape letters: T tokens, K choices, M rows, L experts, D width, H hidden width, P height of the first map (2 H where
 gated, else H).
@@ -39,7 +39,7 @@ def check(
     d_model: int,
     d_hidden: int,
 ) -> None:
-    """Whether experts like these can be the backend's.
+    """Check that the backend supports such experts.
 
     Raises:
         UserError: they cannot, or the package is missing.
@@ -55,7 +55,7 @@ def check(
                 f"d_model={d_model}, d_hidden={d_hidden}"
             )
         if num_experts % 4:
-            raise UserError(f"backend='sonicmoe' wants a multiple of 4 experts: this worker has {num_experts}")
+            raise UserError(f"backend='sonicmoe' needs a multiple of 4 experts per rank, got {num_experts}")
     _module(backend)
 
 

@@ -1,11 +1,12 @@
 """Feed-forward experts with stacked weights.
 
-Shape letters: R rows, L experts of this worker, D model width, H hidden width.
+Shape letters: R rows, L experts of this rank, D model width, H hidden width.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
+Counts = Tensor | Sequence[int]  # rows of each expert
+Parameters = tuple[Tensor | None, ...]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -37,9 +40,9 @@ BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 
 
 class Stacked(nn.Module):
-    """A module each of whose own parameters has an expert a row of its first axis.
+    """A module whose own parameters stack experts along the first axis.
 
-    They carry the mark ``is_stacked = True``, by which `fmoe.optim` takes one for so many tensors.
+    They carry the mark ``is_stacked = True``: `fmoe.optim` treats each expert's slice as a tensor.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -69,7 +72,7 @@ class FFNExperts(Stacked):
     of a W_in of twice the height (GLU variants, arXiv 2002.05202).
 
     Args:
-        num_experts: L, this worker's.
+        num_experts: L, this rank's.
         d_model, d_hidden: D and H.
         activation: a name of `ACTIVATIONS` or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
@@ -79,8 +82,8 @@ class FFNExperts(Stacked):
         dropout: of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
             (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine's and SonicMoE's where they are installed,
-            "torch", or "auto": native on the CPU and cuda on a GPU, where they can be built. They are built here, when
-            there are none yet.
+            "torch", or "auto": native on the CPU and cuda on a GPU, if they can be built. The constructor builds
+            them if needed.
         gemm: of the cuda backend: "grouped", one call for all experts, "loop", one for each, "triton", or "auto",
             whichever was measured to be fastest.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
@@ -150,11 +153,11 @@ class FFNExperts(Stacked):
                 raise UserError(f"backend={self.backend!r} has no dropout of hidden units (dropout={self.dropout})")
             backend = native if self.backend == "native" else cuda
             if not backend.load():
-                raise UserError(f"backend={self.backend!r} cannot be: {backend.why()}")
+                raise UserError(f"backend={self.backend!r} is unavailable: {backend.why()}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws each expert under (seed, its global id, name): the same values at every expert parallel size.
+        """Draw each expert under (seed, its global id, name): the same values at every expert parallel size.
 
         Each expert is filled as its own matrix (initialisers would take the fan-in of a stack from the wrong axes), on
         the CPU, so that the values do not depend on the device either.
@@ -176,25 +179,25 @@ class FFNExperts(Stacked):
                 target.copy_(self.own_part(name, value))
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Of one expert's parameter, from what this rank holds of it."""
+        """Return the shape of one expert's parameter over all ranks, from this rank's shape."""
         return shape
 
     def own_part(self, name: str, value: Tensor) -> Tensor:
-        """What this rank holds of one expert's parameter."""
+        """Return this rank's part of one expert's parameter."""
         return value
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and so of the rows."""
+        """Dtype of weights and rows."""
         return self.weight_in.dtype
 
     @property
     def wants_row_keys(self) -> bool:
-        """Whether the layer is to send a key with every row, for noise that does not depend on where it is made."""
+        """Rows need keys, for dropout that does not depend on the split."""
         return self.dropout > 0
 
-    def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
-        """Rows of expert 0, then those of expert 1, ... -> their outputs: [R, D].
+    def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
+        """Return the outputs of rows that are sorted by expert: [R, D].
 
         Args:
             counts_L: rows of each expert; a tensor on the CPU or numbers.
@@ -205,63 +208,60 @@ class FFNExperts(Stacked):
 
     @property
     def kind(self) -> str:
-        """What must be the same for experts on all workers."""
+        """Description of the experts that must be equal on all ranks."""
         activation = getattr(self.activation, "__name__", repr(self.activation))
         return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
 
     def shadow(self, local: int) -> list[Tensor]:
-        """The parameters of one expert, for `run_with` on another worker; differentiable."""
+        """Return the parameters of one expert, for `run_with` on another rank; differentiable."""
         stacks = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return [stack[local] for stack in stacks if stack is not None]
 
     def run_with(
         self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Tensor:
-        """`forward` of experts of other workers, given what their `shadow` returned."""
+        """`forward` of experts of other ranks, given what their `shadow` returned."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
         own = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)
 
-    def _run(
-        self,
-        parameters: tuple[Tensor | None, ...],
-        rows_RD: Tensor,
-        counts_L: Tensor | Sequence[int],
-        keys_R: Tensor | None,
-    ) -> Tensor:
+    def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
-        weight_in, bias_in, weight_out, bias_out = parameters
-        fused = self._fused(rows_RD, parameters)
-        if fused is not None:
-            return fused(rows_RD, *parameters, counts_L, self.activation, self.gated)
+        if operation := self._backend_ffn(rows_RD, parameters):
+            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
-        if not (self.dropout and self.training):
-            return expert_ffn(rows_RD, weight_in, bias_in, weight_out, bias_out, counts, self.activation, self.gated)
-        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
         if self.dropout and self.training:
-            if keys_R is None:
-                hidden_RH = F.dropout(hidden_RH, self.dropout)
-            else:
-                kept_RH = self.own_hidden(random.uniform(keys_R, self.d_hidden * self.hidden_parts)) >= self.dropout
-                hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
+            return self._run_with_dropout(parameters, rows_RD, counts, keys_R)
+        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
+
+    def _run_with_dropout(
+        self, parameters: Parameters, rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None
+    ) -> Tensor:
+        weight_in, bias_in, weight_out, bias_out = parameters
+        hidden_RH = self._activate(grouped_linear(rows_RD, weight_in, bias_in, counts))
+        if keys_R is None:
+            hidden_RH = F.dropout(hidden_RH, self.dropout)
+        else:
+            kept_RH = self.own_hidden(random.uniform(keys_R, self.d_hidden * self.hidden_parts)) >= self.dropout
+            hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def mix(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
-        """All of a worker that has every expert, in one operation; None where the backend has none.
+    def fused_forward(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
+        """Permute, compute and combine in one operation, on a rank that has every expert; None if the backend has no
+        such operation.
 
         Returns:
             ``sum_k weight_tk * output of expert (t, k)``, [T, D].
         """
         parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
         x_TD, parameters = _autocast(x_TD, parameters)
-        fused = self._fused(x_TD, parameters)
-        if fused is None:
-            return None
-        arguments = plan.fused_arguments(weight_TK)
-        return fused(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
+        if operation := self._backend_ffn(x_TD, parameters):
+            arguments = plan.fused_arguments(weight_TK)
+            return operation(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
+        return None
 
-    def _fused(self, rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
-        """The backend's operation for these; None for the torch path."""
+    def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
+        """Return the backend's operation for these tensors; None for torch's."""
         if self.backend == "torch" or (self.dropout and self.training):
             return None
         if self.backend in external.BACKENDS:
@@ -271,26 +271,29 @@ class FFNExperts(Stacked):
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
-            wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
-            raise UserError(
-                f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
-                f"{self.weight_in.dtype}"
-            )
+            self._refuse(rows_RD)
         return None
 
+    def _refuse(self, rows_RD: Tensor) -> NoReturn:
+        wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
+        raise UserError(
+            f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+            f"{self.weight_in.dtype}"
+        )
+
     def own_hidden(self, x_RH: Tensor) -> Tensor:
-        """Of something that hidden units have, what this rank's have."""
+        """Return this rank's slice along the hidden dimension."""
         return x_RH
 
     def _activate(self, hidden: Tensor) -> Tensor:
-        """What lies between the two linear maps: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""
+        """Apply the activation: [n, H] -> [n, H], gated [n, 2 H] -> [n, H]."""
         return gate(self.activation, hidden) if self.gated else self.activation(hidden)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, d_model={self.d_model}, d_hidden={self.d_hidden}"
 
 
-def _autocast(rows_RD: Tensor, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Parameters]:
     device = rows_RD.device.type
     if not torch.is_autocast_enabled(device):
         return rows_RD, parameters

@@ -1,6 +1,6 @@
 """Any modules as experts, called one after the other.
 
-Shape letters: R rows, L experts of this worker.
+Shape letters: R rows, L experts of this rank.
 """
 
 import functools
@@ -23,7 +23,7 @@ class ModuleExperts(nn.ModuleList):
     """
 
     def forward(self, rows: Any, counts_L: Tensor | Sequence[int]) -> Any:
-        """Rows of expert 0, then those of expert 1, ... -> their outputs in the same order.
+        """Return the outputs of rows that are sorted by expert, in the same order.
 
         Raises:
             UserError: outputs of two experts differ in width or structure; names both.
@@ -32,11 +32,11 @@ class ModuleExperts(nn.ModuleList):
 
     @property
     def kind(self) -> str:
-        """What must be the same for experts on all workers: nothing, modules may differ."""
+        """Nothing must be equal on all ranks: modules may differ."""
         return "modules"
 
     def shadow(self, local: int) -> list[Tensor]:
-        """The parameters of one module, for `run_with` on another worker.
+        """The parameters of one module, for `run_with` on another rank.
 
         Raises:
             UserError: the modules are not of one kind, or have buffers, which are not lent.
@@ -49,7 +49,7 @@ class ModuleExperts(nn.ModuleList):
     def run_with(
         self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Any:
-        """`forward` of experts of other workers, given what their `shadow` returned."""
+        """`forward` of experts of other ranks, given what their `shadow` returned."""
         names = [name for name, _ in self[0].named_parameters()]
         calls = [
             functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters

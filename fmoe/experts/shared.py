@@ -1,4 +1,4 @@
-"""The expert that every token meets."""
+"""An expert that processes every token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from fmoe.experts.ffn import FFNExperts
 
 
 class SharedExpert(nn.Module):
-    """A feed-forward block beside the routed experts (DeepSeekMoE, arXiv 2401.06066 section 3.2), replicated on every
-    worker like the rest of the model.
+    """A feed-forward block in parallel with the routed experts (DeepSeekMoE, arXiv 2401.06066 section 3.2), replicated
+    on every rank like the rest of the model.
 
     Args:
         d_model: width of tokens.
@@ -38,7 +38,7 @@ class SharedExpert(nn.Module):
         self.output_gate = nn.Linear(d_model, 1, bias=False) if gated_output else None
 
     def reset_parameters(self) -> None:
-        """Draws it anew, as the constructor did."""
+        """Draw the parameters again, as the constructor did."""
         if isinstance(self.expert, FFNExperts):
             self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
         for part in (self.expert, self.output_gate):

@@ -4,7 +4,7 @@ The first linear map is cut by its rows, both halves of a gated one, the second 
 1909.08053 section 3). The ranks of the group gather the rows that any of them got, each computes its hidden units' part
 of the outputs, and every rank gets the sum for its own rows.
 
-Shape letters: R rows, L experts of this worker, W ranks of the group.
+Shape letters: R rows, L experts of this rank, W ranks of the group.
 """
 
 from collections.abc import Sequence

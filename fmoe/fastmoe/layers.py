@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fmoe import random
 from fmoe.build import Spec
 from fmoe.errors import UserError
 from fmoe.experts.call import ExpertCall, is_unchanged
@@ -85,8 +86,9 @@ class NestedLayout(Layout):
     def _own_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int) -> LocalTokens:
         begin, end = slice_bounds(x.shape[0], self.slice_group.rank(), self.slice_group.size())
         own, mask, token_ids = take_slice((x, mask, token_ids), self.slice_group)
-        before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()
-        x_TD, groups = self.tokens(own, mask, token_ids, seed, before=before)
+        x_TD, groups = self.tokens(own, mask, token_ids, seed)
+        before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()  # tokens, on other ranks
+        groups.first_group = (before + random.first_token()) // groups.size
         share = (end - begin) / x.shape[0] if x.shape[0] else 1.0
         return LocalTokens([x_TD], x_TD, groups, x.shape[:-1], share, slice_group=self.slice_group)
 
@@ -200,7 +202,7 @@ class FMoE(MoE):
                 "moe_group": moe_group,
                 "expert": "ffn" if expert is None else expert,
             }
-        spec = Spec(**{"name": "FMoE"} | options)
+        spec = Spec.of({"name": "FMoE"} | options)
         super().__init__(**spec.arguments(layout=NestedLayout))
         self.spec, self.is_fastmoe = spec, is_fastmoe
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict

@@ -56,7 +56,7 @@ def build_gate(
     """A gate from its name, its class or a ready instance (whose own settings then hold).
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), options beside an instance, an instance for
+        UserError: unknown name (lists the known ones and the nearest), options with an instance, an instance for
             another number of experts.
     """
     if isinstance(gate, str):
@@ -66,7 +66,7 @@ def build_gate(
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)
     if options:
-        raise UserError(f"gate_options={options!r} beside a ready gate {type(gate).__name__}: set them on the gate")
+        raise UserError(f"gate_options={options!r} with a ready gate {type(gate).__name__}: set them on the gate")
     if getattr(gate, "num_experts", num_experts) != num_experts:
         raise UserError(f"gate.num_experts={gate.num_experts} differs from num_experts={num_experts}")
     if top_k is not None and getattr(gate, "top_k", top_k) != top_k:
@@ -82,7 +82,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     Args:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
-            Without it, ranks of a data parallel job would come to different biases.
+            Without it, biases would differ between ranks of a data parallel job.
     """
     for module in model.modules():
         # `record` too: other libraries may call something end_step.

@@ -1,6 +1,6 @@
 """The balanced assignment of tokens to experts: a linear assignment problem in each routing group.
 
-It is an operation of its own for torch.compile, because it loops until it is done.
+It is a custom operation for torch.compile, because it loops until it is done.
 
 Shape letters: G routing groups, S places of a group, E experts.
 """
@@ -26,7 +26,7 @@ def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | 
     Args:
         scores_GSE: -inf where a token must not go; some expert is left to each.
         valid_GS: which places hold a token.
-        load_GE: int64, what each expert has already and is to be counted; None for nothing.
+        load_GE: int64, loads that each expert has already; None for zero.
 
     Returns:
         int64 [G, S]; -1 where there is no token.
@@ -53,9 +53,9 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """What each expert would have to cost for the tokens to spread evenly, roughly: Sinkhorn's iteration (its column
+    """Return the price of each expert at which the tokens spread evenly, roughly: Sinkhorn's iteration (its column
     scalings are prices) at ever lower temperatures, then rounded. Between solutions of equal sum the prices decide, and
-    must not themselves depend on how a matrix product happens to round beside other groups."""
+    must not themselves depend on how a matrix product rounds together with other groups."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E

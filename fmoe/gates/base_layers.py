@@ -11,7 +11,7 @@ from fmoe.routing import RoutingGroups
 class BaseRouter(TopKRouter):
     """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, tokens and experts of a routing
     group are matched so that every expert gets the same number of tokens and the sum of their logits is the largest
-    possible (the paper's linear assignment problem; here solved exactly, where its auction comes near). In evaluation
+    possible (the paper's linear assignment problem; here solved exactly, approximated by its auction). In evaluation
     each token takes its best expert. The weight is ``sigmoid(logit)``. There is no loss.
 
     The paper assigns one expert a token. For K > 1 that is done K times, each time among the experts that a token has

@@ -21,7 +21,7 @@ class ExpertChoiceRouter(TopKRouter):
     Args:
         top_k: the default of ``capacity_factor``.
         capacity_factor: c, the paper's own: the average number of experts a token gets; None for ``top_k``.
-        eval_capacity_factor: the same in evaluation; None for that of training.
+        eval_capacity_factor: the same in evaluation; None for the value of training.
     """
 
     routes_by_logits = True

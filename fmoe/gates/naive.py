@@ -16,12 +16,12 @@ from fmoe.routing import RoutingGroups
 
 
 class NaiveRouter(TopKRouter):
-    """The K largest logits, weighted by a softmax over those K alone (FastMoE, arXiv 2103.13262; Shazeer et al.,
+    """The K largest logits, weighted by a softmax over these K (FastMoE, arXiv 2103.13262; Shazeer et al.,
     arXiv 1701.06538 equations 3 and 5, without noise). Weights sum to one; no capacity unless it is given.
 
     Args:
         normalize: False weights by the softmax over all experts instead (DeepSeekMoE, arXiv 2401.06066 equation 4).
-        score: "sigmoid" weights by the sigmoids of the logits, over the sum of the K or, not normalised, as they are.
+        score: "sigmoid" weights by the sigmoids of the logits, divided by the sum of the K unless ``normalize=False``.
         routed_scale: factor of the weights (16 in DeepSeek-V2).
         expert_groups, kept_groups: choose only within each token's best ``kept_groups`` of so many groups of experts
             (`limit_to_groups`); None for no such limit.
@@ -108,6 +108,6 @@ def normalize_scores(score_TX: Tensor) -> Tensor:
 def check_score(score: str, routed_scale: float) -> None:
     """Raise a UserError if the score function or the scale is invalid."""
     if score not in ("softmax", "sigmoid"):
-        raise UserError(f"score={score!r} is none of softmax, sigmoid")
+        raise UserError(f"score={score!r} is neither softmax nor sigmoid")
     if not (routed_scale > 0 and math.isfinite(routed_scale)):
         raise UserError(f"routed_scale={routed_scale} is not positive and finite")

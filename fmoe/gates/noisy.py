@@ -59,7 +59,7 @@ class NoisyRouter(TopKRouter):
 
 
 def chance_of_choice(clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor, ranked_TK1: Tensor) -> Tensor:
-    """P(x, i), the probability that expert i is among the K best when its noise alone is drawn anew (arXiv 1701.06538
+    """P(x, i), the probability that expert i is among the K best if only its noise is drawn again (arXiv 1701.06538
     equations 8-9): ``Phi((clean_i - K-th largest of the others) / std_i)``.
 
     Args:

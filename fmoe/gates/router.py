@@ -27,7 +27,7 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input; this rank's part of it alone where the gate `routes_by_logits`.
+        x_TD: the router's input; only this rank's part if the gate `routes_by_logits`.
         logits_TE: its output.
         probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: of the logits.
@@ -46,7 +46,7 @@ class Choice:
     Attributes:
         expert_TK: best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
-        losses: of this gate alone, by name; scalars.
+        losses: further losses of this gate by name; scalars.
     """
 
     expert_TK: Tensor
@@ -59,7 +59,7 @@ class Router(nn.Module):
 
     Args:
         d_model: D.
-        num_experts: E, in all.
+        num_experts: E, on all ranks.
         top_k: K; None for the gate's own default.
         capacity_factor: an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments of a
             routing group in training; None for no limit (dropless).
@@ -95,32 +95,24 @@ class Router(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
 
     def reset_parameters(self) -> None:
-        """Draws the gate's parameters anew, as the constructor did; here there are none."""
+        """Draw the gate's parameters again, as the constructor did; a gate without parameters does nothing."""
 
-    def finish(
-        self,
-        expert_TK: Tensor,
-        weight_TK: Tensor,
-        losses: Mapping[str, Tensor],
-        entropy_T: Tensor,
-        groups: RoutingGroups,
-    ) -> Routing:
-        """The Routing of choices that padding is left out of already: capacity and statistics."""
-        kept_TK = self.drop(expert_TK, groups)
-        stats = routing_stats(expert_TK, kept_TK, entropy_T, groups, self.num_experts)
-        return Routing(kept_TK, weight_TK, losses, stats, self.max_load(groups))
+    def finish(self, choice: Choice, entropy_T: Tensor, groups: RoutingGroups) -> Routing:
+        """Return the routing of choices that leave out padding: apply capacity, collect statistics."""
+        expert_TK = self.drop(choice.expert_TK, groups)
+        stats = routing_stats(choice.expert_TK, expert_TK, entropy_T, groups, self.num_experts)
+        return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-        """The choices with -1 where the expert is over its capacity."""
+        """Return the choices, -1 where the expert is over its capacity."""
         factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
     def max_load(self, groups: RoutingGroups) -> int | None:
         """Return an upper bound on the assignments of any expert; None without capacity."""
-        factor = self._factor()
-        if factor is None:
+        if (factor := self._factor()) is None:
             return None
-        return sum(capacity(factor, size * self.top_k, self.num_experts) for size in groups.sizes())
+        return sum(capacity(factor, n * self.top_k, self.num_experts) for n in groups.sizes())
 
     def _factor(self) -> float | None:
         return self.capacity_factor if self.training else self.eval_capacity_factor
@@ -130,14 +122,14 @@ class Router(nn.Module):
 
 
 class FixedRouter(Router):
-    """A gate without parameters, which does not look at what the tokens are. Every choice weighs 1 / K."""
+    """A gate without parameters that ignores the tokens' values. Every choice weighs 1 / K."""
 
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
         """``expert_TK``."""
         raise NotImplementedError
 
     def entropy(self) -> float:
-        """Of the distribution that a token's expert is drawn from, nats."""
+        """Return the entropy, in nats, of the distribution from which a token's expert is drawn."""
         return 0.0
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
@@ -145,7 +137,7 @@ class FixedRouter(Router):
         weight_TK = torch.full((groups.num_tokens, self.top_k), 1 / self.top_k, dtype=dtype, device=x_TD.device)
         expert_TK = leave_out_padding(self.choose(groups, x_TD.device), groups)
         entropy_T = torch.full((groups.num_tokens,), self.entropy(), device=x_TD.device, dtype=torch.float32)
-        return self.finish(expert_TK, weight_TK, {}, entropy_T, groups)
+        return self.finish(Choice(expert_TK, weight_TK), entropy_T, groups)
 
 
 class TopKRouter(Router):
@@ -186,7 +178,7 @@ class TopKRouter(Router):
         )
         if balance_group is not None and "balance" not in self.common_losses:
             raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss")
-        self.balance_group = balance_group
+        self.balance_group, self.runs_collectives = balance_group, balance_group is not None
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
@@ -206,30 +198,25 @@ class TopKRouter(Router):
             if self.bias is not None:
                 self.bias.zero_()
 
-    @property
-    def runs_collectives(self) -> bool:
-        """Whether `forward` communicates."""
-        return self.balance_group is not None
-
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
         """Return the input of the router, of this rank's tokens; in the router's precision."""
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
-        """Experts and weights of each token."""
+        """Return experts and weights of each token."""
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """How `choose` chooses, where one kernel can do it (`kernels.cuda.routing`), and what it adds to the ranks;
-        None where it cannot. A gate tells it where it `decides_as` its own class."""
+        """Return the rule by which a kernel (`kernels.cuda.routing`) can replace `choose`, and the bias that it adds to
+        the scores; None if no kernel can. A gate must check with `decides_as` that `choose` is not overridden."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
-        """Whether no class derived from ``cls`` has its own `choose` or `scores`."""
+        """Return whether `choose` and `scores` are the methods of ``cls``."""
         return type(self).choose is cls.choose and type(self).scores is cls.scores
 
     def finish_choice(self, expert_TK: Tensor, weight_TK: Tensor, score_TE: Tensor, groups: RoutingGroups) -> Choice:
-        """What the gate makes of what was chosen by its rule from those scores."""
+        """Return the gate's choice from the kernel's experts, weights and scores."""
         return Choice(expert_TK, weight_TK)
 
     def probs(self, score_TE: Tensor) -> Tensor:
@@ -237,17 +224,17 @@ class TopKRouter(Router):
         return score_TE
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
-        """The choices that the load balancing loss counts: all K, unless the gate's paper says otherwise."""
+        """Return the choices that the load balancing loss counts: all K, unless the gate's paper counts fewer."""
         return expert_TK
 
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """The router's input and its output."""
+        """Return the router's input and its output."""
         x_TD = self.router_input(x_TD, groups)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
         return x_TD, groups.gather(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
-        """The router's view of the tokens."""
+        """Return logits and probabilities of the tokens."""
         x_TD, logits_TE = self.logits(x_TD, groups)
         logsumexp_T = logits_TE.logsumexp(-1)
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
@@ -260,10 +247,10 @@ class TopKRouter(Router):
             scores, choice, entropy_T = self._decide(x_TD.to(dtype), groups)
             expert_TK = leave_out_padding(choice.expert_TK, groups)
             losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
-        return self.finish(expert_TK, choice.weight_TK, losses, entropy_T, groups)
+        return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
-        """Scores, choice and the entropy of each token's probabilities."""
+        """Return scores, choice and the entropy of each token's probabilities."""
         chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
         if chosen is None:
             scores = self.scores(x_TD, groups)
@@ -296,17 +283,17 @@ class TopKRouter(Router):
 
 
 def routes_by_logits(gate: Any) -> bool:
-    """Return whether a gate's class, not one that it derives from, says so (`Router.routes_by_logits`)."""
+    """Return whether a gate's own class, not a base class, sets `Router.routes_by_logits`."""
     return vars(type(gate)).get("routes_by_logits", False)
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:
-    """Of each token, in nats. ``torch.special.entr`` and ``xlogy`` take the logarithms one by one on a CPU."""
+    """Return the entropy of each token in nats. ``torch.special.entr`` and ``xlogy`` are not vectorized on CPUs."""
     return -(probs_TE * probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()).sum(-1)
 
 
 def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-    """-1 for tokens that are not to be routed."""
+    """Return the choices, -1 for padding."""
     return expert_TK if groups.mask_T is None else torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
 
 
@@ -333,21 +320,21 @@ def routing_stats(
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
-    """How many assignments of each group go to each expert: int64 [G, E]. Entries of -1 are not counted."""
+    """Return the number of assignments of each group to each expert, int64 [G, E]. Entries of -1 are not counted."""
     expert_GN = groups.split(expert_TK, pad=-1).flatten(1) + 1
     counts = expert_GN.new_zeros(expert_GN.shape[0], num_experts + 1)
     return counts.scatter_add_(1, expert_GN, torch.ones_like(expert_GN))[:, 1:]
 
 
 def capacity(factor: float, assignments: int, num_experts: int) -> int:
-    """Assignments that an expert takes of a group with so many in all: ``ceil(factor * assignments / E)``, at least 1
+    """Return the number of a group's assignments that an expert accepts: ``ceil(factor * assignments / E)``, at least 1
     (GShard section 2.2, Switch equation 3)."""
     # The product in decimal notation may lie a rounding error above an integer: 1.1 * 10 / 1 is 11.000000000000002.
     return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
 
 
 def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: int, factor: float) -> Tensor:
-    """``expert_TK`` with -1 where the expert is full.
+    """Return ``expert_TK`` with -1 where the expert is full.
 
     An expert serves the first choices of all tokens of the group in token order, then the second choices, and so on
     (GShard, algorithm 1).
@@ -355,8 +342,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     if not expert_TK.numel():
         return expert_TK
     if backends.cuda_takes_choices(expert_TK, num_experts):
-        shape = groups.layout
-        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *shape, factor)
+        return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *groups.layout, factor)
     expert_GSK = groups.split(expert_TK, pad=-1)
     num_groups, size, top_k = expert_GSK.shape
     # A queue for every (group, expert); what was never assigned waits in a queue of its own, past the last expert.
@@ -364,20 +350,17 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
     offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
     queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
     sorted_N, order_N = queue_N.sort(stable=True)
-    place_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64) - torch.searchsorted(
-        sorted_N, sorted_N
-    )
-    place_N = torch.empty_like(order_N).scatter_(0, order_N, place_N)
+    index_N = torch.arange(queue_N.numel(), device=expert_TK.device, dtype=torch.int64)
+    place_N = torch.empty_like(order_N).scatter_(0, order_N, index_N - torch.searchsorted(sorted_N, sorted_N))
     limit_G = limits(groups, top_k, num_experts, factor, expert_TK.device)
     fits_GKS = place_N.view(num_groups, top_k, size) < limit_G.view(-1, 1, 1)
     return groups.join(torch.where(fits_GKS.transpose(1, 2), expert_GSK, -1))
 
 
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
-    """`capacity` of each group, int64 [G]; on the device where a mask says how many tokens a group has."""
+    """`capacity` of each group, int64 [G]; computed on the device if there is a mask."""
     if groups.mask_T is None:
-        return torch.tensor(
-            [capacity(factor, n * top_k, num_experts) for n in groups.sizes()], device=device, dtype=torch.int64
-        )
+        limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
+        return torch.tensor(limit_G, device=device, dtype=torch.int64)
     assignments_G = groups.valid(device).sum(1) * top_k
     return (factor * assignments_G.double() / num_experts - 1e-9).ceil().clamp(min=1).long()

@@ -19,7 +19,7 @@ class SigmoidRouter(TopKRouter):
     """Sigmoid scores, balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; "loss-free
     balancing", arXiv 2408.15664).
 
-    A token takes the K largest of ``sigmoid(logit) + expert_bias_E``. The bias enters the choice alone: weights are the
+    A token takes the K largest of ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice: weights are the
     scores without it, normalised over the K, times ``routed_scale`` (equations 12-16; for K = 1 not normalised).
 
     After each optimizer step the bias of every expert with more than the average load sinks by ``bias_step``, and that
@@ -29,7 +29,7 @@ class SigmoidRouter(TopKRouter):
     not hold its steps.
 
     The loss ``sequence_balance`` (equations 17-20) keeps single sequences from extremes: a routing group is one
-    sequence unless it is told another size. It counts the K largest scores without the bias, as equation 18 says.
+    sequence unless ``group_size`` is set. It counts the K largest scores without the bias (equation 18).
 
     Args:
         bias_step: u, how far a bias moves in a step; 0 leaves balancing to the loss.
@@ -40,7 +40,7 @@ class SigmoidRouter(TopKRouter):
             a group being worth the sum of its two best (`limit_to_groups`); None for no such limit.
 
     Raises:
-        UserError: see `TopKRouter`; ``bias_step`` negative; groups that cannot be.
+        UserError: see `TopKRouter`; ``bias_step`` negative; invalid expert groups.
     """
 
     routes_by_logits = True
@@ -136,11 +136,11 @@ class SigmoidRouter(TopKRouter):
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """``b += u * sign(mean load - load)`` for the loads counted since the last call, then counts anew.
+        """``b += u * sign(mean load - load)`` for the loads counted since the last call, then reset the counts.
 
         Args:
             group: the ranks that have this gate and different tokens (data and expert parallel alike), over which loads
-                are summed; None for this rank alone. All of them must call.
+                are summed; None for no sum. A collective of the group.
         """
         load_E = self._load_E
         if load_E is None:
@@ -153,5 +153,5 @@ class SigmoidRouter(TopKRouter):
         self.expert_bias_E += self.bias_step * (load_E.mean() - load_E).sign()
 
     def skip_step(self) -> None:
-        """Counts anew, the bias as it was: the optimizer step that the loads are of is not made."""
+        """Reset the counts and keep the bias, because the optimizer skips this step."""
         self._load_E = None

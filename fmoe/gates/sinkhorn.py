@@ -17,12 +17,12 @@ class SinkhornRouter(TopKRouter):
     for K = 1 and the softmax over all experts for more. Evaluation chooses by the raw scores.
 
     ``exp(logits)`` is scaled by rows and columns until each token's row sums to one and each expert's column to
-    S / E. Loads are near even, not even: what is balanced is the scores' mass, and a token takes only its largest.
+    S / E. Loads are nearly even: the scores' mass is balanced, and a token takes only its largest.
     Where balanced scores are equal, as all are in a group of one token or of equal tokens, the raw scores decide.
 
     Args:
         iterations: at most so many.
-        tolerance: a group is left as it is once no column is further than this, relatively, from its sum.
+        tolerance: a group is done if no column is further than this, relatively, from its sum.
     """
 
     routes_by_logits = True

@@ -1,4 +1,4 @@
-"""A gate that prefers experts of its own node, for clusters whose network between nodes is slow."""
+"""A gate that prefers experts of the same node, for clusters whose network between nodes is slow."""
 
 import math
 import os
@@ -23,16 +23,16 @@ class TopologyRouter(TopKRouter):
     group's assignments (or more than it gets without a bonus). Weights are the softmax over the chosen ones' logits,
     without the bonus. Balance and z losses as in the naive gate.
 
-    What it decides depends on which node a token is on, and so on how the job is split: choose it for speed, not where
-    runs on different clusters are to be compared. On one node it is the naive gate.
+    What it decides depends on which node a token is on, and so on how the job is split: choose it for speed, not for
+    comparing runs on different clusters. On one node it is the naive gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.
         bonus: in units of logits.
         skew: at least 1.
-        node_size: workers of a node; None for torchrun's LOCAL_WORLD_SIZE, else all of them.
+        node_size: ranks of a node; None for torchrun's LOCAL_WORLD_SIZE, else all of them.
         num_nodes: nodes that the experts are spread over evenly; None for what follows from ``node_size``.
-        node_of: groups -> int64 [G], the node of each routing group; None for the one this worker is on.
+        node_of: groups -> int64 [G], the node of each routing group; None for the one this rank is on.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class TopologyRouter(TopKRouter):
         self.num_nodes, self.node = num_nodes or 1, 0
         self._is_placed = num_nodes is not None
 
-    def set_worker(self, worker: int, num_workers: int) -> None:
-        """Called by the layer, which knows where it is among the workers of its experts."""
-        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_workers))
-        size = min(size, num_workers)
+    def set_ep_rank(self, rank: int, ep_size: int) -> None:
+        """Set this rank's place in the expert parallel group; the layer calls it."""
+        size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
+        size = min(size, ep_size)
         if not self._is_placed:
-            if num_workers % size:
-                raise UserError(f"node_size={size} does not divide the {num_workers} workers of moe_group")
-            self.num_nodes = num_workers // size
-        self.node = worker * self.num_nodes // num_workers
+            if ep_size % size:
+                raise UserError(f"node_size={size} does not divide the {ep_size} ranks of moe_group")
+            self.num_nodes = ep_size // size
+        self.node = rank * self.num_nodes // ep_size
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Choice of the backend: the one place that says which kernels take which tensors.
+"""Choice of the backend: which kernels accept which tensors.
 
 The answer depends on the kernels loaded for a device, never on the device's type: tests load CUDA kernels for the CPU.
 """
@@ -22,14 +22,10 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
-    """The number of an activation in `ACTIVATIONS`; None for one that no kernel computes."""
-    if activation is F.gelu:
-        return 0
+    """Return the index of an activation in `ACTIVATIONS`; None for an activation that no kernel computes."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
-    if activation is F.relu:
-        return 2
-    return 3 if activation is F.silu else None
+    return 0 if activation is F.gelu else 2 if activation is F.relu else 3 if activation is F.silu else None
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
@@ -48,7 +44,7 @@ def cuda_is_loaded(device: torch.device) -> bool:
 
 
 # torch.compiler.assume_constant_result sets this, but importing torch._dynamo takes as long again as importing torch.
-cuda_is_loaded._dynamo_marked_constant = True
+cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """``rows @ weight[e].T + bias[e]`` where expert e has the ``counts[e]`` rows after those of expert e - 1: [M, O].
+    """``rows @ weight[e].T + bias[e]`` for the ``counts[e]`` rows of each expert e, sorted by expert: [M, O].
 
     An expert without rows gets zero gradients, not None.
     """

@@ -10,6 +10,7 @@ process can see it, and it still is as allocated here. Exporting a tensor (numpy
 reference; sharing it with another process takes its memory out of here for good.
 """
 
+import math
 import os
 import sys
 import threading
@@ -32,9 +33,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
     The result is the caller's to give away: as long as anything refers to its memory it is not handed out again.
     """
-    num_bytes = like.element_size()
-    for length in shape:
-        num_bytes *= length
+    num_bytes = math.prod(shape, start=like.element_size())
     if num_bytes < _SMALLEST or not is_plain(like):
         return like.new_empty(shape)
     block = _take(num_bytes)

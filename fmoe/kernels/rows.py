@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fmoe.kernels import backends, memory
 from fmoe.kernels.cuda import rows as cuda_rows
@@ -22,9 +23,9 @@ from fmoe.routing import Routing
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Assignments sorted by expert, those of one expert in token order, dropped ones at the end.
+    """Assignments sorted by expert and then by token, dropped ones at the end.
 
-    The plan has the fixed size N whatever was dropped, so that the host need not wait for values of the device.
+    The plan has the fixed size N, so that the host need not wait for the number of dropped assignments.
 
     Attributes:
         perm_N: the assignment (token * K + choice) of each row.
@@ -151,13 +152,12 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     return _Combine.apply(rows_MD, weight_TK, inverse_TK)
 
 
-def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
     """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``.
 
     Args:
-        dtype: of the result; None for the dtype of the rows, which gradients always have.
+        dtype: of the result; gradients have the dtype of ``rows``.
     """
-    dtype = rows.dtype if dtype is None else dtype
     if backends.cuda_takes_rows(rows, dtype=dtype):
         return cuda_rows.reorder(rows, index, inverse, dtype)
     return _Reorder.apply(rows, index, inverse, dtype)
@@ -179,32 +179,34 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
     """``sum_k weight_tk * rows[inverse_tk]`` over the kept assignments (None: all); weight None is one."""
-    num_rows = rows_MD.shape[0]
-    num_tokens, top_k = inverse_TK.shape
-    if num_rows == 0:
-        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    if _is_bag(rows_MD, weight_TK):
-        begin_T = None
-        if kept_TK is not None:
-            count_T = kept_TK.sum(1)
-            begin_T = count_T.cumsum(0) - count_T
-            inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
-        return torch.nn.functional.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
-    # A dropped assignment has no row: it takes another's, and zeros in the place of its values, which may be NaN.
+    if rows_MD.shape[0] == 0:
+        return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
+    if not _is_bag(rows_MD, weight_TK):
+        return _sum_choices(rows_MD, weight_TK, inverse_TK, kept_TK)
+    begin_T = None
     if kept_TK is not None:
-        inverse_TK = inverse_TK.clamp(max=num_rows - 1)
+        begin_T = kept_TK.sum(1).cumsum(0) - kept_TK.sum(1)
+        inverse_TK, weight_TK = inverse_TK[kept_TK], None if weight_TK is None else weight_TK[kept_TK]
+    return F.embedding_bag(inverse_TK, rows_MD, begin_T, mode="sum", per_sample_weights=weight_TK)
+
+
+def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+    """`gather_sum` choice by choice."""
+    # A dropped assignment has no row. It gathers another one and replaces its values, which may be NaN, by zeros.
+    if kept_TK is not None:
+        inverse_TK = inverse_TK.clamp(max=rows_MD.shape[0] - 1)
         weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)
-    total_TD = None
-    for k in range(top_k):
+    total_TD = rows_MD.new_zeros(0)
+    for k in range(inverse_TK.shape[1]):
         row_TD = rows_MD.index_select(0, inverse_TK[:, k]).to(dtype)
         if kept_TK is not None:
             row_TD = row_TD.masked_fill(~kept_TK[:, k : k + 1], 0)
         if weight_TK is None:
-            total_TD = row_TD if total_TD is None else total_TD.add_(row_TD)
+            total_TD = total_TD.add_(row_TD) if k else row_TD
         else:
             weight_T1 = weight_TK[:, k : k + 1].to(dtype)
-            total_TD = row_TD.mul_(weight_T1) if total_TD is None else total_TD.addcmul_(row_TD, weight_T1)
+            total_TD = total_TD.addcmul_(row_TD, weight_T1) if k else row_TD.mul_(weight_T1)
     return total_TD.to(rows_MD.dtype)
 
 

@@ -45,10 +45,7 @@ class Started:
         """Wait as `torch.distributed.Work.wait` does."""
         if self._work is None:
             return
-        if timeout is None:
-            self._work.wait()
-        else:
-            self._work.wait(timeout)
+        self._work.wait(*() if timeout is None else (timeout,))
         if self._aliases:
             self._work = None
             if _is_exiting:
@@ -72,9 +69,7 @@ def start(collective: Callable[..., dist.Work | None], *arguments: Any, **option
     gone, so is the work.
     """
     global _has_started
-    for one in tuple(_started):
-        if one.is_released():
-            _started.discard(one)
+    _started.difference_update([one for one in tuple(_started) if one.is_released()])
     aliases: list[Tensor] = []
     work = collective(*[_aliased(argument, aliases) for argument in arguments], async_op=True, **options)
     if work is None or not all(alias.device.type == "cpu" for alias in aliases):

@@ -1,4 +1,4 @@
-"""Features of the trainer. The loop calls them in order; each keeps its own state."""
+"""Callbacks of the trainer. The loop calls them in order; each has its own state."""
 
 from pretrain.callbacks.base import Callback
 from pretrain.callbacks.checkpointing import Checkpointing

@@ -1,4 +1,4 @@
-"""A callback, and the loop that it sees."""
+"""Base class of callbacks, and the loop as they see it."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ Metrics = dict[str, float | int | list[float]]
 
 
 class Loop(Protocol):
-    """The trainer, as far as callbacks read it; `pretrain.trainer.Trainer` documents the attributes."""
+    """Attributes of the trainer that callbacks read; `pretrain.trainer.Trainer` documents them."""
 
     step: int
     is_stopping: bool
@@ -33,34 +33,34 @@ class Loop(Protocol):
 
 
 class Callback:
-    """Called on every rank, at the same places: a callback may communicate. The default does nothing."""
+    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate."""
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
-        """Before the first step; ``trainer.step`` is where it begins. May add to the metrics of that place."""
+        """Run before the first step; ``trainer.step`` steps are completed. May add to the metrics of that step."""
 
     def before_step(self, trainer: Loop) -> None:
-        """Before every step, of which ``trainer.step`` were made."""
+        """Run before every step; ``trainer.step`` steps are completed."""
 
     def check_step(self, trainer: Loop, loss: float, grad_norm: float) -> str | None:
-        """Within a step, before anything of the model changed; ``trainer.step`` does not count it yet.
+        """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
 
         Args:
-            loss, grad_norm: the same bits on every rank; not finite if they are not on any rank.
+            loss, grad_norm: bitwise equal on every rank; not finite if not finite on any rank.
 
         Returns:
-            Why the step is skipped; None to make it. The same on every rank.
+            Reason to skip the step, or None. Must be the same on every rank.
         """
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
-        """After a step, which ``trainer.step`` counts already. May add to the step's metrics for those behind it."""
+        """Run after a step, which ``trainer.step`` counts. May add metrics, which later callbacks see."""
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        """At the end, also after an error; every callback that was started is ended."""
+        """Run at the end, also after an error, for every callback whose `on_start` was called."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this callback in a checkpoint, for `pretrain.checkpoint.codec`; the same on all ranks.
+        """Return the callback's state for checkpoints, in types of `pretrain.checkpoint.codec`; the same on all ranks.
         Empty for none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; not called for a checkpoint without state of this callback."""
+        """Restore the state of `state_dict`; not called for a checkpoint without this callback's state."""

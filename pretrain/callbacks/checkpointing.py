@@ -1,4 +1,4 @@
-"""Saving."""
+"""Checkpoints during training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +13,16 @@ from pretrain.engine import state
 
 
 class Checkpointing(Callback):
-    """Writes a checkpoint every so many steps and after the last of this process, and removes those that are too old.
+    """Write a checkpoint every ``config.every`` steps and after the last step of this process; remove old ones.
 
-    Asynchronous: the step waits for a copy of the state on the host; a thread writes it while training goes on. One
-    checkpoint at a time: the next save waits for the one before. What the thread could not do is raised, on every
-    rank, after the first step at which all have noticed, and the run ends when its last checkpoint is on disk.
+    If asynchronous, the step waits only for a copy of the state on the host, which a thread writes during the next
+    steps. There is one checkpoint at a time: a save waits for the previous one. Every rank raises the thread's errors
+    after the same step. The run ends when its last checkpoint is on disk.
 
     Args:
-        folder: gets a folder for each checkpoint.
+        folder: parent folder of the checkpoints.
         config: the recipe's section.
-        on_saved: called on rank 0 with the step and the folder of each checkpoint that is on disk, maybe in the thread.
+        on_saved: called on rank 0 with step and folder of each checkpoint on disk, possibly in the thread.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Checkpointing(Callback):
         if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
         elif self._buffers is not None and not self._reserved:
-            # After the first step, which makes the optimizer's state; in the thread, because fresh pages take time.
+            # After the first step, which creates the optimizer state; in the thread, because page faults take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
             self._writer.start(lambda group: self._buffers.reserve(wanted))
         self._reserved = True
@@ -54,20 +54,20 @@ class Checkpointing(Callback):
             self.finish()
 
     def save(self, trainer: Loop) -> None:
-        """Saves this step, unless it is saved already. Collective."""
+        """Save this step unless it was saved. Collective."""
         step = trainer.step
         if self._saved == step:
             return
         if self._writer is None:
             self._write(step, trainer.snapshot(), None)
         else:
-            self._writer.wait()  # the buffers are its until then
+            self._writer.wait()  # until then the writer uses the buffers
             snapshot = trainer.snapshot(self._buffers)
             self._writer.start(lambda group: self._write(step, snapshot, group))
         self._saved = step
 
     def finish(self) -> None:
-        """Returns when what was saved is on disk. Collective."""
+        """Wait until the last save is on disk. Collective."""
         if self._writer is not None:
             self._writer.wait()
 

@@ -1,8 +1,9 @@
-"""Warnings of collapsed routers, which no longer spread their tokens."""
+"""Warnings of collapsed routers."""
 
 import logging
 from typing import Any
 
+from fmoe.metrics import coefficient_of_variation
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.config import GuardConfig
 
@@ -10,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class CollapseWarning(Callback):
-    """Looks at the load of each layer's experts over ``guard.collapse_window`` steps, window after window.
+    """Check the load of each layer's experts over windows of ``guard.collapse_window`` steps.
 
-    A layer is collapsed when the load's coefficient of variation or the share of experts that got nothing in all of
-    the window is above its limit. Adds ``guard/collapsed_layers`` at the end of a window, and warns when a layer
-    collapses, once until it has recovered.
+    A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
+    the window, exceeds the limit. Adds ``guard/collapsed_layers`` at the end of a window, and warns once when a layer
+    collapses, until it has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):
@@ -55,11 +56,9 @@ class CollapseWarning(Callback):
 
 def _describe(config: GuardConfig, load: list[float]) -> str:
     """Describe why a window's load counts as collapsed; empty if it does not."""
-    mean = sum(load) / len(load) if load else 0.0
-    if not mean:
+    if not any(load):
         return ""
-    cv = (sum((x - mean) ** 2 for x in load) / len(load)) ** 0.5 / mean
-    dead = sum(x == 0 for x in load)
+    cv, dead = coefficient_of_variation(load), sum(x == 0 for x in load)
     wrong = []
     if cv > config.collapse_cv:
         wrong.append(f"load CV {cv:.2f} above guard.collapse_cv={config.collapse_cv:g}")

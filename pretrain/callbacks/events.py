@@ -10,20 +10,20 @@ from pretrain.tracking.events import EventLog
 
 logger = logging.getLogger(__name__)
 
-# What is logged under these names is the run's.
+# Loggers whose warnings are events of the run.
 _LOGGERS = ("fmoe", "megatron_patch", "pretrain")
 
 
 class Events(Callback):
-    """Writes `pretrain.tracking.events`, on rank 0: begin and end, what `saved` is told, and every warning.
+    """Write `pretrain.tracking.events` on rank 0: start and end, saves, and every warning.
 
-    A warning is printed as it was; one whose record has an ``event`` (``extra={"event": (step, "skip")}``) is of that
-    step and kind. An event that cannot be written is no reason to end a run.
+    Warnings are still printed. The attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets step
+    and kind. A failed write disables the log with a warning and does not end the run.
 
     Args:
-        path: of the file. A new run begins a new one; one that is there already is kept beside it as ``NAME.old``.
-        resumed_from: the checkpoint that the run goes on from; None for a new run.
-        changes: what of the recipe is otherwise since then.
+        path: the file. A new run renames an existing one to ``NAME.old``.
+        resumed_from: checkpoint that the run resumes from; None for a new run.
+        changes: changes of the recipe since that checkpoint.
     """
 
     def __init__(self, path: Path, resumed_from: Path | None, changes: Sequence[str] = ()):
@@ -47,7 +47,7 @@ class Events(Callback):
             self._add(trainer.step, "resume", f"from {self.resumed_from}{changed}")
 
     def saved(self, step: int, folder: Path) -> None:
-        """A checkpoint is on disk. From any thread."""
+        """Record that a checkpoint is on disk. Safe to call from any thread."""
         self._add(step, "save", f"{folder.parent.name}/{folder.name}")
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
@@ -73,23 +73,23 @@ class Events(Callback):
 
 
 class _Handler(logging.Handler):
-    """Hands warnings on, and leaves to others what they would do without it."""
+    """Forward warnings to the event log without changing whether they are printed."""
 
     def __init__(self, add: Callable[[tuple[int, str] | None, str], None]):
         super().__init__(logging.WARNING)
         self._add_event, self._process = add, os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Where nobody handles a warning, Python prints it; this handler would be somebody.
+        # Python prints a warning only if it has no handler, and this is one.
         if logging.lastResort is not None and not self._has_others(record):
             logging.lastResort.handle(record)
         if os.getpid() == self._process:  # not in a data worker that was forked
             self._add_event(getattr(record, "event", None), record.getMessage())
 
     def _has_others(self, record: logging.LogRecord) -> bool:
-        place: logging.Logger | None = logging.getLogger(record.name)
-        while place is not None:
-            if any(handler is not self for handler in place.handlers):
+        ancestor: logging.Logger | None = logging.getLogger(record.name)
+        while ancestor is not None:
+            if any(handler is not self for handler in ancestor.handlers):
                 return True
-            place = place.parent if place.propagate else None
+            ancestor = ancestor.parent if ancestor.propagate else None
         return False

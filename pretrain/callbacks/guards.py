@@ -1,4 +1,4 @@
-"""Steps that are not made: of a loss or a gradient that is not finite, or far above the steps before."""
+"""Guards that skip steps whose loss or gradient is not finite, or a spike."""
 
 import logging
 import math
@@ -14,19 +14,19 @@ from pretrain.process import Diverged
 
 logger = logging.getLogger(__name__)
 
-# The spread is never taken for less than this: of the median loss, and of the logarithm of the norm. Ten sigma are then
-# at least 20% more loss or 7.4 times the norm. Norms of small batches lie close together, now and then one far above:
-# 2.7 times the median in 2,000 steps of a tiny model.
+# Lower bounds on the spread: relative to the median loss, and of the logarithm of the norm. Ten sigma are then at least
+# 20% more loss or 7.4 times the norm. Norms of small batches have a small spread with outliers: 2.7 times the median in
+# 2,000 steps of a tiny model.
 _LOSS_FLOOR = 0.02
 _LOG_NORM_FLOOR = 0.2
-# Of a normal distribution, standard deviation over median absolute deviation.
+# Standard deviation over median absolute deviation of a normal distribution.
 _SIGMA_OF_MAD = 1.4826
 
 
 def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
-    """Median + sigma spreads of the history, the spread taken from the median absolute deviation.
+    """Return median + sigma * spread of the history; the spread is the scaled median absolute deviation.
 
-    Neither moves for the few outliers that a mean and a standard deviation would be made of.
+    Unlike mean and standard deviation, both are robust to a few outliers.
     """
     middle = median(history)
     spread = _SIGMA_OF_MAD * median(abs(value - middle) for value in history)
@@ -34,15 +34,15 @@ def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
 
 
 class StepGuard(Callback):
-    """Skips the step, or ends the run, as ``guard.*`` of the recipe says. Adds ``guard/skipped``: 0 or 1.
+    """Skip the step or end the run according to ``guard.*`` of the recipe. Adds ``guard/skipped``: 0 or 1.
 
-    What it saw is the same on every rank, and so is what it decides. A skipped step counts as one: its samples and its
-    place in the learning rate's schedule are used up.
+    Its inputs, and so its decisions, are the same on every rank. A skipped step counts as a step: it consumes its
+    samples and advances the learning-rate schedule.
     """
 
     def __init__(self, config: GuardConfig):
         self.config = config
-        # Of the steps that were made: a spike must not make the next one look normal.
+        # Of applied steps only: a spike must not make the next one look normal.
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._log_norms: deque[float] = deque(maxlen=config.spike_window)
         self._in_a_row = 0
@@ -81,7 +81,7 @@ class StepGuard(Callback):
         limit = limit_of(self._losses, sigma, _LOSS_FLOOR * abs(median(self._losses)))
         if loss > limit:
             return f"loss {loss:.4g} is a spike: {sigma:g} sigma of the last {window} steps allow {limit:.4g}"
-        # A norm is noisy by factors.
+        # The noise of a norm is multiplicative.
         limit = limit_of(self._log_norms, sigma, _LOG_NORM_FLOOR)
         if _log(grad_norm) > limit:
             return (
@@ -91,7 +91,7 @@ class StepGuard(Callback):
         return None
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
-        # An overflow of fp16 is not asked about, and neither counts nor ends a row.
+        # `check_step` is not called for an fp16 overflow, which neither extends nor ends a row of skips.
         metrics["guard/skipped"] = int(self._has_skipped)
         self._has_skipped = False
 

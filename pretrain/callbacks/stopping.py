@@ -1,4 +1,4 @@
-"""Signals that stop a run between two steps."""
+"""Signals that stop a run between steps."""
 
 import signal
 
@@ -9,10 +9,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopping(Callback):
-    """SIGTERM, SIGUSR1 or a first SIGINT on any rank: all ranks stop after the same step, with a checkpoint.
+    """Stop all ranks after the same step, with a checkpoint, on SIGTERM, SIGUSR1 or a first SIGINT on any rank.
 
-    The handler sets a flag that travels with the loss (`Engine.train_step`), so a signal that comes between that and
-    the step's end stops the run one step later. A second SIGINT interrupts at once.
+    The handler sets a flag that is reduced with the loss (`Engine.train_step`); a signal after that reduction stops the
+    run one step later. A second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Stopping(Callback):
         torchrun.ready()
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        # A scheduler may repeat its signal, and each launcher forwards it: none may end a process that is ending.
+        # Schedulers and launchers may repeat a signal, which must not kill a process that is ending.
         if not self._is_asked:
             for number, handler in self._before.items():
                 signal.signal(number, handler)

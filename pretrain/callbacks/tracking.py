@@ -1,4 +1,4 @@
-"""Metrics into the trackers, from rank 0."""
+"""Logging of metrics on rank 0."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ from pretrain.tracking import Trackers
 
 
 class Tracking(Callback):
-    """Logs what the trainer and the callbacks before it measured.
+    """Log the metrics of the trainer and of earlier callbacks.
 
     Args:
-        build: makes the trackers; called on rank 0 alone.
+        build: builds the trackers; called only on rank 0.
     """
 
     def __init__(self, build: Callable[[], Trackers]):

@@ -7,10 +7,10 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class TrustRatios(Callback):
-    """Adds ``trust/dense_min``, ``trust/experts_median``, ... every so many steps and after the last.
+    """Add ``trust/dense_min``, ``trust/experts_median``, ... every ``every`` steps and after the last step.
 
-    Of the whole model, each dense matrix and each expert's matrix once. Nothing is read or reduced in the steps
-    between, nor after a step that was skipped.
+    The statistics are over the whole model, with each dense matrix and each expert's matrix once. Other steps, and
+    skipped ones, read and reduce nothing.
     """
 
     def __init__(self, every: int):

@@ -4,9 +4,9 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 
 
 class Validation(Callback):
-    """Adds ``val/loss`` before the first step, every so many steps, and after the last.
+    """Add ``val/loss`` before the first step, every ``every`` steps, and after the last step.
 
-    Not in a run that is stopping, which may have seconds left."""
+    A run that is stopping skips it, because it may have only seconds left."""
 
     def __init__(self, every: int, sequences: int):
         self.every, self.sequences = every, sequences

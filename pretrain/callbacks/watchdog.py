@@ -1,4 +1,4 @@
-"""Stacks and end of a run that makes no progress."""
+"""Watchdog that ends a run without progress and writes its stacks."""
 
 import contextlib
 import faulthandler
@@ -12,21 +12,21 @@ from pretrain import torchrun
 from pretrain.callbacks.base import Callback, Loop, Metrics
 from pretrain.process import EXIT_HANG
 
-_GRACE = 60.0  # most seconds that a rank waits for the stacks of the others
+_GRACE = 60.0  # upper bound on the seconds that a rank waits for the other ranks' stacks
 
 
 class Watchdog(Callback):
-    """Without progress for so long, writes the stacks of all threads to ``folder/rank-N.txt`` and ends the process.
+    """After ``seconds`` without progress, write the stacks of all threads to ``folder/rank-N.txt`` and end the process.
 
-    Progress is a step, a micro batch (of a validation too), or a callback that comes before this one. Saving is not
-    watched: callbacks behind this one may take as long as they need.
+    Progress is a step, a micro batch (of validation too), or an earlier callback. Saving is not watched: later
+    callbacks may take any time.
 
-    Ranks hang together, so each has its own timer, a thread; it needs the interpreter's lock, and so sees nothing of a
-    native call that keeps it.
+    Each rank has its own timer thread. The thread needs the interpreter lock, so it does not run during a native call
+    that holds the lock.
 
     Args:
-        folder: gets a file for each rank; one that is there is appended to.
-        seconds: without progress.
+        folder: folder for one file per rank, which is appended to.
+        seconds: time limit without progress.
     """
 
     def __init__(self, folder: Path, seconds: float):
@@ -61,7 +61,7 @@ class Watchdog(Callback):
     def _set(self, seen: float | None) -> None:
         with self._moved:
             is_idle, self._seen = self._seen is None, seen
-            if is_idle and seen is not None:  # else the thread wakes in time by itself
+            if is_idle and seen is not None:  # else the thread wakes up in time by itself
                 self._moved.notify()
 
     def _watch(self) -> None:
@@ -92,7 +92,7 @@ class Watchdog(Callback):
         sys.stderr.write(f"pretrain: error: {line} (guard.hang_minutes); {where}\n")
         sys.stderr.flush()
         torchrun.report(EXIT_HANG)
-        # The first rank that ends takes the others with it: they get the time to write theirs.
+        # The first rank to end takes the others down; give them time to write.
         deadline = time.monotonic() + min(self.seconds, _GRACE)
         while time.monotonic() < deadline and not self._all_wrote(began - self.seconds):
             time.sleep(0.1)

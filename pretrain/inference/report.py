@@ -14,6 +14,7 @@ from pretrain.data.inputs import open_validation
 from pretrain.inference.evaluation import Evaluation
 from pretrain.inference.load import Trained
 from pretrain.inference.windows import Text, samples_of
+from pretrain.tracking.metrics import DECLARED, Metric
 
 
 @dataclass(frozen=True)
@@ -113,18 +114,11 @@ def text(results: Sequence[Result]) -> str:
         if not result.found.layers:
             continue
         name = f"{result.trained.name}, layer" if len(results) > 1 else "layer"
-        rows = [[name, "dropped", "load cv", "dead experts", "entropy"]]
-        rows += [
-            [
-                str(number),
-                f"{layer.drop_rate:.4f}",
-                f"{layer.load_cv:.3f}",
-                str(layer.dead_experts),
-                f"{layer.entropy:.3f}",
-            ]
-            for number, layer in result.found.layers.items()
-        ]
-        parts.append(markdown(rows))
+        rows = []
+        for number, layer in result.found.layers.items():
+            figures = {m.label: f"{v:.4g}" for m, v in _layer_values(layer).items() if not isinstance(v, list)}
+            rows.append([str(number), *figures.values()])
+        parts.append(markdown([[name, *figures], *rows]))
     if said := notes(results):
         parts.append("\n".join(f"note: {line}" for line in said))
     return "\n\n".join(parts)
@@ -166,19 +160,15 @@ def _values(result: Result) -> dict[str, Any]:
         "perplexity": _finite(found.perplexity),
         "accuracy": _finite(found.accuracy),
         "bits_per_byte": _finite(found.bits_per_byte),
-        "layers": [_layer_values(number, layer) for number, layer in found.layers.items()],
+        "layers": [
+            {"layer": number} | {metric.name: value for metric, value in _layer_values(layer).items()}
+            for number, layer in found.layers.items()
+        ],
     }
 
 
-def _layer_values(number: int, layer: LayerReport) -> dict[str, Any]:
-    return {
-        "layer": number,
-        "drop_rate": layer.drop_rate,
-        "load_cv": layer.load_cv,
-        "dead_experts": layer.dead_experts,
-        "entropy": layer.entropy,
-        "load": layer.load,
-    }
+def _layer_values(layer: LayerReport) -> dict[Metric, float | list[float]]:
+    return {metric: metric.reduce(layer) for metric in DECLARED if metric.reduce and metric.is_evaluated}
 
 
 def _finite(value: float | None) -> float | None:

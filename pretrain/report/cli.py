@@ -12,30 +12,30 @@ from pretrain.report.runs import open_runs
 
 
 def main(argv: list[str]) -> int:
-    """Writes the report, or serves it until interrupted; see docs/report.md.
+    """Write the report, or serve it until interrupted; see docs/report.md.
 
     Raises:
-        UserError: a folder holds no run, or none that has made a step; a damaged file, which is named; a file or a port
-            that cannot be had.
+        UserError: a folder holds no run or a run without a step, a file is damaged, or the output file or the port is
+            unavailable.
     """
     parser = Parser(
         prog="fmoe report",
-        description="Runs, one or several to compare, as one HTML file that needs nothing else.",
+        description="Write one or several runs as one self-contained HTML file.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"by default RUN/{REPORT}, or {REPORT} here for several runs"
+        "--out", type=Path, metavar="FILE", help=f"default: RUN/{REPORT}, or {REPORT} here for several runs"
     )
-    parser.add_argument("--live", action="store_true", help=f"serve it on {ADDRESS} instead, and follow the runs")
-    parser.add_argument("--port", type=int, help="of --live; by default one that is free")
+    parser.add_argument("--live", action="store_true", help=f"serve the report on {ADDRESS} and follow the runs")
+    parser.add_argument("--port", type=int, help="port for --live; default: a free one")
     arguments = parser.parse_args(argv)
     if arguments.live:
         if arguments.out is not None:
-            raise UserError(f"--out {arguments.out} and --live: one of them, a live report writes no file")
+            raise UserError(f"--out {arguments.out} and --live are mutually exclusive: a live report writes no file")
         return _serve(arguments.runs, arguments.port or 0)
     if arguments.port is not None:
-        raise UserError(f"--port {arguments.port} without --live: nothing is served")
+        raise UserError(f"--port {arguments.port} requires --live")
     out = arguments.out or (arguments.runs[0] / REPORT if len(arguments.runs) == 1 else Path(REPORT))
     if out.is_dir():
         raise UserError(f"--out {out} is a folder")
@@ -48,9 +48,9 @@ def _serve(folders: Sequence[Path], port: int) -> int:
     if not 0 <= port < 1 << 16:
         raise UserError(f"--port {port} is not between 0 and 65535")
     with make_server(open_runs(folders), port) as server:
-        print(f"report: http://{ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        print(f"report: http://{ADDRESS}:{server.server_port}/  (Ctrl-C to stop)", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            print("ended", file=sys.stderr)
+            print("stopped", file=sys.stderr)
     return 0

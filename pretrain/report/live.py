@@ -1,4 +1,4 @@
-"""The page of runs that go on, for this machine alone."""
+"""Local server for the report of runs that are still training."""
 
 import threading
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from pretrain.report.payload import encode
 from pretrain.report.runs import RunFolder
 
 ADDRESS = "127.0.0.1"
-# As which a browser may know this machine. Another name that leads here is a page elsewhere that wants to read ours
-# (DNS rebinding). The port may be another: of a tunnel.
+# Accepted Host headers. Any other name that resolves to this machine may be DNS rebinding. The port is not checked, so
+# that tunnels work.
 _HOSTS = ("127.0.0.1", "localhost")
 
 
 class LiveRuns:
-    """Runs, and the bytes of what was last read of them. For any number of threads.
+    """Runs and their latest payload; safe for concurrent threads.
 
     Args:
-        runs: read already.
+        runs: run folders that were read once.
     """
 
     def __init__(self, runs: Sequence[RunFolder]):
@@ -29,7 +29,7 @@ class LiveRuns:
         self._version, self._payload = 0, b""
 
     def read(self) -> tuple[int, bytes]:
-        """Looks for news; a number that grows with them, and the payload.
+        """Read new data; return a version number, which grows with the data, and the payload.
 
         Raises:
             UserError: a file is damaged.
@@ -41,16 +41,16 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
-    """A server on 127.0.0.1 that gives the page under ``/`` and, under ``/data?after=VERSION``, newer data or 204.
+    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` is newer data or 204.
 
     Args:
-        port: 0 for one that is free.
+        port: port to listen on; 0 for a free one.
 
     Raises:
-        UserError: the port is taken or may not be used.
+        UserError: the port is in use or not permitted, or a file is damaged.
     """
     live = LiveRuns(runs)
-    live.read()  # what is wrong with a file is said now
+    live.read()  # reports a damaged file before serving
     handler = type("Handler", (_Handler,), {"runs": live})
     try:
         server = ThreadingHTTPServer((ADDRESS, port), handler)
@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     runs: LiveRuns
     server_version, sys_version = "fmoe", ""
     protocol_version = "HTTP/1.1"
-    timeout = 30  # seconds, of a connection that says nothing
+    timeout = 30  # seconds, for idle connections
 
     def do_GET(self) -> None:
         try:
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             host = None
         if host not in _HOSTS:
-            self._say(HTTPStatus.FORBIDDEN, b"this report is for 127.0.0.1 and localhost\n")
+            self._say(HTTPStatus.FORBIDDEN, b"the Host header must be 127.0.0.1 or localhost\n")
             return
         where = urlsplit(self.path)
         try:
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         if where.path == "/":
             self._say(HTTPStatus.OK, page(payload, live=True).encode(), "text/html; charset=utf-8")
         elif where.path != "/data":
-            self._say(HTTPStatus.NOT_FOUND, b"there are / and /data\n")
+            self._say(HTTPStatus.NOT_FOUND, b"not found: the paths are / and /data\n")
         elif parse_qs(where.query).get("after") == [str(version)]:
             self._say(HTTPStatus.NO_CONTENT)
         else:
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         fixed = {
             "Cache-Control": "no-store",
-            "Content-Security-Policy": "frame-ancestors 'none'",  # the page's own policy is in the page
+            "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself has a stricter policy
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
@@ -112,4 +112,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *arguments) -> None:
-        pass  # a line every two seconds tells nobody anything
+        pass  # the page polls every two seconds

@@ -1,8 +1,8 @@
-"""The page: one HTML file that needs nothing else, and may do nothing else.
+"""The report's HTML: one self-contained file.
 
-What runs bring (names, recipes, warnings) is in the deflated data alone, which is no markup; the page's scripts put it
-into the document as text. A content security policy allows the scripts and the style of this file, by their SHA-256,
-and no request to anywhere; that of a live page allows requests to where it came from.
+Text from runs (names, recipes, warnings) is only in the deflated payload, never in the markup; the scripts insert it as
+text nodes. A content security policy allows this file's scripts and style by their SHA-256 and forbids requests; a live
+page may send requests to its own server.
 """
 
 import base64
@@ -16,16 +16,16 @@ from pretrain.report.payload import encode
 from pretrain.report.runs import RunFolder, open_runs
 
 REPORT = "report.html"
-# In the order in which they are read; all of them share one scope.
+# In load order; they share one scope.
 _SCRIPTS = ("format", "palette", "data", "plot", "charts", "heatmap", "tables", "main")
 
 
 def page(payload: bytes, *, live: bool = False) -> str:
-    """The document.
+    """Return the HTML document.
 
     Args:
-        payload: of `encode`.
-        live: the page asks for newer data where it came from.
+        payload: result of `encode`.
+        live: make the page poll its server for newer data.
     """
     style = _asset("uplot/uPlot.min.css") + _asset("style.css")
     own = "".join(_asset(f"{name}.js") for name in _SCRIPTS)
@@ -48,7 +48,7 @@ def page(payload: bytes, *, live: bool = False) -> str:
 
 
 def policy(style: str, script: str, *, live: bool) -> str:
-    """The content security policy of a page with this style and this script."""
+    """Return the content security policy of a page with this style and this script."""
     rules = {
         "default-src": "'none'",
         "script-src": f"'{_hash(script)}'",
@@ -61,14 +61,13 @@ def policy(style: str, script: str, *, live: bool) -> str:
 
 
 def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = True) -> int:
-    """Writes the report of runs; returns its size in bytes.
+    """Write the report of runs and return its size in bytes.
 
     Args:
-        requires_steps: whether to refuse a run without a step, of which there are events and a recipe at most.
+        requires_steps: refuse runs without a step, which have at most events and a recipe.
 
     Raises:
-        UserError: a folder holds no run, or none that has made a step; a file of it is damaged; ``path`` cannot be
-            written.
+        UserError: a folder holds no run or a run without a step, a file is damaged, or ``path`` is not writable.
     """
     runs = read_runs(folders, requires_steps=requires_steps)
     text = page(encode(runs)).encode()
@@ -78,7 +77,7 @@ def write_report(folders: Sequence[Path], path: Path, requires_steps: bool = Tru
 
 
 def read_runs(folders: Sequence[Path], *, requires_steps: bool = True) -> list[RunFolder]:
-    """Runs that have something to show. Raises UserError: see `write_report`."""
+    """Return the runs, read once. Raises UserError: see `write_report`."""
     runs = open_runs(folders)
     for run in runs:
         run.refresh()

@@ -1,8 +1,8 @@
-"""Runs as the bytes that the page draws from: JSON, arrays behind it, all of it deflated.
+"""Binary payload of the page: JSON followed by arrays, deflated.
 
-``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. Arrays of 4-byte numbers lie byte plane
-by byte plane, and floats of layers, all but the last of a series, and means are rounded to fewer bits of mantissa than
-they have: both for the sake of the size.
+``[length of the JSON: u32, little endian] [JSON, padded to 4 bytes] [arrays]``. To deflate well, arrays of 4-byte
+numbers are stored as byte planes, and layer series and means are rounded to 16 bits of mantissa. The last value of a
+series keeps all bits.
 """
 
 import json
@@ -19,31 +19,32 @@ from pretrain.compare.groups import common_name
 from pretrain.compare.runs import OF_NO_EFFECT
 from pretrain.report.record import CURVE_POINTS, LOAD_CELLS, Curves, Loads, Record
 from pretrain.report.runs import RunFolder
+from pretrain.tracking.metrics import DECLARED, Metric
 
-# Bits of mantissa, of 23: a relative error of 2^-(bits + 1). Means are drawn, but not read out.
+# Bits of mantissa, out of 23: a relative error of 2^-(bits + 1). Means are drawn but never shown as text.
 _CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
-# Loads are a byte: 0 dead, 255 not logged, else the logarithm of load times experts, between these powers of two.
+# A load is one byte: 0 dead, 255 not logged, else log2(load x experts), from _LOWEST up.
 _LOWEST = -8.0
 _CODES = 254
-# A page of many runs: the frames of each are fewer.
+# Lower bound on the frames of a run when many runs share a page.
 _FRAMES_AT_LEAST = 4
 
 
 class Arrays:
-    """Arrays one behind the other.
+    """Arrays concatenated into one buffer.
 
     Attributes:
-        places: dtype, length and offset of each, by its number.
+        layout: dtype, length and offset by array number.
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[str, int, int]] = []
+        self.layout: list[tuple[str, int, int]] = []
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """The number of the array: uint8, or what fits into uint32 or float32. ``bits`` of mantissa are kept,
-        of the last float, with which a curve ends, all."""
+        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` of mantissa, the
+        last one all of them."""
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -51,26 +52,27 @@ class Arrays:
         else:
             kind, data = "f4", _planes(_rounded(array, bits))
         raw = data.tobytes()
-        self.places.append((kind, array.size, self._size))
+        self.layout.append((kind, array.size, self._size))
         self._parts.append(raw)
         self._size += len(raw)
-        return len(self.places) - 1
+        return len(self.layout) - 1
 
     def tobytes(self) -> bytes:
-        """All of them."""
+        """Return the buffer."""
         return b"".join(self._parts)
 
 
 def encode(runs: Sequence[RunFolder]) -> bytes:
-    """The runs as they are now; see the module."""
+    """Return the payload of the runs; the module docstring has the format."""
     arrays = Arrays()
     header = {
         "fmoe": _version(),
         "time": round(time.time()),
         "runs": [_run(run, arrays, len(runs)) for run in runs],
         "groups": _groups(runs),
+        "metrics": [_declaration(metric) for metric in DECLARED],
     }
-    text = json.dumps(header | {"arrays": arrays.places}, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(header | {"arrays": arrays.layout}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return zlib.compress(len(text).to_bytes(4, "little") + text + arrays.tobytes(), 9)
 
@@ -118,28 +120,51 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return the final numbers of a run, or its latest: the last finite ones. Numbers that never were finite, or are
-    unknown, are left out."""
+    """Return a run's figures: the last finite values, and means for `_is_averaged`. Figures that were never finite or
+    are unknown are left out."""
     record, told = run.record, run.told
     values: dict[str, Any] = {name: told.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": told.get("world_size"), "step": record.step, "total_steps": run.total_steps}
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}
-    values |= {name: record.curves.mean(name) for name in ("tokens_per_second", "mfu", "step_seconds")}
+    values |= {metric.key: record.curves.mean(metric.key) for metric in DECLARED if _is_averaged(metric)}
     values["skipped"] = sum(event["kind"] == "skip" and not event["lost"] for event in run.events)
     return {name: value for name, value in values.items() if _is_finite(value)}
 
 
+def _declaration(metric: Metric) -> dict[str, Any]:
+    """Declaration as the page needs it; ``figure`` is the label under Numbers, empty for none."""
+    section = "routing" if metric.reduce else metric.section
+    figure = metric.label + ", mean of the layers" * (section == "routing")
+    if not metric.is_exact:
+        figure += ", mean" if _is_averaged(metric) else ", last"
+    return {
+        "name": metric.key,
+        "unit": metric.unit,
+        "doc": metric.doc.replace("`", ""),
+        "title": metric.label,
+        "section": section,
+        "figure": "" if section in ("events", "more") else figure,
+        "log": metric.is_log,
+        "exact": metric.is_exact,
+    }
+
+
+def _is_averaged(metric: Metric) -> bool:
+    """True if the figure of a run is the mean over its steps."""
+    return metric.section == "speed" and not metric.is_exact
+
+
 def _lost(record: Record) -> dict[str, int]:
-    """Series that are not finite at their end: the step of their last finite value."""
+    """Return the step of the last finite value of each series whose latest value is not finite."""
     found = record.last_finite.items()
     return {name: step for name, (step, _) in found if not math.isfinite(record.last[name])}
 
 
 def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, Any]]:
-    """By name: numbers of the arrays of steps (differences), values and, where a span is more than a step, of the
-    means' steps and values."""
+    """Return array numbers by series name: steps (as differences) and values; for spans of several steps, also steps
+    and values of the means."""
     found = {}
     for name in curves.names:
         steps, values = curves.points(name)
@@ -156,7 +181,7 @@ def _curves(curves: Curves, arrays: Arrays, bits: int) -> dict[str, dict[str, An
 def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
     steps, shares = loads.frames()
     most = max(_FRAMES_AT_LEAST, cells // shares.shape[1])
-    if len(steps) > most:  # neighbours share a frame
+    if len(steps) > most:  # average neighbouring frames
         starts = np.arange(0, len(steps), -(-len(steps) // most))
         ends = np.append(starts[1:], len(steps))
         steps = np.stack([steps[starts, 0], steps[ends - 1, 1]], 1)
@@ -171,7 +196,7 @@ def _loads(loads: Loads, arrays: Arrays, cells: int) -> dict[str, Any]:
         "experts": list(loads.sizes.values()),
         "frames": steps.tolist(),
         "log2": [_LOWEST, highest],
-        "codes": arrays.add(code.T.copy()),  # a row an expert: neighbours in time are alike, which deflates better
+        "codes": arrays.add(code.T.copy()),  # [experts, frames]: consecutive frames are similar, which deflates better
     }
 
 

@@ -1,4 +1,4 @@
-"""What a metrics.jsonl says, in little memory however long the run is: curves keep their spikes, loads their means."""
+"""Aggregates of a metrics.jsonl in bounded memory: curves keep their extremes, loads their means."""
 
 import copy
 import math
@@ -13,26 +13,26 @@ from fmoe.errors import UserError
 _LAYER = re.compile(r"moe/layer_(\d+)/(\w+)")
 _NONFINITE = "_nonfinite"
 
-# Spans of a run's steps, at most; every one has two points on a curve.
+# Upper bound on the spans of steps of a curve; a span has two points.
 CURVE_SPANS = 1024
 LAYER_SPANS = 256
-# Points of a page's curves of whole models, at most, and as many of layers: where series are many, spans are fewer.
+# Upper bound on the points of a page's curves of whole models, and of layers: many series have fewer spans.
 CURVE_POINTS = 1 << 17
-# Spans x layers x experts, at most: a byte each in the page, before it is compressed.
+# Upper bound on spans x layers x experts: a byte each in the page before compression.
 LOAD_CELLS = 1 << 19
 _MOST_FRAMES = 512
 
 
 class Curves:
-    """Numbers by step, each series as lowest, highest and mean of at most ``spans`` equal spans of steps, its last, and
-    its last that is finite.
+    """Series of numbers by step: minimum, maximum and mean of at most ``spans`` equal spans of steps, the last value,
+    and the last finite value.
 
-    Spans double when there is no room for the next step. As long as all steps fit, each is a span of its own and
-    nothing is lost; later the extremes stay, with the steps at which they were.
+    The length of spans doubles when the next step does not fit. Until then a span is one step and the curve is exact;
+    afterwards the extremes remain, with their steps.
 
     Attributes:
-        stride: steps of a span.
-        names: of the series, each with its column.
+        stride: steps per span.
+        names: column by name of series.
     """
 
     def __init__(self, spans: int):
@@ -47,7 +47,7 @@ class Curves:
         self._last, self._last_at = np.zeros((2, 0)), np.zeros((2, 0), np.int64)
 
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
-        """Values of one step, no earlier than the one before; one that is not finite leaves a gap."""
+        """Add the values of a step, in order of steps; a value that is not finite leaves a gap."""
         if self._first is None:
             self._first = step
         while (span := (step - self._first) // self.stride) >= self._spans:
@@ -69,8 +69,8 @@ class Curves:
         self._count[span, columns] += 1
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a series: the extremes of every span, in the order of their steps, and the last values. A
-        span without a finite value, where one was logged, is a NaN."""
+        """Return steps and values of a series: the extremes of every span by step, and the last values. A span in which
+        all logged values are not finite is NaN."""
         column = self.names[name]
         has = self._count[:, column] > 0
         low, high = self._low[has, column], self._high[has, column]
@@ -84,20 +84,20 @@ class Curves:
         return steps, values[kept]
 
     def means(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Mean step and mean value of every span of a series that has a finite value."""
+        """Return mean step and mean value of each span with a finite value."""
         column = self.names[name]
         count = self._count[:, column]
         has = count > 0
         return self._sum_at[has, column] / count[has], self._sum[has, column] / count[has]
 
     def mean(self, name: str) -> float | None:
-        """Of all finite values; None if there is none."""
+        """Return the mean of all finite values, or None."""
         if name not in self.names or not (count := self._count[:, self.names[name]].sum()):
             return None
         return float(self._sum[:, self.names[name]].sum() / count)
 
     def thinned(self, points: int) -> "Curves":
-        """Itself, or where all its series would have more points than that, a copy with longer spans."""
+        """Return self, or a copy with longer spans if all series together have more than ``points`` points."""
         curves = self
         while 2 * curves._used * len(curves.names) > points and curves._used > 16:
             curves = copy.deepcopy(curves) if curves is self else curves
@@ -106,7 +106,7 @@ class Curves:
 
     @property
     def _used(self) -> int:
-        """Spans until the last one that has anything."""
+        """Number of spans up to the last one with a value."""
         return int(np.flatnonzero((self._count > 0).any(1)).max(initial=-1)) + 1
 
     @property
@@ -158,17 +158,17 @@ _EMPTY = {
 
 
 class Loads:
-    """Mean load of every expert over at most so many equal spans of steps; they double as those of `Curves`.
+    """Mean load of every expert in equal spans of steps, which double like the spans of `Curves`.
 
     Args:
-        sizes: experts of each layer that has any, by layer number.
-        cells: spans x experts of all layers, at most.
+        sizes: number of experts by layer number, for layers with experts.
+        cells: upper bound on spans x experts of all layers.
     """
 
     def __init__(self, sizes: Mapping[int, int], cells: int = LOAD_CELLS):
         self.sizes, self.stride = dict(sizes), 1
         ends = np.cumsum([0, *self.sizes.values()])
-        self._places = {n: slice(a, b) for n, a, b in zip(self.sizes, ends[:-1], ends[1:], strict=True)}
+        self._slices = {n: slice(a, b) for n, a, b in zip(self.sizes, ends[:-1], ends[1:], strict=True)}
         self._spans = 2 * max(2, min(_MOST_FRAMES, cells // int(ends[-1])) // 2)
         self._sum = np.zeros((self._spans, ends[-1]), np.float32)
         self._count = np.zeros((self._spans, len(self.sizes)), np.int64)
@@ -176,8 +176,8 @@ class Loads:
         self._first: int | None = None
 
     def add(self, step: int, loads: Mapping[int, Sequence[float | None]]) -> None:
-        """Loads of one step by layer, no earlier than the one before. A layer with a load that is not finite counts
-        as not logged."""
+        """Add a step's loads by layer, in order of steps. A layer with a load that is not finite counts as not
+        logged."""
         if self._first is None:
             self._first = step
         while (span := (step - self._first) // self.stride) >= self._spans:
@@ -185,21 +185,21 @@ class Loads:
         if not self._count[span].any():
             self._range[span, 0] = step
         self._range[span, 1] = step
-        if len(loads) == len(self.sizes):  # as always: all layers in one go
+        if len(loads) == len(self.sizes):  # the usual case: all layers at once
             values = np.array([share for layer in self.sizes for share in loads[layer]], np.float32)  # None is NaN
             if not np.isnan(values.sum()):
                 self._sum[span] += values
                 self._count[span] += 1
                 return
-        for index, (layer, place) in enumerate(self._places.items()):
+        for index, (layer, columns) in enumerate(self._slices.items()):
             load = np.array(loads.get(layer, (None,)), np.float32)
             if not np.isnan(load.sum()):
-                self._sum[span, place] += load
+                self._sum[span, columns] += load
                 self._count[span, index] += 1
 
     def frames(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last step of every span that has a load [frames, 2], and the mean loads times the number of the
-        layer's experts [frames, experts of all layers]: 1 for an even share, NaN for what was not logged."""
+        """Return first and last step of every span with a load [frames, 2], and the mean loads times the layer's number
+        of experts [frames, experts of all layers]: 1 is an even share, NaN is not logged."""
         has = self._count.any(1)
         count = np.repeat(self._count[has], list(self.sizes.values()), axis=1)
         experts = np.repeat(list(self.sizes.values()), list(self.sizes.values()))
@@ -221,18 +221,17 @@ class Loads:
 
 
 class Record:
-    """The rows of a metrics.jsonl, one after the other.
+    """Aggregate of the rows of a metrics.jsonl.
 
     Attributes:
-        step: the last that was logged; None before the first row.
-        curves: series of the whole model, and ``seconds``, the sum of ``step_seconds`` until then.
+        step: last logged step; None before the first row.
+        curves: series of the whole model, and ``seconds``, the running sum of ``step_seconds``.
         layers: series of layers, named ``N/entropy``.
-        loads: None where no row has any.
-        last: the latest value of each series of the whole model; NaN or an infinity where it was not finite.
-        last_finite: (step, value) of the latest finite one.
+        loads: expert loads; None without any.
+        last: latest value of each series of the whole model, finite or not.
+        last_finite: (step, value) of the latest finite value.
         best: (step, loss) of the lowest validation loss.
-        events: found in the metrics: steps that were skipped, routers that collapsed, losses from the step on at
-            which they were no longer finite.
+        events: events derived from metrics: skipped steps, collapsed routers, and losses that stop being finite.
     """
 
     def __init__(self) -> None:
@@ -247,19 +246,19 @@ class Record:
         self._seconds = self._overflows = 0.0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A row of a step that is no earlier than the last.
+        """Add a row, in order of steps.
 
         Raises:
-            UserError: a layer has another number of experts than before.
+            UserError: the number of experts of a layer has changed.
         """
         step = self.step = row["step"]
         whole: dict[str, float] = {}
         layers: dict[str, float] = {}
         loads: dict[int, Sequence[float | None]] = {}
         for key, value in row.items():
-            if (place := _places.get(key)) is None:
-                place = _places[key] = _place_of(key)
-            layer, name = place
+            if (found := _series_by_key.get(key)) is None:
+                found = _series_by_key[key] = _series_of(key)
+            layer, name = found
             if isinstance(value, list):
                 if layer and name.endswith("/load") and value:
                     loads[layer] = value
@@ -307,11 +306,11 @@ class Record:
         self.loads.add(step, loads)
 
 
-# Of a metric's name, for the thousands of rows that have it: its layer (0 for the whole model) and its series.
-_places: dict[str, tuple[int, str]] = {}
+# Cache over rows: metric name -> layer (0 for the whole model) and name of the series.
+_series_by_key: dict[str, tuple[int, str]] = {}
 
 
-def _place_of(key: str) -> tuple[int, str]:
+def _series_of(key: str) -> tuple[int, str]:
     if key == "step" or key.endswith(_NONFINITE):
         return 0, ""
     found = _LAYER.fullmatch(key)
@@ -319,7 +318,7 @@ def _place_of(key: str) -> tuple[int, str]:
 
 
 def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
-    """A metric as a number, that of a null from its marker (`pretrain.tracking.jsonl`); None for text."""
+    """Return a metric as a number, reading nulls from their markers (`pretrain.tracking.jsonl`); None for text."""
     if isinstance(value, int | float):
         try:
             return float(value)

@@ -1,4 +1,4 @@
-"""A run's folder, read once or again and again while the run goes on."""
+"""Incremental readers of a run folder."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
 from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
 
-# As `JsonlTracker` begins a line.
+# The start of a line as `JsonlTracker` writes it.
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
@@ -21,10 +21,10 @@ class MetricsFile:
     """A ``metrics.jsonl`` that may be growing.
 
     Args:
-        path: need not exist yet.
+        path: the file, which may not exist yet.
 
     Attributes:
-        record: of all complete lines that were there at the last `refresh`.
+        record: aggregate of all complete lines up to the last `refresh`.
     """
 
     def __init__(self, path: Path):
@@ -33,10 +33,10 @@ class MetricsFile:
         self._read = self._lines = 0
 
     def refresh(self) -> bool:
-        """Reads what was written since the last time; whether there was anything.
+        """Read the lines added since the last call; return whether there were any.
 
-        A line without its newline waits for the next time. Where the record goes back, as one that was put together
-        from parts of a resumed run may, the later rows are those of the run that went on.
+        A line without its newline is left for the next call. If steps go back, as in a record concatenated from the
+        parts of a resumed run, the later rows replace the earlier ones.
 
         Raises:
             UserError: the file cannot be read, or holds a line that no tracker has written.
@@ -45,7 +45,7 @@ class MetricsFile:
             with self.path.open("rb") as file:
                 before, status = self._read, os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._read:
-                    # Another file: the trainer has gone back.
+                    # Another file: the run was resumed from an earlier step.
                     self.record, self._read, self._lines = Record(), 0, 0
                     self._inode = status.st_ino
                 file.seek(self._read)
@@ -70,7 +70,7 @@ class MetricsFile:
             yield line
 
     def _read_what_counts(self) -> None:
-        """All lines anew: first which of them count, then those."""
+        """Read the whole file again: one pass to find the lines that count, one to add them."""
         self.record, self._read, self._lines = Record(), 0, 0
         kept: list[tuple[int, int]] = []
         with self.path.open("rb") as file:
@@ -82,8 +82,8 @@ class MetricsFile:
                     kept.pop()
                 kept.append((step, self._read - len(line)))
             lines, self._lines = self._lines, 0
-            for _, place in kept:
-                file.seek(place)
+            for _, offset in kept:
+                file.seek(offset)
                 self._lines += 1
                 self._add(self._parse(file.readline()))
             self._lines = lines
@@ -105,25 +105,25 @@ class MetricsFile:
 
 
 class RunFolder:
-    """What a run's folder tells.
+    """Contents of a run folder.
 
     Args:
-        folder: of the run.
+        folder: path of the run folder.
 
     Attributes:
-        name: how the report calls it.
-        record: of its metrics.
-        recipe: ``section.key`` -> value, of the resolved recipe; empty where there is none.
-        told: ``run.json``; empty where there is none yet.
-        events: see `pretrain.tracking.events`; those that metrics alone tell are among them.
+        name: name of the run in the report.
+        record: aggregate of its metrics.
+        recipe: ``section.key`` -> value of the resolved recipe; empty without a recipe.
+        told: ``run.json``; empty if it does not exist yet.
+        events: events of `pretrain.tracking.events`, and those derived from metrics.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: the folder does not exist.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder of a run")
+            raise UserError(f"{folder} is not a run folder")
         self.folder, self.name = folder, folder.resolve().name
         self._metrics = MetricsFile(folder / METRICS)
         self._seen: dict[str, tuple[int, int] | None] = {}
@@ -136,10 +136,10 @@ class RunFolder:
         return self._metrics.record
 
     def refresh(self) -> bool:
-        """Reads what is new; whether there was anything.
+        """Read new data; return whether there was any.
 
         Raises:
-            UserError: a file is damaged, which is named.
+            UserError: a file is damaged.
         """
         is_new = self._metrics.refresh()
         if self._has_changed(CONFIG):
@@ -151,15 +151,15 @@ class RunFolder:
         return is_new
 
     def require_steps(self) -> None:
-        """Raises UserError where there is nothing to show yet."""
+        """Raise UserError if the run has no step yet."""
         if not (self.folder / METRICS).is_file():
-            raise UserError(f"{self.folder} is no folder of a run: there is no {METRICS} in it")
+            raise UserError(f"{self.folder} is not a run folder: it has no {METRICS}")
         if self.record.step is None:
             raise UserError(f"{self.folder / METRICS} has no step yet")
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """In the order in which they happened. ``lost``: the run went back to an earlier checkpoint afterwards."""
+        """Events by step. ``lost``: the run was later resumed from an earlier step."""
         told = {(event["kind"], event["step"]) for event in self._logged}
         found = [e for e in self.record.events if (e["kind"], e["step"]) not in told]
         events: list[dict[str, Any]] = []
@@ -171,12 +171,12 @@ class RunFolder:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the recipe."""
+        """The recipe's number of steps."""
         steps = self.recipe.get("train.steps")
         return steps if isinstance(steps, int) else None
 
     def layer_label(self, layer: int) -> str:
-        """How a layer is called; those of a T5 are numbered through encoder and decoder."""
+        """Return the label of a layer; T5 layers are numbered through encoder and decoder."""
         encoder = self.recipe.get("model.num_layers")
         if self.recipe.get("model.kind") == "t5" and isinstance(encoder, int):
             return f"encoder {layer}" if layer <= encoder else f"decoder {layer - encoder}"
@@ -193,22 +193,22 @@ class RunFolder:
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """The runs, each with a name of its own: the folder's, with as many folders above it as it takes.
+    """Return the runs with distinct names: the folder's, prefixed by as many parent folders as needed.
 
     Raises:
         UserError: see `RunFolder`; a folder is given twice.
     """
-    runs, places = [], []
+    runs, paths = [], []
     for folder in folders:
         runs.append(RunFolder(folder))
-        if folder.resolve() in places:
+        if folder.resolve() in paths:
             raise UserError(f"{folder} is given twice")
-        places.append(folder.resolve())
-    for run, place in zip(runs, places, strict=True):
-        depth, others = 1, [other for other in places if other != place]
-        while any(other.parts[-depth:] == place.parts[-depth:] for other in others):
+        paths.append(folder.resolve())
+    for run, path in zip(runs, paths, strict=True):
+        depth, others = 1, [other for other in paths if other != path]
+        while any(other.parts[-depth:] == path.parts[-depth:] for other in others):
             depth += 1
-        run.name = "/".join(place.parts[-depth:])
+        run.name = "/".join(path.parts[-depth:])
     return runs
 
 

@@ -1,9 +1,9 @@
-"""Trackers of a run's metrics: ``metrics.jsonl`` always, the console, and wandb, TensorBoard, trackio where chosen.
+"""Trackers of a run's metrics: ``metrics.jsonl``, the console, and optionally wandb, TensorBoard and trackio.
 
-A tracker takes ``log(step, metrics)``, any number of times a step, and ``close(ok)``. Only one rank builds trackers.
+A tracker takes ``log(step, metrics)``, any number of times per step, and ``close(ok)``. Only rank 0 builds trackers.
 
-Every number is for one optimizer step; names are paths, so that dashboards group them by their first part. They are the
-same in every tracker: docs/tracking.md lists them with their units.
+Names of metrics are paths, which dashboards group by the first component. They are the same in every tracker:
+`pretrain.tracking.metrics` declares them.
 """
 
 from pathlib import Path
@@ -34,27 +34,27 @@ def build_trackers(
     project: str = "fmoe",
     name: str | None = None,
 ) -> Trackers:
-    """The trackers of a run, all of them writing into its folder.
+    """Build the trackers of a run, which write into its folder.
 
     Args:
-        run_folder: gets ``metrics.jsonl`` and, where chosen, ``wandb/``, ``tensorboard/`` and ``trackio/``.
-        wandb: log to wandb, offline where there is no API key.
+        run_folder: folder for ``metrics.jsonl`` and the optional ``wandb/``, ``tensorboard/`` and ``trackio/``.
+        wandb: log to wandb, offline without an API key.
         tensorboard: log to TensorBoard.
         trackio: log to trackio.
-        console_every: steps from one console line to the next.
+        console_every: steps between console lines.
         total_steps: the run's last step.
-        config: the resolved recipe, as values that JSON can hold.
+        config: the resolved recipe, as JSON values.
         resume_step: step of the checkpoint that the run resumes from; None for a new run. ``metrics.jsonl`` drops later
             steps, TensorBoard hides them, wandb (offline) and trackio begin another run of the same group.
-        picture_every: steps from one picture of the experts' load in all layers to the next; 0 for none.
-        project: wandb's and trackio's project.
-        name: the run's name there, by default the folder's.
+        picture_every: steps between pictures of the expert load; 0 for none.
+        project: project name in wandb and trackio.
+        name: name of the run there; default: the folder's name.
 
     Raises:
-        UserError: ``console_every`` is below 1, or the record to go on with is damaged.
-        MissingPackageError: wandb, TensorBoard or trackio is chosen and not installed.
+        UserError: ``console_every`` is below 1, or the record to resume is damaged.
+        MissingPackageError: a selected tracker is not installed.
     """
-    # What the user can get wrong comes before the first file is touched.
+    # Validate before the first file is touched.
     console = ConsoleTracker(total_steps=total_steps, every=console_every, first_step=resume_step or 0)
     if wandb:
         require("wandb", "pretrain", "tracking with wandb")

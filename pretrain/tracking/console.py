@@ -1,4 +1,4 @@
-"""The console: one line every few steps and, on a terminal, a progress line under them."""
+"""Console output: one line every few steps and, on a terminal, a progress line below."""
 
 import time
 from typing import Any
@@ -7,36 +7,23 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from fmoe.errors import UserError
+from pretrain.tracking.metrics import DECLARED
 from pretrain.tracking.tracker import Metrics
 
 _REFRESH_SECONDS = 0.1
 _MIN_WIDTH_FOR_BAR = 110
 
-# Metric, label, format; in the order of the line.
-_FIELDS = (
-    ("loss", "loss", ".4f"),
-    ("val/loss", "val loss", ".4f"),
-    ("epochs", "epochs", ".3g"),
-    ("lr", "lr", ".1e"),
-    ("grad_norm", "grad_norm", ".2f"),
-    ("tokens_per_second", "tok/s", ",.0f"),
-    ("mfu", "mfu", ".0%"),
-    ("moe/load_cv", "load_cv", ".2f"),
-    ("moe/drop_rate", "dropped", ".1%"),
-    ("loss_scale", "loss_scale", "g"),
-    ("skipped_steps", "skipped", "d"),
-)
 _PROGRESS_KEYS = frozenset(["loss", "val/loss", "lr", "tokens_per_second", "mfu"])
 
 
 class ConsoleTracker:
-    """Prints the first step, every ``every``-th, the last, and every validation result.
+    """Print the first step, every ``every``-th step, the last one, and every validation result.
 
     Args:
         total_steps: the run's last step.
-        every: steps from one line to the next.
-        first_step: where a resumed run begins, for the time that is left.
-        console: where to print; standard output by default.
+        every: steps between lines.
+        first_step: step at which a resumed run starts, for the remaining time.
+        console: output console; default: standard output.
 
     Raises:
         UserError: ``every`` is below 1.
@@ -55,7 +42,7 @@ class ConsoleTracker:
         self._task = self._progress.add_task("", total=total_steps, completed=first_step) if self._progress else None
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Prints the step if it is due."""
+        """Print the step if it is due."""
         is_due = not self._has_printed or step % self._every == 0 or step == self._total_steps or "val/loss" in metrics
         if is_due and (text := _fields(metrics)):
             self._has_printed = True
@@ -65,7 +52,7 @@ class ConsoleTracker:
             self._update_progress(step, metrics)
 
     def close(self, ok: bool = True) -> None:
-        """Takes the progress line away; the others stay."""
+        """Remove the progress line."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -76,15 +63,15 @@ class ConsoleTracker:
         self._latest.update((key, value) for key, value in metrics.items() if key in _PROGRESS_KEYS)
         self._progress.update(self._task, completed=step, description=self._step(step) + _fields(self._latest))
         self._progress.start()
-        # Drawn here, at most ten times a second, and by no thread: the training loop forks data workers, and a thread
-        # may hold a lock at that moment.
+        # Drawn here and not by a thread, which could hold a lock while the training loop forks data workers.
         if (now := time.monotonic()) - self._refreshed_at >= _REFRESH_SECONDS:
             self._progress.refresh()
             self._refreshed_at = now
 
 
 def _fields(metrics: Metrics) -> str:
-    return "".join(f"  {label} {metrics[key]:{spec}}" for key, label, spec in _FIELDS if metrics.get(key) is not None)
+    known = ((metric.console, metrics.get(metric.key)) for metric in DECLARED if metric.console)
+    return "".join("  " + text.format(value) for text, value in known if value is not None)
 
 
 def _progress(console: Console) -> Progress:

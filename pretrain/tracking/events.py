@@ -1,8 +1,8 @@
-"""``events.jsonl``: what happened to a run beside its steps; a strict JSON object a line.
+"""``events.jsonl``: starts, saves, warnings and other events of a run, one strict JSON object per line.
 
-Each has ``step`` (steps done then), ``time`` (seconds since 1970), ``kind`` and ``text``. Kinds: ``start``, ``resume``,
-``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. Nothing is ever taken back: a run that goes
-on from an earlier checkpoint has a ``resume`` with that step, and what was before it did happen.
+Each event has ``step`` (steps completed), ``time`` (seconds since 1970), ``kind`` and ``text``. Kinds: ``start``,
+``resume``, ``save``, ``skip``, ``warning``, ``stop`` (by a signal), ``error``, ``end``. The log is append-only: a run
+resumed from an earlier checkpoint adds a ``resume`` with that step and keeps the later events.
 """
 
 import json
@@ -17,11 +17,11 @@ KINDS = ("start", "resume", "save", "skip", "warning", "stop", "error", "end")
 
 
 class EventLog:
-    """Appends to a file of events, from any thread. Each is on disk when `add` returns.
+    """Append-only event file, safe for concurrent threads. An event is on disk when `add` returns.
 
     Args:
-        path: the file, in an existing folder; one that is there goes on. A torn last line, of a process that was
-            killed, is ended.
+        path: the file, in an existing folder; an existing file is appended to. A last line without a newline, left by a
+            killed process, gets one.
     """
 
     def __init__(self, path: Path):
@@ -30,10 +30,10 @@ class EventLog:
             self._append(b"\n")
 
     def add(self, step: int, kind: str, text: str) -> None:
-        """One event.
+        """Append an event.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the write failed.
         """
         assert kind in KINDS, kind
         event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
@@ -49,7 +49,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order in which they happened; none where there is no file. Torn lines are skipped."""
+    """Return the events of a run in the order of the file; none without a file. Incomplete lines are skipped."""
     events = []
     try:
         lines = path.read_bytes().splitlines()

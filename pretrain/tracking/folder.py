@@ -1,4 +1,4 @@
-"""Files of a run's folder: their names, and ``run.json``, which describes the run."""
+"""Names of the files in a run folder, and the reader of ``run.json``, which describes the run."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,10 @@ CHECKPOINTS, STACKS = "checkpoints", "stacks"
 
 
 def read_told(folder: Path) -> dict[str, Any]:
-    """Return ``run.json`` of a run's folder; empty where there is none yet.
+    """Return ``run.json`` of a run folder; empty if it does not exist yet.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     path = folder / TOLD
     try:

@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: the record of a run, one strict JSON object a line.
+"""``metrics.jsonl``: the record of a run, one strict JSON object per line.
 
-A line counts once its newline is written. Each is a single ``write`` to a file opened for appending, so a process
-killed at any moment leaves at most one torn line, the last, which readers skip and the next start removes.
+A line is complete with its newline. Each is a single ``write`` to a file opened for appending, so a killed process
+leaves at most one incomplete line, the last, which readers skip and the next start removes.
 """
 
 import errno
@@ -17,15 +17,15 @@ from pretrain.tracking.tracker import Metrics
 
 
 class JsonlTracker:
-    """Appends every metric to a file of JSON lines.
+    """Append every metric to a file of JSON lines.
 
-    JSON knows no NaN and no infinity: such a value is written as null, and ``KEY_nonfinite`` says ``"nan"``, ``"inf"``
-    or ``"-inf"`` (for a list: a list with null at the finite values).
+    JSON has no NaN and no infinity: such a value is written as null, and ``KEY_nonfinite`` is ``"nan"``, ``"inf"`` or
+    ``"-inf"`` (for a list: a list with null at the finite values).
 
     Args:
         path: the file, in an existing folder.
-        resume_step: lines of later steps are removed, so that no step appears twice after going back to a checkpoint.
-            None begins a new record; one that is there already is kept beside it as ``NAME.old``.
+        resume_step: lines of later steps are removed, so that no step appears twice after resuming from a checkpoint.
+            None starts a new record; an existing one is renamed to ``NAME.old``.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
@@ -38,29 +38,29 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Appends one line. It outlives this process from here on, and a power failure from `close` on."""
+        """Append one line. It survives this process from now on, and a power failure after `close`."""
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
-                raise ValueError(f"metric {key!r} is there twice: it is also the name of the step or of a marker")
+                raise ValueError(f"metric {key!r} is a duplicate: the step or a nonfinite marker has the same name")
             row.update(_strict(key, value))
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         if os.fstat(self._file).st_nlink == 0:
-            raise OSError(errno.ENOENT, "the record was removed or replaced while the run wrote it", str(self._path))
+            raise OSError(errno.ENOENT, "the record was removed or replaced during the run", str(self._path))
         if os.write(self._file, line) != len(line):
-            raise OSError(errno.ENOSPC, f"line of step {step} is written in part", str(self._path))
+            raise OSError(errno.ENOSPC, f"the line of step {step} was written only in part", str(self._path))
 
     def close(self, ok: bool = True) -> None:
-        """Syncs and closes the file."""
+        """Sync and close the file."""
         os.fsync(self._file)
         os.close(self._file)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` in the order they were logged, without a torn last line.
+    """Return the rows of a ``metrics.jsonl`` in the order of the file, without an incomplete last line.
 
     Raises:
-        UserError: the file is missing, or holds a line that no tracker has written.
+        UserError: the file is missing, or a line is not a tracker's.
     """
     if not path.exists():
         raise UserError(f"metrics file {path} does not exist")
@@ -83,7 +83,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Removes torn and later lines through a temporary and a rename: killed meanwhile, the old file stays whole."""
+    """Remove incomplete and later lines. A rename replaces the file, so that a crash leaves the old one intact."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as kept:
         kept.writelines(line for line, row in _complete_lines(path) if row["step"] <= step)
@@ -93,7 +93,7 @@ def _rewind(path: Path, step: int) -> None:
 
 
 def _strict(key: str, value: Any) -> dict[str, Any]:
-    """The entries for one metric, with nothing in them that strict JSON lacks."""
+    """Return the entries for one metric, valid in strict JSON."""
     if value is None or isinstance(value, str):
         return {key: value}
     if isinstance(value, list | tuple):
@@ -106,6 +106,6 @@ def _strict(key: str, value: Any) -> dict[str, Any]:
 
 def _nonfinite_name(key: str, number: float | int) -> str | None:
     if not isinstance(number, float | int):
-        # A tensor in particular: its value would cost a device synchronisation nobody asked for.
+        # A tensor in particular: reading it would synchronize the device.
         raise TypeError(f"metric {key!r} holds a {type(number).__name__}: a number, a list of numbers or str expected")
     return None if math.isfinite(number) else str(float(number))

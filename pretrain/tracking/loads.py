@@ -1,4 +1,4 @@
-"""The experts' load for dashboards: of one layer as a histogram, of all layers as one picture.
+"""Expert load for dashboards: one layer as a histogram, all layers as one picture.
 
 Shapes: L layers with experts, E experts; H, W pixels.
 """
@@ -12,17 +12,17 @@ from typing import Any
 
 LOAD = "moe/load"
 _OF_LAYER = re.compile(r"moe/layer_(\d+)/load")
-_DOUBLINGS = 3  # the colours go from 1/8 of an even share to 8 times it
+_DOUBLINGS = 3  # the colours span 1/8 to 8 times an even share
 
 
 @dataclass(frozen=True)
 class LoadMatrix:
-    """Share of each expert in the assignments of its layer, over an even share: 1 is balanced, 0 a dead expert.
+    """Share of each expert in the assignments of its layer, over an even share: 1 is balanced, 0 is a dead expert.
 
     Attributes:
-        layers: [L] their numbers.
-        load_LE: a row a layer.
-        step: of the run.
+        layers: [L] layer numbers.
+        load_LE: loads, one row per layer.
+        step: step of the run.
     """
 
     layers: tuple[int, ...]
@@ -31,14 +31,14 @@ class LoadMatrix:
 
     @property
     def caption(self) -> str:
-        """Description of the picture, with its extremes."""
+        """Caption of the picture, with minimum and maximum."""
         values = [value for row in self.load_LE for value in row]
         return f"step {self.step}: experts' load over an even share, {min(values):.2f} to {max(values):.2f}"
 
     @cached_property
     def pixels_HWC(self) -> Any:
-        """uint8 [H, W, 3]: a cell a layer and expert, drawn once for all trackers. Logarithmic, so that half and twice
-        the even share are as far from white; dead experts are black."""
+        """Picture, uint8 [H, W, 3], with one cell per layer and expert; cached for all trackers. The scale is
+        logarithmic, so that half and twice an even share differ equally from white. Dead experts are black."""
         import matplotlib
         import numpy as np
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,7 +73,7 @@ class LoadMatrix:
 
 
 class LoadPictures:
-    """Adds ``moe/load`` to what dashboards see: of the first step, every ``every``-th and the last; 0 for none."""
+    """Add ``moe/load`` for dashboards at the first step, every ``every``-th step and the last; ``every=0`` for none."""
 
     def __init__(self, every: int, last_step: int):
         self._every, self._last_step, self._has_drawn = every, last_step, False
@@ -87,7 +87,7 @@ class LoadPictures:
 
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
-    """Return the matrix of a step's metrics; None without layers with experts. A load that is not finite is 0."""
+    """Return the matrix of a step's metrics; None without expert layers. A load that is not finite becomes 0."""
     rows: dict[int, Sequence[float]] = {}
     for key, value in metrics.items():
         if (found := _OF_LAYER.fullmatch(key)) and value:
@@ -103,14 +103,13 @@ def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
 
 
 def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], list[float]]:
-    """A histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and is ``values[i]`` high.
+    """Return a histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and has height ``values[i]``.
 
-    Binning the values themselves, as dashboards do with a list, would hide which expert gets what. With more values
-    than ``max_bars`` (512: the limit of wandb), neighbours share a bar that is as high as all of them together. A value
-    that is not finite has height 0 here; ``metrics.jsonl`` names it.
+    Dashboards would bin the values of a list, which hides the experts. With more values than ``max_bars`` (512, wandb's
+    limit), neighbours are summed into one bar. A value that is not finite has height 0; ``metrics.jsonl`` has it.
 
     Returns:
-        The heights, and the edges, one more of them.
+        Heights and edges; there is one more edge than heights.
     """
     heights = [float(value) if math.isfinite(value) else 0.0 for value in values]
     width = math.ceil(len(heights) / max_bars)

@@ -11,11 +11,11 @@ from pretrain.tracking.tracker import Metrics
 
 
 class TensorBoardTracker:
-    """Logs numbers as scalars, lists as histograms with a bar per element, the experts' load of all layers as an image;
-    text other than the config is left out.
+    """Log numbers as scalars, lists as histograms with a bar per element, and the load of all layers as an image. Text
+    other than the config is not logged.
 
     Args:
-        folder: where the event files go.
+        folder: folder for the event files.
         config: the resolved recipe, shown under Text.
         resume_step: events of later steps are hidden by TensorBoard. None for a new run.
 
@@ -33,7 +33,7 @@ class TensorBoardTracker:
         self._writer.add_text("config", "\n".join("    " + line for line in text.splitlines()), resume_step or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Adds one event a metric."""
+        """Add one event per metric."""
         for key, value in metrics.items():
             if isinstance(value, list | tuple):
                 self._add_bars(key, step, value)
@@ -43,7 +43,7 @@ class TensorBoardTracker:
                 self._writer.add_scalar(key, value, step)
 
     def close(self, ok: bool = True) -> None:
-        """Flushes and closes the event file."""
+        """Flush and close the event file."""
         self._writer.close()
 
     def _add_bars(self, key: str, step: int, values: list[float] | tuple[float, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a tracker, and several trackers as one."""
+"""Interface of trackers, and a group of trackers."""
 
 import logging
 import uuid
@@ -16,25 +16,25 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """A place that metrics go to. docs/tracking.md lists their names and units."""
+    """Destination of metrics; `pretrain.tracking.metrics` declares their names and units."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Records the metrics of a step. A step may be logged more than once, e.g. with its validation loss."""
+        """Record metrics of a step. A step may be logged more than once, for example with its validation loss."""
 
     def close(self, ok: bool = True) -> None:
-        """Ends the record; ``ok=False`` marks a run that failed."""
+        """End the record; ``ok=False`` marks a failed run."""
 
 
 class Trackers:
-    """Trackers as one.
+    """Group of trackers.
 
-    An error of a required tracker is raised. An optional one that raises is dropped with one warning: a dashboard
-    that is unreachable for a minute is no reason to lose a night of training.
+    Errors of a required tracker are raised. An optional tracker that raises is dropped with one warning, so that an
+    unreachable dashboard does not end the training.
 
     Args:
-        required: the record, which gets what is measured.
-        optional: what shows it.
-        view: gives what optional trackers get of a step's metrics: more, as pictures.
+        required: trackers of the record.
+        optional: consoles and dashboards.
+        view: returns a step's metrics for the optional trackers, for example with pictures added.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Trackers:
         self._view = view
 
     def add_optional(self, make: Callable[[], Tracker], label: str) -> None:
-        """Adds an optional tracker; one that cannot be made is dropped likewise, unless it is the user's mistake."""
+        """Build and add an optional tracker. It is dropped if ``make`` raises, unless with a UserError."""
         try:
             self._optional.append(make())
         except UserError:
@@ -57,7 +57,7 @@ class Trackers:
             _warn_dropped(label, error)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Logs to every tracker; see `Tracker.log`."""
+        """Log to every tracker; see `Tracker.log`."""
         for tracker in self._required:
             tracker.log(step, metrics)
         seen = self._view(step, metrics)
@@ -69,7 +69,7 @@ class Trackers:
                 _warn_dropped(type(tracker).__name__, error)
 
     def close(self, ok: bool = True) -> None:
-        """Closes every tracker, the required ones first; see `Tracker.close`. A second call does nothing."""
+        """Close every tracker, the required ones first; see `Tracker.close`. A second call does nothing."""
         required, self._required = self._required, []
         optional, self._optional = self._optional, []
         try:
@@ -92,9 +92,9 @@ class Trackers:
 
 
 def kept_id(path: Path, *, is_new: bool) -> str:
-    """Return the id that a file in the run folder keeps; a new one, which it gets, for a new run or without a file.
+    """Return the id in a file of the run folder; for a new run or without the file, write a new id there.
 
-    A dashboard that cannot take logged steps back gets a run for each process of a run; the id groups them.
+    A dashboard that cannot remove logged steps has one run per process of a run; the id groups them.
     """
     if not is_new and path.exists() and (kept := path.read_text().strip()):
         return kept

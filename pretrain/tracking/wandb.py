@@ -20,20 +20,19 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """Logs to wandb. The id of the first run is kept in the run folder.
+    """Log to wandb. The id of the first run is stored in the run folder.
 
-    Online, a resumed run continues the wandb run of that id: wandb's server keeps the steps that it has. Offline, where
-    no logged step can be taken back, it is a new wandb run in the group of that id.
+    Online, a resumed run continues the wandb run of that id; the server keeps the steps it has. Offline, where logged
+    steps cannot be removed, it is a new wandb run in the group of that id.
 
-    Nothing is printed and nothing is asked. Without an API key, or with ``WANDB_MODE=offline``, nothing leaves the
-    machine.
+    wandb neither prints nor prompts. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
 
     Args:
-        run_folder: an existing folder; gets ``wandb/`` and ``wandb_id.txt``.
+        run_folder: existing folder for ``wandb/`` and ``wandb_id.txt``.
         config: the resolved recipe.
         resume_step: step of the checkpoint that the run resumes from; None for a new run, which gets a new id.
         project: wandb's project.
-        name: the run's name; a new wandb run of a resumed run has ``-from-STEP`` behind it.
+        name: name of the run; ``-from-STEP`` is appended for a new wandb run of a resumed run.
 
     Raises:
         MissingPackageError: wandb is not installed.
@@ -48,7 +47,7 @@ class WandbTracker:
         project: str = "fmoe",
         name: str | None = None,
     ) -> None:
-        # wandb reports its own crashes to its makers unless told otherwise: a run leaves that to who asks for it.
+        # wandb uploads its own crash reports by default.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._wandb = require("wandb", "pretrain", "tracking with wandb")
         mode = _mode(self._wandb)
@@ -65,20 +64,20 @@ class WandbTracker:
             project=project,
             name=name,
             config=config,
-            reinit="create_new",  # never the run that other code of this process may have open
-            # console="off": wandb would wrap stdout, under the feet of the console's progress line.
+            reinit="create_new",  # never a run that other code of this process has open
+            # console="off": wandb would wrap stdout and break the progress line.
             settings=self._wandb.Settings(silent=True, console="off", save_code=False),
         )
         if mode == "online":
             logger.info("wandb run: %s", self._run.url)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Logs a step. Lists become histograms with a bar per element, over time a heatmap in wandb; the load of all
-        layers a picture with a slider for the step. wandb joins calls with the same step."""
+        """Log a step. Lists become histograms with a bar per element, a heatmap over time in wandb; the load of all
+        layers becomes a picture. wandb merges calls with the same step."""
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self, ok: bool = True) -> None:
-        """Finishes the run with exit code 0 or 1, after what is left to write or upload."""
+        """Finish the run with exit code 0 or 1, after pending writes and uploads."""
         self._run.finish(exit_code=0 if ok else 1)
 
     def _value(self, value: Any) -> Any:
@@ -89,7 +88,7 @@ class WandbTracker:
 
 def _mode(wandb: ModuleType) -> str:
     """Return the mode of WANDB_MODE or `wandb offline`; offline without credentials. Asks neither user nor network."""
-    # Settings of the session, not of the run: login would greet on stderr without them.
+    # Settings of the session, not of the run: without them, login prints to stderr.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
         return mode

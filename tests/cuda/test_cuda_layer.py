@@ -180,7 +180,7 @@ def test_what_cannot_be(on):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(cuda, "_reasons", {})
-    with pytest.raises(UserError, match="backend='cuda' cannot be: there is no CUDA device"):
+    with pytest.raises(UserError, match="backend='cuda' is unavailable: there is no CUDA device"):
         layer_of("cuda")
 
 
@@ -253,7 +253,7 @@ def test_compiled_without_graph_breaks(gate, on):
         x_TD = x.flatten(0, 1)
         routing = layer.gate(x_TD, RoutingGroups(3, 16))
         plan = DispatchPlan.from_routing(routing, layer.num_experts)
-        return layer.experts.mix(x_TD, routing.weight_TK, plan)
+        return layer.experts.fused_forward(x_TD, routing.weight_TK, plan)
 
     plain = results(layer, X, run)
     layer.zero_grad()

@@ -68,7 +68,10 @@ def test_rows(dropped, chunks, on):
     found, expected = plan.combine(given, weight), reference.combine(given64, weight64, plan.inverse_TK)
     assert_like(found, expected, [given, weight], [given64, weight64])
     index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(3))
-    found, expected = kernels.reorder(given, index, index.argsort()), reference.reorder(given64, index, index.argsort())
+    found, expected = (
+        kernels.reorder(given, index, index.argsort(), given.dtype),
+        reference.reorder(given64, index, index.argsort()),
+    )
     assert_like(found, expected, [given], [given64])
     assert on.names() >= {"gather", "combine", "combine_backward"}
 

@@ -55,7 +55,7 @@ def one_expert(layer, e, row):
 
 
 def routed(layer, x, token_ids):
-    x_TD, groups = Layout(WIDTH).tokens(x, token_ids=token_ids, seed=layer.seed)
+    x_TD, groups = Layout(WIDTH).tokens(x, None, token_ids, layer.seed)
     return layer.gate(x_TD, groups)
 
 

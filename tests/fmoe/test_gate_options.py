@@ -70,7 +70,7 @@ def test_a_gate_is_registered_by_one_line():
         assert layer(x).shape == (6, 8)
         with pytest.raises(fmoe.UserError, match="did you mean 'last'"):
             build_gate("lasst", 8, 4, 1)
-        with pytest.raises(fmoe.UserError, match="beside a ready gate"):
+        with pytest.raises(fmoe.UserError, match="with a ready gate"):
             build_gate("sign", 8, 4, None, jitter=1)
     finally:
         GATES.pop("last", None)
@@ -222,7 +222,7 @@ def test_losses_of_even_and_extreme_loads():
         (lambda: build_gate("expert_choice", 8, 4, None, capacity_factor=5.0), "capacity_factor=5.0 experts a token"),
         (lambda: build_gate("expert_choice", 8, 4, 5), "top_k=5 is not between 1 and num_experts=4"),
         (lambda: build_gate("sigmoid", 8, 4, 2, bias_step=-1.0), "bias_step=-1.0 is negative"),
-        (lambda: build_gate("sigmoid", 8, 4, 2, score="tanh"), "score='tanh' is none of softmax, sigmoid"),
+        (lambda: build_gate("sigmoid", 8, 4, 2, score="tanh"), "score='tanh' is neither softmax nor sigmoid"),
         (lambda: build_gate("naive", 8, 4, 2, routed_scale=0.0), "routed_scale=0.0 is not positive"),
         (lambda: build_gate("sigmoid", 8, 4, 2, expert_groups=3), "expert_groups=3 does not divide num_experts=4"),
         (lambda: build_gate("naive", 8, 4, 3, expert_groups=2, kept_groups=1), "kept_groups=1 hold 2 experts"),

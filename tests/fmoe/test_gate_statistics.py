@@ -121,7 +121,7 @@ def test_bias_counts_a_step_once_under_accumulation_and_recomputation():
     def forward(part):
         routing = gate(part, RoutingGroups(1, len(part)))
         weight_TK = aux.attach(routing, 1.0, training=True)
-        (out_TK,) = aux.count(routing, weight_TK, [weight_TK * 2], training=True)
+        (out_TK,) = aux.count(routing, weight_TK, [weight_TK * 2], training=True, observer=None)
         return out_TK
 
     for part in x.chunk(2):

@@ -233,6 +233,8 @@ def test_transformer_mlp_is_the_layer_with_ffn_experts():
             "mask has shape (2,)",
         ),
         (lambda: fmoe.fmoefy(torch.nn.Linear(2, 2), 4), "Linear"),
+        (lambda: fmoe.FMoE(d_model=8, num_experts=4, moegroup=None), "did you mean 'moe_group'"),
+        (lambda: fmoe.MoE.build(d_model=8, num_experts=4, capacity=3), "unknown option capacity=3"),
     ],
 )
 def test_wrong_inputs_say_value_and_limit(build, says):

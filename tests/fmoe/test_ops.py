@@ -148,8 +148,8 @@ def test_reorder_is_its_inverse_backward():
     index = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     inverse = index.argsort()
     x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(kernels.reorder(x, index, inverse), x[index])
-    assert torch.autograd.gradcheck(lambda x: kernels.reorder(x, index, inverse), x)
+    assert torch.equal(kernels.reorder(x, index, inverse, x.dtype), x[index])
+    assert torch.autograd.gradcheck(lambda x: kernels.reorder(x, index, inverse, x.dtype), x)
 
 
 def drawn(*shapes):

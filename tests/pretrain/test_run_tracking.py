@@ -1,4 +1,4 @@
-"""What a real run writes, read back from all four places: the names of docs/tracking.md, the same everywhere.
+"""What a real run writes, read back from all four places: the declared names, the same everywhere.
 
 A resumed run has no step twice; in wandb and trackio it is another run."""
 
@@ -10,24 +10,16 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from pretrain.tracking import read_metrics
 from pretrain.tracking.loads import LOAD
+from pretrain.tracking.metrics import DECLARED
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 WANDB = os.path.join(os.path.dirname(sys.executable), "wandb")
-TABLE = re.compile(r"^\| `([\w/]+)` \|([^|]*)\|", re.M)
 EXPERTS, LAYERS, STEPS, HALF, STOPPED = 4, 2, 6, 3, 5
-
-
-def documented():
-    page = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text()
-    names = TABLE.findall(page.split("## Names")[1].split("## Where")[0])
-    assert len(dict(names)) == len(names), "a name is there twice"
-    return dict(names)
 
 
 def general(name):
@@ -124,15 +116,14 @@ def run(forks, write_tiny_recipe, tmp_path_factory):
     return folder / "run", {key: value for key, value in os.environ.items() if "WANDB" not in key} | ours
 
 
-def test_names_are_those_of_the_docs(run):
+def test_names_are_the_declared_ones(run):
     logged = {}
     for row in read_metrics(run[0] / "metrics.jsonl"):
         logged |= {general(name): value for name, value in row.items() if name != "step"}
-    names = documented()
     lists = {name for name, value in logged.items() if isinstance(value, list)}
-    assert lists == {name for name, unit in names.items() if "a list" in unit}
-    assert sorted(logged) == sorted(name for name, unit in names.items() if "a picture" not in unit)
-    assert [name for name, unit in names.items() if "a picture" in unit] == [LOAD]
+    assert lists == {f"moe/layer_N/{metric.name}" for metric in DECLARED if "a list" in metric.unit}
+    means = {metric.key for metric in DECLARED if "a list" not in metric.unit}
+    assert sorted(logged) == sorted(means | {f"moe/layer_N/{metric.name}" for metric in DECLARED if metric.reduce})
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio"])

@@ -47,25 +47,13 @@ def expert_ffn(
             elsewhere are then lost: for callers without any.
     """
     check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
-    if perm_N is not None:
+    if weight_TK is not None:
         weight_TK = weight_TK.float().contiguous()
     counts = counts if isinstance(counts, Tensor) else torch.tensor(counts, dtype=torch.int64, device="cpu")
-    out, _ = torch.ops.fmoe_native.expert_ffn(
-        rows_MD.contiguous(),
-        perm_N,
-        inverse_TK,
-        weight_TK,
-        counts,
-        w_in_LPD.contiguous(),
-        None if b_in_LP is None else b_in_LP.contiguous(),
-        w_out_LDH.contiguous(),
-        None if b_out_LD is None else b_out_LD.contiguous(),
-        activation_code(activation),
-        gated,
-        _is_wide,
-        into_main_grad,
-    )
-    return out
+    parameters = [None if p is None else p.contiguous() for p in (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)]
+    options = (activation_code(activation), gated, _is_wide, into_main_grad)
+    plan = (perm_N, inverse_TK, weight_TK, counts)
+    return torch.ops.fmoe_native.expert_ffn(rows_MD.contiguous(), *plan, *parameters, *options)[0]
 
 
 def check_forward_mode(*tensors: Tensor | None) -> None:

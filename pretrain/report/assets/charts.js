@@ -1,16 +1,42 @@
-// Which curves there are.
+// Charts and their curves.
 
-const KNOWN = new Set(["tokens", "flops", "seconds", "corpus/unigram_entropy", "guard/skipped", "guard/collapsed_layers",
-  "loss", "val/loss"]);
+// Formats by unit: of the axis, of readouts, and the unit whose multiples are ticks. An empty unit is already part of the
+// format.
+const FORMATS = {
+  "nats per token": { format: format.small, read: format.loss },
+  fraction: { unit: "", format: format.percent },
+  "tokens/s": { format: format.rate },
+  s: { unit: "", format: format.seconds },
+  MiB: { unit: "", format: format.mebibytes, unitOf: binaryUnit(2 ** 20) },
+  bytes: { unit: "", format: format.bytes, unitOf: binaryUnit(1) },
+  steps: { format: format.integer },
+};
+for (const unit of ["tokens", "FLOPs", "factor"]) FORMATS[unit] = { format: format.compact };
 
-/** A metric of the whole model: a curve of each run that has it; not smoothed if it is exact. */
-function metric(name, title, unit, format, more = {}) {
-  KNOWN.add(name);
-  const seen = more.exact ? (view) => ({ ...view, smoothing: 0 }) : (view) => view;
-  return { title, unit, format, lines: (view) => view.runs.flatMap((run) => curve(run, name, seen(view), run.name)), ...more };
+/** The declaration of a metric (`pretrain/tracking/metrics.py`) with its formats; of one that is not declared, its name. */
+function declared(name) {
+  const found = { format: format.small, ...(model.metrics.get(name) ?? { name, title: name, unit: "" }) };
+  return { ...found, ...(Object.hasOwn(FORMATS, found.unit) ? FORMATS[found.unit] : {}) };
 }
 
-/** The curve of a run; with smoothing a faint one, and its mean over it. */
+/** A chart with a curve of each run that has the metric; not smoothed if it is exact. */
+function metric(name) {
+  const found = declared(name);
+  const seen = found.exact ? (view) => ({ ...view, smoothing: 0 }) : (view) => view;
+  return {
+    ...found, title: model.metrics.has(name) ? capital(found.title) : name,
+    lines: (view) => view.runs.flatMap((run) => curve(run, name, seen(view), run.name)),
+  };
+}
+
+/** Charts of the declared metrics of a section. */
+function section(name) {
+  return [...model.metrics.values()].filter((found) => found.section === name).map((found) => metric(found.name));
+}
+
+function capital(text) { return text.charAt(0).toUpperCase() + text.slice(1); }
+
+/** Returns the lines of a run's series; with smoothing, the faint series below its mean. */
 function curve(run, name, view, label, { colour = runColour(run.index), of = "curves", ...style } = {}) {
   const series = run.series(name, of);
   if (!series) return [];
@@ -24,11 +50,11 @@ function curve(run, name, view, label, { colour = runColour(run.index), of = "cu
   }
   if (!view.smoothing || style.dots) return [base];
   const mean = { ...base, x: run.places(series.mx, view.axis), y: smooth(series, view.smoothing), raw: base };
-  if (of !== "curves") return [mean]; // of many layers the faint ones would hide the others
+  if (of !== "curves") return [mean]; // faint curves of many layers would hide the others
   return [{ ...base, quiet: true, width: 1, colour: faint(colour) }, { ...mean, width: 2 }];
 }
 
-/** Of 1024 bytes each, as so many mebibytes or of bytes. */
+/** Returns unitOf for binary units of a value that is `scale` bytes per 1. */
 function binaryUnit(scale) {
   return (value) => 1024 ** Math.max(0, Math.floor(Math.log(Math.max(1, value * scale)) / Math.log(1024))) / scale;
 }
@@ -40,7 +66,7 @@ function faint(colour, share = 0.4) {
 
 function lossChart() {
   return {
-    title: "Training and validation loss", unit: "nats a token; validation dashed", format: format.small, read: format.loss,
+    title: "Training and validation loss", unit: "nats per token; validation dashed", format: format.small, read: format.loss,
     wide: true, height: 340,
     lines: (view) => view.runs.flatMap((run) => [
       ...curve(run, "loss", view, `${run.name} training`),
@@ -57,48 +83,17 @@ function lossChart() {
   };
 }
 
-const OPTIMIZER = () => [
-  metric("lr", "Learning rate", "", format.small, { exact: true }),
-  metric("grad_norm", "Gradient norm", "before clipping", format.small, { log: true }),
-  metric("loss_scale", "Loss scale", "fp16", format.compact, { log: true, exact: true }),
-  metric("skipped_steps", "Steps skipped for an overflow", "fp16, since the beginning", format.integer, { exact: true }),
-  metric("trust/dense_median", "Trust ratio of dense matrices", "median", format.small, { log: true }),
-  metric("trust/experts_median", "Trust ratio of experts", "median", format.small, { log: true }),
-];
-
-const SPEED = () => [
-  metric("tokens_per_second", "Throughput", "tokens a second", format.rate),
-  metric("mfu", "Model FLOPs utilization", "of the devices' peak", format.percent),
-  metric("step_seconds", "Seconds a step", "", format.seconds),
-  metric("memory_mb", "Memory", "largest of rank 0 so far", format.mebibytes,
-    { exact: true, unitOf: binaryUnit(2 ** 20) }),
-];
-
-// Of a layer, and their means over the layers.
-const ROUTING = [
-  ["entropy", "Router entropy", "nats a token", format.small],
-  ["drop_rate", "Drop rate", "assignments over capacity", format.percent],
-  ["dead_experts", "Dead experts", "without a token in a step", format.small],
-  ["balance_loss", "Balance loss", "before its coefficient", format.small],
-  ["z_loss", "Router z-loss", "before its coefficient", format.small],
-  ["load_cv", "Load imbalance", "coefficient of variation of the load", format.small],
-  ["exchange_bytes", "Exchange", "what a rank sends in a step", format.bytes, binaryUnit(1)],
-];
-
-const MEANS = () => ROUTING.map(([name, title, unit, text, unitOf]) =>
-  metric(`moe/${name}`, title, unit, text, { unitOf }));
-
 const LAYER_ORDER = { light: "from the first layer, dark, to the last", dark: "from the first layer, blue, to the last" };
 const isFew = (view) => (view.routing?.layers.length ?? 0) <= FEW;
 
-/** A curve of each layer of the run whose routing is shown, of the metric that `select` has. A few have colours that
- * are easily told apart, many have a ramp. */
+/** A chart with a curve of each layer of the selected run, of the metric that `select` has. Few layers have distinct
+ * colours, many a ramp. */
 function layerChart(select) {
-  const known = () => ROUTING.find(([name]) => name === select.value) ?? [select.value, select.value, "", format.small];
+  const chosen = () => declared(`moe/${select.value}`);
   return {
     title: "By layer", unit: (view) => (isFew(view) ? "" : LAYER_ORDER[theme()]), wide: true, height: 280, pick: true,
     tools: [element("label", { class: "pick" }, "metric ", select)],
-    format: (...value) => known()[3](...value), unitOf: (value) => known()[4]?.(value) ?? 1,
+    format: (...value) => chosen().format(...value), unitOf: (value) => chosen().unitOf?.(value) ?? 1,
     lines: (view) => (view.routing?.layers ?? []).flatMap((layer, index, all) => curve(
       view.routing, `${layer.number}/${select.value}`, view, layer.label,
       { of: "layer_curves", width: 1.25, ...(isFew(view) ? { colour: runColour(index), dash: runDash(index) }
@@ -106,8 +101,9 @@ function layerChart(select) {
   };
 }
 
-/** Metrics that no other chart has. */
+/** Charts of the metrics that no other section has. */
 function others(runs) {
   const names = new Set(runs.flatMap((run) => Object.keys(run.curves)));
-  return [...names].filter((name) => !KNOWN.has(name)).sort().map((name) => metric(name, name, "", format.small));
+  names.delete("seconds"); // an x axis
+  return [...names].filter((name) => (model.metrics.get(name)?.section ?? "more") === "more").sort().map(metric);
 }

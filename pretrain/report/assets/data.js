@@ -1,4 +1,4 @@
-// What `pretrain/report/payload.py` packed.
+// Decoder of the payload of `pretrain/report/payload.py`.
 
 async function inflate(bytes) {
   if (typeof DecompressionStream === "undefined") {
@@ -15,7 +15,7 @@ function fromBase64(text) {
   return bytes;
 }
 
-/** {runs, fmoe, time} of deflated bytes. */
+/** Unpacks deflated bytes to {runs, groups, metrics, fmoe, time}; metrics has the declarations by name. */
 async function decode(bytes) {
   const buffer = await inflate(bytes);
   const size = new DataView(buffer).getUint32(0, true);
@@ -24,7 +24,7 @@ async function decode(bytes) {
   const runs = header.runs.map((run, index) => new Run(run, index, array));
   const groups = header.groups.map(({ name, runs: members }, index) =>
     new Group(name, members.map((number) => runs[number]), index));
-  return { ...header, runs, groups };
+  return { ...header, runs, groups, metrics: new Map(header.metrics.map((declared) => [declared.name, declared])) };
 }
 
 function arrayAt(buffer, start, [kind, length, offset]) {
@@ -48,10 +48,10 @@ function running(differences) {
 class Run {
   constructor(header, index, array) {
     Object.assign(this, header);
-    // Their keys are anything, __proto__ and toString too.
+    // Their keys may be any string, including __proto__ and toString.
     for (const name of ["summary", "lost", "recipe", "versions", "curves", "layer_curves"]) Object.setPrototypeOf(this[name], null);
     this.name = visible(this.name);
-    this.index = index; // by which it has its colour
+    this.index = index; // selects its colour
     this.runs = [this];
     this._array = array;
     this._series = new Map();
@@ -60,7 +60,7 @@ class Run {
 
   has(name) { return Object.hasOwn(this.curves, name); }
 
-  /** {x, y}: steps and values of a series, and {mx, my} of its means; null where the run has none. */
+  /** Returns steps and values {x, y} of a series and {mx, my} of its means; null without the series. */
   series(name, of = "curves") {
     const key = `${of} ${name}`;
     if (!this._series.has(key)) {
@@ -76,18 +76,18 @@ class Run {
     return this._series.get(key);
   }
 
-  /** Places of steps on an axis: step, tokens or time. */
+  /** Returns the positions of steps on an axis: step, tokens or time. */
   places(steps, axis) {
     if (axis === "step") return steps;
     const clock = this.series(axis === "tokens" ? "tokens" : "seconds");
     return Float64Array.from(steps, (step) => interpolate(clock, step));
   }
 
-  /** Whether it knows where its steps are on an axis. */
+  /** Whether the run has positions on an axis. */
   knows(axis) { return axis === "step" || this.has(axis === "tokens" ? "tokens" : "seconds"); }
 }
 
-/** Runs that differ in their seed alone, as one: means, and between which values they are. Called as a `Run`. */
+/** Runs that differ only in their seed, with the interface of a `Run`: means and ranges. */
 class Group {
   constructor(name, runs, index) {
     Object.assign(this, { name: runs.length > 1 ? `${visible(name)} (${runs.length} seeds)` : runs[0].name, runs, index });
@@ -114,8 +114,8 @@ class Group {
 
   places(steps, axis) { return this.runs[0].places(steps, axis); }
 
-  /** {x, y}: steps and means over the runs that have come as far and are finite there; {low, high}: the least and the
-   * largest of them. Of long runs the means of spans, since their spikes are at different steps. */
+  /** Returns {x, y}, steps and means over the runs that are finite there, and {low, high}, their minimum and maximum.
+   * Long runs contribute means of spans, because their spikes are at different steps. */
   series(name) {
     if (this.runs.length === 1) return this.runs[0].series(name);
     if (!this._series.has(name)) this._series.set(name, this._joined(name));
@@ -138,7 +138,7 @@ class Group {
   }
 }
 
-/** A piecewise linear curve at `at`; before its first point in proportion, behind its last as it ended. */
+/** Evaluates a piecewise linear curve at `at`; proportional before the first point, extrapolated after the last. */
 function interpolate({ x, y }, at) {
   const last = x.length - 1;
   if (at <= x[0]) return x[0] > 0 ? y[0] * at / x[0] : y[0];
@@ -151,7 +151,7 @@ function interpolate({ x, y }, at) {
   return y[right - 1] + (y[right] - y[right - 1]) * (at - x[right - 1]) / (x[right] - x[right - 1]);
 }
 
-/** The first index whose value is not below `value`. */
+/** Returns the first index whose value is at least `value`. */
 function lowerBound(sorted, value) {
   let [low, high] = [0, sorted.length];
   while (low < high) {
@@ -161,7 +161,7 @@ function lowerBound(sorted, value) {
   return low;
 }
 
-/** The index of the value that is nearest. */
+/** Returns the index of the nearest value. */
 function nearest(sorted, value) {
   const index = lowerBound(sorted, value);
   if (index === 0) return 0;
@@ -169,8 +169,8 @@ function nearest(sorted, value) {
   return value - sorted[index - 1] <= sorted[index] - value ? index - 1 : index;
 }
 
-/** Means over neighbours on both sides, whose weight falls by e every `span` steps: nothing is late, as it would be
- * behind a mean over the past alone. */
+/** Returns means over neighbours on both sides, with weights that fall by a factor of e every `span` steps. A mean over
+ * the past only would lag. */
 function smooth({ mx, my }, span) {
   const sums = new Float64Array(my.length);
   const weights = new Float64Array(my.length);
@@ -181,7 +181,7 @@ function smooth({ mx, my }, span) {
       if (!Number.isFinite(my[i])) continue;
       const kept = n ? Math.exp(-Math.abs(mx[i] - before) / span) : 0;
       [sum, weight, before] = [kept * sum, kept * weight, mx[i]];
-      sums[i] += sum; // without itself, which comes once, below
+      sums[i] += sum; // without the value itself, which is added once below
       weights[i] += weight;
       [sum, weight] = [sum + my[i], weight + 1];
     }

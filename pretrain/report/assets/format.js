@@ -1,4 +1,4 @@
-// Numbers as text.
+// Formats of numbers.
 
 const SI = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
@@ -6,18 +6,18 @@ function trim(text) {
   return text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text;
 }
 
-/** So many digits, written out: 210 of 2 digits, not 2.1e+2. */
+/** Rounds to `digits` digits without an exponent: 210, not 2.1e+2. */
 function plain(value, digits) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** Text that shows what it has: control characters and marks that turn the direction of others by their number. */
+/** Escapes control characters and direction marks. */
 function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu,
     (letter) => `\\u${letter.codePointAt(0).toString(16).padStart(4, "0")}`);
 }
 
-/** With a thousands' letter: 10.4M. */
+/** Formats with an SI letter: 10.4M. */
 function compact(value, digits = 3) {
   for (const [size, letter] of SI) {
     if (Math.abs(value) >= size * 0.9995) return plain(value / size, digits) + letter;
@@ -36,7 +36,7 @@ const format = {
   integer: (v) => Math.round(v).toLocaleString("en-US"),
   loss: (v) => v.toFixed(4),
   compact,
-  rate: (v, digits = 4) => compact(v, digits),
+  rate: (v, digits = 4) => compact(v, digits) + "/s",
   small,
   percent: (v, digits = 3) => plain(100 * v, digits) + " %",
   mebibytes: (v, digits) => bytes(v * 2 ** 20, digits),
@@ -51,7 +51,7 @@ function bytes(value, digits = 3) {
   return plain(value, value >= 1000 ? Math.max(4, digits) : digits) + " " + units[index];
 }
 
-/** Seconds as 3 h 20 min. */
+/** Formats seconds: 3 h 20 min. */
 function duration(value, digits = 3) {
   if (value === 0) return "0 s";
   if (value < 1) return plain(1000 * value, digits) + " ms";
@@ -63,7 +63,7 @@ function duration(value, digits = 3) {
   return `${trim((hours / 24).toFixed(1))} d`;
 }
 
-/** Texts of ticks, with as few digits as tell them apart; no text comes twice. */
+/** Returns distinct tick labels with as few digits as possible. */
 function tickTexts(ticks, text) {
   let texts = [];
   for (let digits = 2; digits <= 7; digits += 1) {
@@ -73,12 +73,12 @@ function tickTexts(ticks, text) {
   return texts.map((found, index) => (texts.indexOf(found) === index ? found : ""));
 }
 
-/** Whether a number is what so many of its digits say. */
+/** Whether a number is exact in `digits` digits. */
 function near(value, digits) {
   return Math.abs(Number(value.toPrecision(digits)) - value) <= 1e-6 * Math.abs(value);
 }
 
-/** Ticks at round numbers, about `count` of them, no closer than `least`. */
+/** Returns about `count` ticks at round numbers, at least `least` apart. */
 function niceTicks(low, high, count, least = 0) {
   if (!(high > low)) return [low];
   const raw = Math.max(least, (high - low) / Math.max(1, count));
@@ -91,7 +91,7 @@ function niceTicks(low, high, count, least = 0) {
   return ticks;
 }
 
-/** Ticks of a logarithmic axis: powers of ten, with 2 and 5 between where there is room; round numbers within one. */
+/** Returns ticks of a logarithmic axis: powers of ten, with 2 and 5 if they fit; round numbers within a decade. */
 function logTicks(low, high, count) {
   const decades = Math.log10(high / low);
   if (decades < 1) return niceTicks(low, high, count);

@@ -1,7 +1,7 @@
-// Loads of experts as colours: of all layers in a span of steps, and of one layer over all steps.
+// Heatmaps of the expert load: all layers in a span of steps, and one layer over all steps.
 
 class LoadMaps {
-  /** onChange(frame, layer) is called when a map is clicked or walked on. */
+  /** onChange({frame, layer}) is called on a click or an arrow key. */
   constructor(onChange) {
     this._map = document.getElementById("map");
     this._history = document.getElementById("history");
@@ -14,7 +14,7 @@ class LoadMaps {
     for (const canvas of [this._map, this._history]) new ResizeObserver(() => this._redraw()).observe(canvas.parentElement);
   }
 
-  /** Draws a run's loads: its frame, and the layer (an index) whose experts are shown over time. */
+  /** Draws a run's loads in a frame, and those of a layer (an index) over time. */
   draw(run, frame, layer) {
     Object.assign(this, { run, frame, layer });
     this.cell = { layer: Math.min(this.cell.layer, run.loads.layers.length - 1), expert: this.cell.expert };
@@ -38,7 +38,7 @@ class LoadMaps {
     this._history.setAttribute("aria-label", `Load of each expert of ${this._label(this.layer)} over all steps`);
   }
 
-  /** The code of an expert of a layer (an index) in a frame. */
+  /** Returns the code of an expert's load in a layer (an index) and frame. */
   _code(layer, expert, frame) {
     const { experts, frames, codes } = this.run.loads;
     if (!this._starts || this._startsOf !== this.run) {
@@ -61,7 +61,7 @@ class LoadMaps {
     const labels = Math.ceil(Math.max(...Array.from({ length: rows }, (_, y) => ctx.measureText(rowText(y)).width))) + 8;
     const width = Math.min(room, labels + 1 + columns * widest);
     const cellHeight = Math.max(rows > 400 ? 1 : 2, Math.min(tallest, Math.floor(330 / rows)));
-    const height = rows * cellHeight + 36; // ticks, and below them what they are of
+    const height = rows * cellHeight + 36; // ticks and the axis label
     canvas.style.width = `${width}px`;
     canvas.style.height = `${height}px`;
     canvas.width = Math.round(width * ratio);
@@ -76,7 +76,7 @@ class LoadMaps {
     }
     const small = new OffscreenCanvas(columns, rows);
     small.getContext("2d").putImageData(image, 0, 0);
-    ctx.imageSmoothingEnabled = cellWidth < 1; // several columns a pixel: their mean
+    ctx.imageSmoothingEnabled = cellWidth < 1; // several columns per pixel: average them
     ctx.drawImage(small, labels, 0, cellWidth * columns, cellHeight * rows);
 
     ctx.strokeStyle = ink.card;
@@ -114,7 +114,7 @@ class LoadMaps {
     if (chosen[1] !== null) ctx.strokeRect(labels, chosen[1] * cellHeight + 0.75, width - labels - 1, cellHeight - 1.5);
   }
 
-  /** Dead experts are told by more than a colour where there is room. */
+  /** Marks dead experts with a cross if there is room. */
   _cross(ctx, { labels, cellWidth, cellHeight, columns, rows }, code) {
     ctx.strokeStyle = INK[theme()].card;
     for (let y = 0; y < rows; y += 1) {
@@ -190,7 +190,7 @@ class LoadMaps {
     this._onChange({ frame: cell.frame ?? this.frame, layer: cell.layer ?? this.layer });
   }
 
-  /** Says what a cell is worth. */
+  /** Shows the load of a cell. */
   _tell({ layer, expert, frame } = this._here()) {
     if (!this.run) return;
     const { experts, frames, log2: [low, high] } = this.run.loads;
@@ -204,17 +204,17 @@ class LoadMaps {
   }
 }
 
-/** Round whole numbers, about `count` of them, and the last. */
+/** Returns about `count` round integers, and the last one. */
 function wholeTicks(first, last, count) {
   return [...new Set([...niceTicks(first, last, count).filter(Number.isInteger), last])];
 }
 
-/** [column, text] of about so many columns of `columns`, the last among them. */
+/** Returns a function of `count`: [column, text] of about so many of the columns, including the last. */
 function everyColumn(columns) {
   return (count) => wholeTicks(0, columns - 1, Math.min(columns - 1, 2 * count)).map((x) => [x, String(x)]);
 }
 
-/** [frame, text] of frames that have a round step, and of the last. */
+/** Returns [frame, text] of the frames of round steps, and of the last. */
 function stepColumns(frames, count) {
   const ends = frames.map(([, last]) => last);
   return wholeTicks(frames[0][0], ends[ends.length - 1], count).map((step) => [lowerBound(ends, step), format.integer(step)]);

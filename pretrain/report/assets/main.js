@@ -1,4 +1,4 @@
-// What the reader chose, and the page that follows from it.
+// State of the page, and its drawing.
 
 const SPANS = [0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000];
 const LIVE_MS = 2000;
@@ -14,7 +14,7 @@ let plots = [];
 let maps = null;
 let playing = null;
 
-/** What is drawn as one: a run, or where seeds are together a group of them. */
+/** Returns the drawn items: runs, or groups of seeds. */
 function items() {
   const found = state.together && model.groups.length < model.runs.length ? model.groups : model.runs;
   found.forEach((item, index) => [item, ...item.runs].forEach((one) => { one.index = index; }));
@@ -58,7 +58,7 @@ function extent(runs, axis) {
   return [low, high];
 }
 
-/** Runs that have layers with experts. */
+/** Returns the runs with expert layers. */
 function routed() { return model.runs.filter((run) => run.layers.length); }
 
 function onZoom(zoom) {
@@ -95,7 +95,7 @@ function drawMaps() {
   maps.draw(run, frame, state.layer);
 }
 
-/** Gives a select its options, where they are others, and its value. */
+/** Sets the value of a select, and its options if they changed. */
 function fill(select, options, value) {
   if (JSON.stringify(options) !== select.dataset.options) {
     select.replaceChildren(...options.map(([key, text]) => element("option", { value: key }, text)));
@@ -165,15 +165,15 @@ function build() {
   const add = (id, specs) => specs.map((spec) => new Plot(byId(id), spec));
   const select = element("select", { id: "layer-metric", "aria-label": "Metric by layer" });
   const names = new Set(model.runs.flatMap((run) => Object.keys(run.layer_curves).map((name) => name.split("/")[1])));
-  const titles = new Map(ROUTING.map(([name, title]) => [name, title]));
-  const order = [...titles.keys(), ...names].filter((name, index, all) => names.has(name) && all.indexOf(name) === index);
-  fill(select, order.map((name) => [name, titles.get(name) ?? name]), order[0] ?? "");
+  const known = section("routing").map(({ name, title }) => [name.replace("moe/", ""), title]).filter(([name]) => names.delete(name));
+  const options = [...known, ...[...names].map((name) => [name, name])];
+  fill(select, options, options[0]?.[0] ?? "");
   select.addEventListener("change", drawPlots);
-  plots = [...add("loss", [lossChart()]), ...add("optimizer", OPTIMIZER()), ...add("speed", SPEED()),
-    ...add("by-layer", [layerChart(select)]), ...add("routing", MEANS()), ...add("other", others(model.runs))];
+  plots = [...add("loss", [lossChart()]), ...add("optimizer", section("optimizer")), ...add("speed", section("speed")),
+    ...add("by-layer", [layerChart(select)]), ...add("routing", section("routing")), ...add("other", others(model.runs))];
 }
 
-/** Smoothing to begin with: about a hundredth of the longest run. */
+/** Sets the initial smoothing: about a hundredth of the longest run. */
 function chooseSmoothing() {
   const steps = Math.max(0, ...model.runs.map((run) => run.summary.step ?? 0));
   setSmoothing(Math.max(0, SPANS.findLastIndex((span) => span <= steps / 100)));
@@ -189,7 +189,7 @@ function setSmoothing(index) {
 
 function listen() {
   const frames = new Map();
-  const soon = (what) => { // once before the next paint, however often it is asked for
+  const soon = (what) => { // at most once per frame
     if (!frames.has(what)) frames.set(what, requestAnimationFrame(() => { frames.delete(what); what(); }));
   };
   byId("bar").addEventListener("submit", (event) => event.preventDefault());
@@ -248,7 +248,7 @@ function setTheme(name) {
 }
 
 function remember(name) {
-  try { localStorage.setItem("fmoe-theme", name); } catch { /* a browser that keeps nothing for files */ }
+  try { localStorage.setItem("fmoe-theme", name); } catch { /* storage is unavailable for files in some browsers */ }
 }
 
 function remembered() {
@@ -260,14 +260,14 @@ async function show(bytes) {
   model = await decode(bytes);
   if (before === null) chooseSmoothing();
   const after = JSON.stringify(model.runs.map((run) => [Object.keys(run.curves), Object.keys(run.layer_curves)]));
-  if (before !== after) { // other metrics, other charts
+  if (before !== after) { // new metrics need new charts
     for (const plot of plots) plot.remove();
     build();
   }
   draw();
 }
 
-/** Asks for what is new, again and again. */
+/** Polls for new data. */
 async function follow() {
   let version = "0";
   for (;;) {
@@ -301,7 +301,7 @@ async function start() {
     drawTables(view().runs);
     listen();
   } catch (error) {
-    byId("status").textContent = `the report cannot be shown: ${error.message}`;
+    byId("status").textContent = `the report is unreadable: ${error.message}`;
     throw error;
   }
   document.documentElement.dataset.ready = String(performance.now());

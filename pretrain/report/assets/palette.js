@@ -1,17 +1,17 @@
-// Colours, for both themes. Those of runs are Okabe and Ito's, which colour-blind readers can tell apart; from the
-// eighth run on they come again, dashed in three ways. A few layers have them too.
+// Colours for both themes. Runs have the colour-blind safe palette of Okabe and Ito, which repeats with three dash
+// patterns. So do up to 8 layers.
 
 const RUN_COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0508a", "#4a4a4a", "#b37d00", "#3d9bd1"],
   dark: ["#56b4e9", "#ff9447", "#2ccf9f", "#e79cc6", "#c9ced6", "#f0c24b", "#8f9dff"],
 };
-// Load: less than an even share, an even share, more.
+// Load: below, at and above an even share.
 const LOAD_COLOURS = {
   light: ["#08519c", "#3182bd", "#9ecae1", "#f3f3f1", "#fdbe85", "#e6550d", "#8c2d04"],
   dark: ["#8accff", "#3b8fd6", "#1f4f7d", "#252a31", "#7d4518", "#e07b2a", "#ffc794"],
 };
 const DEAD = { light: "#c2187a", dark: "#ff5cb8" };
-// Many layers, from the first to the last (cividis).
+// Ramp over many layers (cividis).
 const LAYER_COLOURS = {
   light: ["#00306f", "#35486e", "#575d6d", "#747475", "#8f8c78", "#b1a26f", "#c9a200"],
   dark: ["#4f8ee0", "#6f9bd0", "#8ea9bf", "#a9b3a8", "#c4bd8c", "#dec96b", "#fde74c"],
@@ -47,7 +47,7 @@ function rgb(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-/** A colour between those of a ramp, as [r, g, b]. */
+/** Interpolates a colour ramp, as [r, g, b]. */
 function between(ramp, share) {
   const place = Math.min(1, Math.max(0, share)) * (ramp.length - 1);
   const index = Math.min(ramp.length - 2, Math.floor(place));
@@ -59,7 +59,7 @@ function layerColour(index, count) {
   return `rgb(${between(LAYER_COLOURS[theme()], count < 2 ? 0 : index / (count - 1)).join(" ")})`;
 }
 
-/** Colours of the 256 codes of a load, as [r, g, b, a]. */
+/** Returns the colours of the 256 load codes, as [r, g, b, a]. */
 function loadColours([low, high]) {
   const ramp = LOAD_COLOURS[theme()];
   const colours = [[...rgb(DEAD[theme()]), 255]];

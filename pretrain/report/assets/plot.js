@@ -1,17 +1,17 @@
-// A card with curves, drawn by uPlot.
+// Cards with curves, drawn by uPlot.
 
 const SYNC = "fmoe";
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 
-const FEW = 8; // lines of one chart that all have a name and a colour of their own
-const LEAST_SPACE = 52; // pixels from tick to tick of an x axis
+const FEW = 8; // up to so many lines, each has its own colour and readout
+const LEAST_SPACE = 52; // pixels between ticks of an x axis
 
-/** About how many ticks an x axis has: some 90 pixels each, less on a small chart. */
+/** Approximate number of ticks on an x axis: one per 90 pixels, more on a small chart. */
 function tickCount(width) {
   return Math.max(width / 90, Math.min(5, width / LEAST_SPACE));
 }
 
-/** An element with attributes, and children that are text unless they are elements. */
+/** Creates an element with attributes; children are elements or text. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -29,10 +29,10 @@ function dot(colour) {
 
 class Plot {
   /**
-   * spec: title, unit (text, or of the view), format (of a value, with so many digits), lines(view) -> [{label, colour,
-   * x, y, width, dash, dots, quiet}], and optionally wide, height, log (whether it begins so), read (the format of what
-   * is read out), level(view) -> [{y, label, colour}], pick (of more than a few lines only the nearest is read out), tools (elements beside the title), unitOf (a value's, whose multiples are round).
-   * A line's raw {x, y}, where it has one, are what is read out.
+   * spec: title, unit (text or a function of the view), format(value, digits), lines(view) -> [{label, colour, x, y,
+   * width, dash, dots, quiet, raw}], and optionally: doc; wide; height; log (initial scale); read (format of readouts);
+   * level(view) -> [{y, label, colour}]; pick (read out only the nearest of many lines); tools (elements next to the
+   * title); unitOf(value) (ticks are round multiples of it). Readouts show `raw` {x, y} of a line that has it.
    */
   constructor(parent, spec) {
     this.spec = spec;
@@ -51,7 +51,8 @@ class Plot {
     const tools = element("div", { class: "tools" }, ...(spec.tools ?? []), this._button);
     this._unit = element("span", { class: "unit" });
     this.card = element("div", { class: spec.wide ? "card wide" : "card" },
-      element("div", { class: "head" }, element("h3", {}, spec.title), this._unit, tools), this._readout, this._body);
+      element("div", { class: "head" }, element("h3", {}, spec.title), this._unit, tools),
+      ...(spec.doc ? [element("p", { class: "doc", title: spec.doc }, spec.doc)] : []), this._readout, this._body);
     this.card.dataset.plot = spec.title;
     parent.append(this.card);
     this._body.addEventListener("keydown", (event) => this._key(event));
@@ -59,7 +60,7 @@ class Plot {
     this._observer.observe(this._body);
   }
 
-  /** Draws what `view` shows: axis, extent, zoom, marks, onZoom. Hidden where there is nothing. */
+  /** Draws a view: axis, extent, zoom, marks, onZoom. Hides the card if there are no lines. */
   draw(view) {
     this._view = view;
     const lines = this.spec.lines(view);
@@ -143,7 +144,7 @@ class Plot {
     this._view.onZoom(ends);
   }
 
-  /** What lines have at x; their ends without one. */
+  /** Reads out the lines at x, or at their ends if x is null. */
   _read(x) {
     const seen = this._lines.filter((line) => !line.quiet && line.x.length);
     const values = seen.map((line) => {
@@ -167,7 +168,7 @@ class Plot {
     this._readout.replaceChildren(...parts);
   }
 
-  /** What is said of a value that is not finite; without a cursor, what it was before. */
+  /** Text for a value that is not finite; without a cursor, the last finite value. */
   _lost(line, x) {
     const { x: xs, y: ys } = line.raw ?? line;
     const last = x === null ? ys.findLastIndex(Number.isFinite) : -1;
@@ -175,8 +176,8 @@ class Plot {
     return `${(this.spec.read ?? this.spec.format)(ys[last])} at ${axisText(this._view.axis, xs[last], true)}, then not finite`;
   }
 
-  /** All of a few; else the one that the cursor is nearest to; without a cursor, or below the first, the two ends of
-   * layers, which are in order, and none of runs. */
+  /** Selects the lines to read out: all of a few, else the one nearest to the cursor. Without a cursor: the first and
+   * the last layer, or no run. */
   _picked(values, x) {
     if (values.length <= FEW) return values;
     const u = this._uplot;
@@ -205,7 +206,7 @@ class Plot {
       ctx.textBaseline = isAbove ? "bottom" : "top";
       ctx.fillText(label, left + width - 4 * devicePixelRatio, at + (isAbove ? -3 : 4) * devicePixelRatio);
     }
-    const drawn = new Map(); // where the last of a kind is: one on the other would be a wall
+    const drawn = new Map(); // position of the last mark of each kind, to skip marks that would overlap
     for (const mark of this._view.marks) {
       const at = u.valToPos(mark.x, "x", true);
       if (Math.abs(at - (drawn.get(mark.kind) ?? -Infinity)) < 8 * devicePixelRatio) continue;
@@ -236,7 +237,7 @@ class Plot {
     return `${this.spec.title}: ${ends.join(", ")}`;
   }
 
-  /** Takes the card away. */
+  /** Removes the card. */
   remove() {
     this._observer.disconnect();
     this._uplot?.destroy();
@@ -255,19 +256,19 @@ function gap(value) { return Number.isFinite(value) ? value : null; }
 
 function positive(value) { return value > 0 && Number.isFinite(value) ? value : null; }
 
-/** Ticks of an x axis: steps are whole, time is in round minutes, hours or days. */
+/** Returns ticks of an x axis: whole steps; round minutes, hours or days. */
 function axisTicks(axis, low, high, count) {
   if (axis !== "time") return niceTicks(low, high, count, axis === "step" ? 1 : 0);
   const unit = [86400 * 2, 3600 * 2, 60 * 2].find((size) => high >= size) / 2 || 1;
   return niceTicks(low / unit, high / unit, count).map((tick) => tick * unit);
 }
 
-/** Points of a curve that have no neighbour to draw a line to, as uPlot asks for them; null where all are drawn or none. */
+/** uPlot's points filter: points without a neighbour to draw a line to; null for uPlot's default. */
 function lonely(u, index, isShown) {
   if (isShown) return null;
   const values = u.data[index];
   const found = [];
-  let [before, at] = [null, -1]; // what this curve has of its own: undefined is another's
+  let [before, at] = [null, -1]; // own points of this curve: undefined belongs to another curve
   for (let i = 0; i <= values.length; i += 1) {
     if (i < values.length && values[i] === undefined) continue;
     if (at >= 0 && values[at] !== null && before === null && (values[i] ?? null) === null) found.push(at);
@@ -290,7 +291,7 @@ function stroke(ctx, x0, y0, x1, y1) {
   ctx.stroke();
 }
 
-/** Saves are ticks at the bottom; what changed the run is a line; what went wrong has a triangle on it as well. */
+/** Draws event marks: a tick at the bottom for a save, else a line, with a triangle for skips and warnings. */
 function drawMark(ctx, mark, x, { left, top, width, height }) {
   if (x < left || x > left + width) return;
   const unit = devicePixelRatio;

@@ -1,20 +1,19 @@
-// Numbers, events and recipes.
+// Tables of figures, events and recipes.
 
-const NUMBERS = [
-  ["step", "steps made", format.integer], ["total_steps", "steps of the recipe", format.integer],
-  ["loss", "training loss, last", format.loss], ["val/loss", "validation loss, last", format.loss],
+// Figures of a run beside its metrics.
+const FIRST = [["step", "steps made", format.integer], ["total_steps", "steps of the recipe", format.integer]];
+const REST = [
   ["best_val_loss", "validation loss, lowest", format.loss], ["best_step", "at step", format.integer],
-  ["corpus/unigram_entropy", "unigram entropy", format.loss],
   ["params", "parameters", format.compact], ["active_params", "active parameters", format.compact],
-  ["tokens", "tokens", format.compact], ["flops", "FLOPs", format.compact], ["seconds", "time in steps", format.seconds],
-  ["world_size", "processes", format.integer],
-  ["tokens_per_second", "tokens a second, mean", format.rate], ["step_seconds", "seconds a step, mean", format.seconds],
-  ["mfu", "model FLOPs utilization, mean", format.percent],
-  ["memory_mb", "memory of rank 0", format.mebibytes], ["grad_norm", "gradient norm, last", format.small],
-  ["moe/load_cv", "load imbalance, mean of the layers, last", format.small], ["moe/drop_rate", "drop rate, mean of the layers, last", format.percent],
-  ["moe/dead_experts", "dead experts, mean of the layers, last", format.small], ["moe/entropy", "router entropy, mean of the layers, last", format.small],
-  ["moe/exchange_bytes", "exchange a step, mean of the layers, last", format.bytes], ["skipped", "steps skipped", format.integer],
+  ["seconds", "time in steps", format.seconds], ["world_size", "processes", format.integer],
+  ["skipped", "steps skipped", format.integer],
 ];
+
+/** [name, label, format] of every figure. */
+function figures() {
+  const metrics = [...model.metrics.keys()].map(declared).filter(({ figure }) => figure);
+  return [...FIRST, ...metrics.map(({ name, figure, format, read }) => [name, figure, read ?? format]), ...REST];
+}
 
 function head(cells, first) {
   return element("thead", {}, element("tr", {}, element("th", { scope: "col" }, first), ...cells));
@@ -24,7 +23,7 @@ function runName(run) {
   return [dot(runColour(run.index)), " ", element("span", { class: "run" }, run.name)];
 }
 
-/** A number of a run; of a group with the range of its runs, of a series that is no longer finite with where it was. */
+/** Returns a figure's elements: value, range of a group, and the last finite step of a series that is not finite. */
 function worth(run, key, text) {
   if (run.summary[key] === undefined) return ["–"];
   const [low, high] = (run.spread?.[key] ?? [0, 0]).map((value) => text(value));
@@ -34,7 +33,7 @@ function worth(run, key, text) {
   return parts;
 }
 
-/** Runs in the order of a number, those without it last; as they were given without one. */
+/** Sorts runs by a figure, those without it last; without a figure, keeps their order. */
 function sorted(runs, { key, isUp }) {
   if (key === null) return runs;
   const of = (run) => (key === "name" ? run.name : run.summary[key]);
@@ -43,10 +42,10 @@ function sorted(runs, { key, isUp }) {
   return [...known, ...runs.filter((run) => of(run) === undefined)];
 }
 
-/** One run's numbers as tiles, those of several as a table: a few a column each, many a row each. onSort(key) is called
- * where a number's name is pressed. */
+/** Draws the figures: tiles for one run, else a table with a column per run, or a row per run if there are many.
+ * onSort(key) is called on a click on a figure's name. */
 function drawNumbers(card, runs, order, onSort) {
-  const known = NUMBERS.filter(([key]) => runs.some((run) => run.summary[key] !== undefined));
+  const known = figures().filter(([key]) => runs.some((run) => run.summary[key] !== undefined));
   card.classList.toggle("tiles", runs.length === 1);
   if (runs.length === 1) {
     card.replaceChildren(...known.map(([key, label, text]) =>
@@ -92,7 +91,7 @@ function drawEvents(table, runs, withSaves) {
   table.replaceChildren(first, element("tbody", {}, ...rows));
 }
 
-/** Keys of the recipes, those that differ marked; returns how many do. */
+/** Draws the keys of the recipes and marks those that differ. */
 function drawRecipe(table, runs, { differing, find }) {
   const known = runs.filter((run) => Object.keys(run.recipe).length);
   const keys = [...new Set(known.flatMap((run) => Object.keys(run.recipe)))];

@@ -188,7 +188,7 @@ def test_what_cannot_be_is_one_line(options, message):
 def test_native_without_a_backend_is_one_line(monkeypatch):
     monkeypatch.setattr(native, "load", lambda: False)
     monkeypatch.setattr(native, "why", lambda: "no C++ compiler")
-    with pytest.raises(UserError, match="backend='native' cannot be: no C"):
+    with pytest.raises(UserError, match="backend='native' is unavailable: no C"):
         layer_of("native")
     monkeypatch.setattr(backends, "native_is_loaded", False)
     layer_of("auto")(X)

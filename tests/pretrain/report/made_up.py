@@ -68,8 +68,9 @@ def rows(
                 row[prefix + "load_cv"] = float(load[layer - 1].std() * experts)
                 row[prefix + "dead_experts"] = 0
                 row[prefix + "exchange_bytes"] = 2.5e6 * (1 + 0.1 * float(noise[layer - 1, 0]))
-            for name in ("entropy", "drop_rate", "balance_loss", "z_loss", "load_cv", "dead_experts", "exchange_bytes"):
-                row[f"moe/{name}"] = sum(row[f"moe/layer_{n}/{name}"] for n in range(1, layers + 1)) / layers
+            for name in [key.removeprefix("moe/layer_1/") for key in row if key.startswith("moe/layer_1/")]:
+                if name != "load":
+                    row[f"moe/{name}"] = sum(row[f"moe/layer_{n}/{name}"] for n in range(1, layers + 1)) / layers
         if validate and step % validate == 0:
             row["val/loss"] = level + 0.05 + float(generator.normal(0, 0.01))
         yield row

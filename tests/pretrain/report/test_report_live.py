@@ -39,14 +39,14 @@ def test_the_file_lies_in_the_run_or_where_it_is_wanted(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere"], "nowhere is no folder of a run"),
-        (["empty"], "empty is no folder of a run: there is no metrics.jsonl in it"),
+        (["nowhere"], "nowhere is not a run folder"),
+        (["empty"], "empty is not a run folder: it has no metrics.jsonl"),
         (["run", "run"], "run is given twice"),
         (["run", "--out", "empty"], "--out empty is a folder"),
-        (["run", "--port", "80"], "--port 80 without --live"),
+        (["run", "--port", "80"], "--port 80 requires --live"),
         (["run", "--live", "--out", "x.html"], "--out x.html and --live"),
         (["run", "--live", "--port", "70000"], "--port 70000 is not between 0 and 65535"),
-        (["nowhere", "--live"], "nowhere is no folder of a run"),
+        (["nowhere", "--live"], "nowhere is not a run folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, argv, message):

@@ -102,11 +102,11 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
 
 
 def test_nothing_to_show_is_one_clear_error(tmp_path):
-    with pytest.raises(UserError, match="is no folder of a run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunFolder(tmp_path / "nowhere")
     run = RunFolder(tmp_path)
     run.refresh()
-    with pytest.raises(UserError, match=r"there is no metrics\.jsonl in it"):
+    with pytest.raises(UserError, match=r"it has no metrics\.jsonl"):
         run.require_steps()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     run.refresh()

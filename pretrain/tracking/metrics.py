@@ -1,0 +1,165 @@
+"""Declarations of all metrics: name, unit, documentation, and how a layer's report gives the value.
+
+Data flow:
+
+1. `fmoe.metrics.LayerMetrics` adds up the counters of a layer over micro batches.
+2. `pretrain.engine.routing.RoutingReports` adds them up over ranks and turns them into a report per layer.
+3. `routing_metrics` reduces each report by the declarations: ``moe/layer_N/NAME``, and the mean ``moe/NAME``.
+4. The trainer and the callbacks add the metrics of the whole model, under their declared names.
+5. `pretrain.tracking` records these names; its console prints the metrics that declare a console format.
+6. `pretrain.report.payload` sends the declarations with the data, and the page draws its charts from them.
+7. `pretrain.inference.report` reduces the reports of an evaluation by the same declarations.
+8. ``python -m pretrain.tracking.metrics`` writes the table in docs/tracking.md, from a checkout.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fmoe.metrics import LayerReport
+
+PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Declaration of one metric.
+
+    Attributes:
+        name: key in the record and in every dashboard. For a layer metric, the part after ``moe/layer_N/``.
+        unit: unit; empty for a plain number. The report's number format follows from it.
+        doc: definition, for the table in docs/tracking.md and the report.
+        reduce: returns a layer's value from its report, which is summed over ranks already. A number is logged for each
+            layer and as the mean over the layers, a list for each layer. None for metrics of the whole model.
+        title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
+        when: steps at which the metric is logged.
+        console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
+        section: section of the report. All but ``more`` and ``events`` have a figure under Numbers, which is the mean
+            over steps for ``speed`` and the last value otherwise. ``more`` has a chart without a figure.
+        is_log: whether the chart starts with a logarithmic axis.
+        is_exact: whether the metric is a setting, a sum or a maximum, which the report neither smooths nor averages.
+        is_evaluated: whether ``fmoe evaluate`` reports the layer metric.
+    """
+
+    name: str
+    unit: str
+    doc: str
+    reduce: Callable[[LayerReport], float | list[float]] | None = None
+    _: KW_ONLY
+    title: str = ""
+    when: str = "every step"
+    console: str = ""
+    section: Literal["loss", "optimizer", "speed", "events", "more"] = "more"
+    is_log: bool = False
+    is_exact: bool = False
+    is_evaluated: bool = True
+
+    @property
+    def key(self) -> str:
+        """Key of the value for the whole model: for a layer metric, of the mean over the layers."""
+        return f"moe/{self.name}" if self.reduce else self.name
+
+    @property
+    def label(self) -> str:
+        """The title or its default."""
+        return self.title or self.name.replace("_", " ")
+
+
+# In the order of docs/tracking.md, the console line and the report.
+DECLARED: list[Metric] = [
+    Metric("loss", "nats per token", "training loss, without balance loss and z-loss", title="training loss",
+           console="loss {:.4f}", section="loss"),
+    Metric("val/loss", "nats per token", "validation loss", title="validation loss",
+           when="before the first step, every `train.validation_every`, at the end", console="val loss {:.4f}",
+           section="loss"),
+    Metric("corpus/unigram_entropy", "nats per token", "loss of a model that knows only token frequencies",
+           title="unigram entropy", when="step 0", section="loss", is_exact=True),
+    Metric("epochs", "epochs",
+           "passes over the training corpora so far: sequences trained on over sequences per epoch",
+           console="epochs {:.3g}", is_exact=True),
+    Metric("lr", "", "learning rate of the step", title="learning rate", console="lr {:.1e}", section="optimizer",
+           is_exact=True),
+    Metric("grad_norm", "", "norm of the whole gradient before clipping, every expert counted once",
+           title="gradient norm", console="grad_norm {:.2f}", section="optimizer", is_log=True),
+    Metric("tokens", "tokens", "trained on so far, over all ranks", section="loss", is_exact=True),
+    Metric("flops", "FLOPs",
+           "of all steps so far, forward and backward, over all ranks: `tokens` times `flops_per_token` of `run.json`",
+           title="FLOPs", section="loss", is_exact=True),
+    Metric("tokens_per_second", "tokens/s", "tokens of the step over its seconds, over all ranks", title="throughput",
+           console="tok/s {:,.0f}", section="speed"),
+    Metric("mfu", "fraction", "model FLOPs on active parameters over the peak of the devices",
+           title="model FLOPs utilization", console="mfu {:.0%}", section="speed"),
+    Metric("step_seconds", "s", "wall-clock time of the step", title="seconds per step", section="speed"),
+    Metric("data_wait_seconds", "s", "part of `step_seconds` that rank 0 waited for its batches",
+           title="wait for data", section="speed"),
+    Metric("memory_mb", "MiB", "peak memory of rank 0 so far: allocated on the GPU, or resident on the host",
+           title="memory", section="speed", is_exact=True),
+    Metric("load", "fraction, a list", "share of each expert in the kept assignments; sums to 1",
+           lambda layer: layer.load),
+    Metric("entropy", "nats per token", "entropy of the router's probabilities", lambda layer: layer.entropy,
+           title="router entropy"),
+    Metric("load_cv", "", "coefficient of variation of the load; 0 is balanced", lambda layer: layer.load_cv,
+           title="load imbalance", console="load_cv {:.2f}"),
+    Metric("drop_rate", "fraction", "assignments dropped for capacity over all assignments",
+           lambda layer: layer.drop_rate, console="dropped {:.1%}"),
+    Metric("dead_experts", "experts", "without a token in the step", lambda layer: layer.dead_experts),
+    Metric("balance_loss", "", "load-balancing loss before its coefficient",
+           lambda layer: layer.losses.get("balance", 0.0), is_evaluated=False),
+    Metric("z_loss", "", "router z-loss before its coefficient", lambda layer: layer.losses.get("z", 0.0),
+           title="router z-loss", is_evaluated=False),
+    Metric("exchange_bytes", "bytes",
+           "sent by a rank in the layer's exchange, forward and backward, mean over data-parallel ranks",
+           lambda layer: layer.exchange_bytes, title="exchange", is_evaluated=False),
+    Metric("guard/skipped", "0 or 1", "whether a guard skipped the step", section="events"),
+    Metric("guard/collapsed_layers", "layers", "whose router has collapsed",
+           when="end of each `guard.collapse_window`", section="events"),
+    Metric("loss_scale", "factor", "factor on the loss", when="fp16", console="loss_scale {:g}", section="optimizer",
+           is_log=True, is_exact=True),
+    Metric("skipped_steps", "steps", "skipped for an overflow so far", title="steps skipped for an overflow",
+           when="fp16", console="skipped {:d}", section="optimizer", is_exact=True),
+    *(
+        Metric(
+            f"trust/{group}_{name}",
+            "",
+            f"{text} trust ratio over {what}",
+            title=f"trust ratio of {group}, {text}",
+            when="LAMB and LARS, every `tracking.trust_every`",
+            section="optimizer" if name == "median" else "more",
+            is_log=True,
+        )
+        for group, what in (("dense", "the dense matrices"), ("experts", "the experts' matrices, one per expert"))
+        for name, text in (("min", "lowest"), ("median", "median"), ("max", "highest"))
+    ),
+]  # fmt: skip
+
+
+def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:
+    """Return the layer metrics of a step under their logged names: each layer's, and the means of numbers."""
+    found: dict[str, Any] = {}
+    for number, report in reports.items():
+        for metric in DECLARED:
+            if metric.reduce:
+                value = found[f"moe/layer_{number}/{metric.name}"] = metric.reduce(report)
+                if not isinstance(value, list):
+                    found[metric.key] = found.get(metric.key, 0.0) + value / len(reports)
+    return found
+
+
+def table() -> str:
+    """Return the declarations as the table in docs/tracking.md."""
+    lines = ["| name | unit | what | when |", "|---|---|---|---|"]
+    for metric in DECLARED:
+        names = f"`{metric.key}`, `moe/layer_N/{metric.name}`" if metric.reduce else f"`{metric.name}`"
+        if "a list" in metric.unit:
+            names = f"`moe/layer_N/{metric.name}`"
+        lines.append(f"| {names} | {metric.unit} | {metric.doc} | {metric.when} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(r"^\| name \|.*?\n(?=\n)", lambda _: table(), page, count=1, flags=re.M | re.S), "utf-8")
+    sys.stdout.write(f"{PAGE}\n")
