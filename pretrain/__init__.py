@@ -8,10 +8,10 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 def leave_working_folder() -> None:
-    """Keep the working folder's modules out of a program that ``python -m`` started, and of the processes it starts.
+    """Keep modules in the working folder out of a program that ``python -m`` started, and out of its child processes.
 
-    ``python -m`` searches the working folder first: a ``random.py`` or ``fmoe/`` there would be imported in place of
-    the real one. A clone without an installation, which has this package itself there, keeps it.
+    ``python -m`` searches the working folder first: it would import a ``random.py`` or ``fmoe/`` there instead of the
+    real one. A clone without an installation keeps the folder, which contains this package.
     """
     here = os.path.realpath(os.getcwd())
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:
@@ -26,13 +26,13 @@ def leave_working_folder() -> None:
             origin = spec.origin if spec else None
             sys.stderr.write(
                 f"pretrain: error: pretrain is installed in {_ROOT}, {name} comes from {origin}: that module hides the "
-                "real one; look into PYTHONPATH\n"
+                "real one; check PYTHONPATH\n"
             )
             sys.exit(2)
 
 
 def safe_environment() -> dict[str, str]:
-    """The environment of a process that imports nothing from the working folder, unless this package is in it."""
+    """Return the environment of a process that imports nothing from the working folder, unless it has this package."""
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if os.path.realpath(os.getcwd()) == _ROOT:
         environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -29,15 +29,15 @@ _SECONDS_FOR_THE_FIRST = 30
 def parse(
     argv: Sequence[str], program: str, usage: str = "", about: str = ""
 ) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    """The recipe, ``--resume``, and the keys that options set, in any order.
+    """Parse the recipe, ``--resume``, and the keys set by options, in any order.
 
     Args:
         usage: further arguments of the program.
         about: their description in the help.
 
     Raises:
-        UserError: no recipe, an unknown option, a wrong value.
-        SystemExit: for ``--help``, which it prints.
+        UserError: no recipe, an unknown option, an invalid value.
+        SystemExit: after printing ``--help``.
     """
     shipped = ", ".join(shipped_recipes())
     parser = argparse.ArgumentParser(
@@ -45,7 +45,7 @@ def parse(
         allow_abbrev=False,
         add_help=False,
         usage=f"{program} RECIPE [--resume [WHERE] [--fallback]] {usage} [--section.key value ...]".replace("  ", " "),
-        description=f"RECIPE is a TOML file, or the name of a recipe that is shipped: {shipped}",
+        description=f"RECIPE is a TOML file, or the name of a shipped recipe: {shipped}",
         epilog=f"{about}{program} RECIPE --help lists every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,13 +54,13 @@ def parse(
         nargs="?",
         const="run",
         metavar="WHERE",
-        help="go on from the newest checkpoint of the run's folder; from the folder WHERE; "
+        help="resume from the newest checkpoint of the run's folder; from the folder WHERE; "
         "or, with 'auto', from the newest if there is one",
     )
     parser.add_argument(
         "--fallback",
         action="store_true",
-        help="with --resume: pass over damaged checkpoints, to the newest that is intact",
+        help="with --resume: skip damaged checkpoints, to the newest intact one",
     )
     overrides, rest = split_overrides(argv)
     arguments, words = parser.parse_known_args(rest)
@@ -76,7 +76,7 @@ def parse(
     if not names and arguments.resume is not None and is_recipe(arguments.resume):
         names, arguments.resume = [arguments.resume], "run"  # --resume RECIPE
     if len(names) > 1:
-        raise UserError(f"one recipe, not {' and '.join(map(repr, names))}")
+        raise UserError(f"got {len(names)} recipes, {' and '.join(map(repr, names))}: pass one")
     arguments.recipe = names[0] if names else None
     if wants_help:
         if arguments.recipe is None:
@@ -89,19 +89,19 @@ def parse(
         after = f"; --{lists[0].replace('_', '-')} takes all words up to the next option" if lists else ""
         raise UserError(f"no recipe: {program} RECIPE (a TOML file, or {shipped}){after}")
     if arguments.fallback and arguments.resume is None:
-        raise UserError("--fallback without --resume: a new run has no checkpoint to pass over")
+        raise UserError("--fallback needs --resume: a new run has no checkpoints")
     return arguments, overrides
 
 
 def main(argv: Sequence[str]) -> int:
-    """One process of a run; the codes are in `pretrain.process`. Raises UserError for what the user can mend."""
+    """Run one rank of a run; `pretrain.process` has the exit codes. Raises UserError for what the user can fix."""
     torchrun.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
         recipe = read_recipe(arguments.recipe, overrides)
         recipe.check()
         recipe.check_world_size(process.world_size())
-        from pretrain.run import train  # here, because it imports megatron-core
+        from pretrain.run import train  # imports megatron-core
 
         code = train(recipe, arguments.resume, fallback=arguments.fallback)
     except Diverged as error:
@@ -109,10 +109,10 @@ def main(argv: Sequence[str]) -> int:
             print(f"pretrain: error: {error}", file=sys.stderr)
         code = EXIT_DIVERGED
     except (UserError, ModuleNotFoundError) as error:
-        # Until the processes have met, all of a machine find the same thing wrong: one of them says so.
-        is_told = isinstance(error, process.RefusedElsewhere)
-        if is_told or (process.local_rank() != 0 and not dist.is_initialized()):
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first that goes: that one goes first
+        # Before ranks have met, all of a machine find the same error: only one of them prints it.
+        is_printed_elsewhere = isinstance(error, process.RefusedElsewhere)
+        if is_printed_elsewhere or (process.local_rank() != 0 and not dist.is_initialized()):
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first: the printing one goes first
                 time.sleep(_SECONDS_FOR_THE_FIRST)
             torchrun.report(EXIT_USAGE)
             return EXIT_USAGE

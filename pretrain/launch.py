@@ -1,4 +1,4 @@
-"""``fmoe train RECIPE``: start as many processes as the recipe's splits need, on this node or its share of several, and
+"""``fmoe train RECIPE``: start the ranks that the recipe's splits need, on this node or its share of several, and
 train; with ``--dry-run``, print the plan of the run instead."""
 
 from pretrain import leave_working_folder, safe_environment
@@ -28,7 +28,7 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the recipe and its inputs, then run torchrun, or train in this process if one is enough."""
+    """Check the recipe and its inputs, then run torchrun, or train in this process if a single rank is enough."""
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options, nodes, arguments.resume)
     if process.world_size() > 1 or recipe.parallel.world_size == 1:
         return train(argv)
-    from pretrain.resume import check_exists  # here, because it imports packages that may be missing
+    from pretrain.resume import check_exists  # imports packages that may be missing
 
     folder, environment = Path(recipe.run.folder), safe_environment()
     check_exists(folder, arguments.resume)
@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
             except UserError as error:
                 if nodes == 1:
                     raise
-                environment[lock.REFUSED] = str(error)  # rank 0 tells the other nodes
+                environment[lock.REFUSED] = str(error)  # rank 0 informs the other nodes
         if lock.REFUSED not in environment and check(recipe, arguments.resume, arguments.fallback):
             return 0
-        # Threads of all processes together are the machine's cores.
+        # All ranks together use as many threads as the machine has cores.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // here)))
         words = [*_rendezvous(options, nodes), "--nproc-per-node", str(here)]
         words += ["--max-restarts", str(options.max_restarts or 0), "-m", "pretrain", *argv]
@@ -62,16 +62,16 @@ def main(argv: Sequence[str]) -> int:
         log = folder / (f"torchrun-{options.node_rank}.log" if options.node_rank else "torchrun.log")
         code = torchrun.run(torchrun.command(words), environment, log)
         if code not in _SAID:
-            _say_how_to_go_on(folder, given)
+            _print_how_to_resume(folder, given)
         return code
 
 
 _SAID = (0, EXIT_USAGE, EXIT_DIVERGED, EXIT_REQUEUE, 128 + signal.SIGINT)  # the run printed what to do
 
 
-def _say_how_to_go_on(folder: Path, argv: Sequence[str]) -> None:
+def _print_how_to_resume(folder: Path, argv: Sequence[str]) -> None:
     """Print the newest checkpoint, and the command that resumes from it."""
-    from pretrain.checkpoint import latest  # here, because it imports packages that may be missing
+    from pretrain.checkpoint import latest  # imports packages that may be missing
     from pretrain.tracking.folder import CHECKPOINTS
 
     words: list[str] = []
@@ -80,8 +80,8 @@ def _say_how_to_go_on(folder: Path, argv: Sequence[str]) -> None:
             words.append(word)
     newest = latest(folder / CHECKPOINTS)
     sys.stderr.write(
-        f"  newest checkpoint  {newest or 'none: the run begins anew'}\n"
-        f"  to go on           {shlex.join(['fmoe', 'train', *words, '--resume', 'auto'])}\n"
+        f"  newest checkpoint  {newest or 'none: the run starts over'}\n"
+        f"  to resume          {shlex.join(['fmoe', 'train', *words, '--resume', 'auto'])}\n"
     )
     sys.stderr.flush()
 
@@ -90,14 +90,14 @@ _USAGE = (
     "[--dry-run [--json]] [--nodes N --node-rank R --rendezvous HOST:PORT] [--processes-per-node M] [--max-restarts K]"
 )
 _ABOUT = """\
-  --dry-run             print the resolved recipe, the process grid and bytes a rank, and stop; --json for figures alone
-  --nodes N             nodes of the run, on each of which this command is given
-  --node-rank R         which of them this is, from 0
+  --dry-run             print the resolved recipe, the process grid and bytes per rank; with --json only the figures
+  --nodes N             number of nodes of the run; run this command on each
+  --node-rank R         number of this node, from 0
   --rendezvous HOST:PORT
-                        a free port of node 0, where they meet
+                        a free port of node 0, where nodes meet
   --processes-per-node M
-                        checked: the splits of the recipe say how many there are
-  --max-restarts K      start processes that died again, K times at most; with --resume auto
+                        checked against the recipe's splits, which set the number
+  --max-restarts K      restart the ranks after a failure, at most K times; needs --resume auto
 
 """
 
@@ -111,7 +111,7 @@ _NUMBERS = {"nodes": 1, "node_rank": 0, "processes_per_node": 1, "max_restarts":
 
 
 def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of the launch, and the arguments that are left for the processes of the run.
+    """Split the options of the launch from the arguments of the run's ranks.
 
     Raises:
         UserError: an invalid value.
@@ -127,16 +127,16 @@ def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         text = getattr(options, name)
         if text is not None:
             if not text.isdecimal() or int(text) < least:
-                raise UserError(f"{_option(name)}={text} is not a whole number from {least}")
+                raise UserError(f"{_option(name)}={text} must be an integer of at least {least}")
             setattr(options, name, int(text))
     if options.rendezvous is not None:
         host, _, port = options.rendezvous.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise UserError(
-                f"--rendezvous={options.rendezvous} is not HOST:PORT, a free port of the machine with --node-rank 0"
+                f"--rendezvous={options.rendezvous} must be HOST:PORT, a free port of the machine with --node-rank 0"
             )
     if options.json and not options.dry_run:
-        raise UserError("--json is for --dry-run")
+        raise UserError("--json needs --dry-run")
     return options, rest
 
 
@@ -145,10 +145,10 @@ def _option(name: str) -> str:
 
 
 def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
-    """Nodes, and processes on each.
+    """Return the number of nodes, and of ranks on each.
 
     Raises:
-        UserError: the splits of the recipe do not multiply to as many.
+        UserError: the product differs from that of the recipe's splits.
     """
     size, here = recipe.parallel.world_size, options.processes_per_node
     nodes = options.nodes or 1
@@ -157,7 +157,7 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
         nodes = nodes if size % nodes == 0 else 1
     if here is not None and here * nodes != size:
         raise UserError(
-            f"--nodes={nodes} x --processes-per-node={here} are {nodes * here} processes, not "
+            f"--nodes={nodes} x --processes-per-node={here} is {nodes * here} processes, not "
             f"{recipe.parallel.world_size_name} = {size}"
         )
     if size % nodes:
@@ -166,25 +166,25 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raises UserError for options of a run, on so many nodes, that do not belong together."""
+    """Raise UserError for inconsistent options of a run on so many nodes."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)
         if nodes == 1 and value:
-            raise UserError(f"{_option(name)}={value} is for --nodes of 2 or more")
+            raise UserError(f"{_option(name)}={value} needs --nodes of at least 2")
         if nodes > 1 and value is None:
             raise UserError(f"--nodes={nodes} needs {_option(name)}")
     if nodes > 1 and options.node_rank >= nodes:
-        raise UserError(f"--node-rank={options.node_rank} is not less than --nodes={nodes}")
+        raise UserError(f"--node-rank={options.node_rank} must be less than --nodes={nodes}")
     if options.max_restarts and resume != "auto":
         raise UserError(
-            f"--max-restarts={options.max_restarts} needs --resume auto: processes that start again go on from the "
-            "newest checkpoint"
+            f"--max-restarts={options.max_restarts} needs --resume auto: restarted ranks resume from the newest "
+            "checkpoint"
         )
 
 
 def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
-    """Return the options by which torchrun's agents, one per node, find each other. Ranks follow the node's rank."""
+    """Return the options with which torchrun's agents, one per node, find each other. Ranks follow the node's rank."""
     if nodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1"]
     host, _, port = options.rendezvous.rpartition(":")
@@ -193,13 +193,13 @@ def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
 
 
 GPUS_OF_A_NODE = 8
-"""GPUs per node that a dry run assumes where no option gives them."""
+"""GPUs per node that a dry run assumes unless an option sets them."""
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
     """Print the plan of the run: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the sizes are the same, and everything is on the meta device
-    from pretrain import dryrun  # here, because it imports megatron-core
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # sizes do not depend on it, and everything is on the meta device
+    from pretrain import dryrun  # imports megatron-core
 
     plan = dryrun.make_plan(recipe, nodes)
     text = json.dumps(dryrun.as_json(plan), indent=1) + "\n" if is_json else dryrun.describe(plan)
@@ -208,12 +208,12 @@ def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
-    """Check all inputs that can be checked before processes are started, where an error is one line and exit code 2.
+    """Check all inputs that can be checked before ranks start, so that an error is one line and exit code 2.
 
     Returns:
-        True if the run is finished already; its summary is printed then.
+        True if the run is finished already; then its summary is printed.
     """
-    from pretrain.engine.model import check_parts  # here, because they import megatron-core
+    from pretrain.engine.model import check_parts  # imports megatron-core, like the next
     from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize
 
     check_parts(recipe)
@@ -227,5 +227,5 @@ def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
     return True
 
 
-if __name__ == "__main__":  # where the command is not on the path: `python -m pretrain.launch`
+if __name__ == "__main__":  # for installations without the command: `python -m pretrain.launch`
     sys.exit(run("fmoe train", lambda: main(sys.argv[1:])))

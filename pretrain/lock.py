@@ -1,11 +1,11 @@
-"""Locks of a run folder: one run writes it, a second one is refused before it touches anything.
+"""Locks of a run folder: one run writes it, and a second one is refused before it touches anything.
 
-Two files hold it. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 where
-torchrun was started by hand. ``run.lock`` belongs to rank 0, which may outlive a launcher that was killed, until its
-last checkpoint is written. Each names its holder and is removed with the lock.
+Two files hold it. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 if torchrun was
+started by hand. ``run.lock`` belongs to rank 0, which may outlive a killed launcher until its last checkpoint is
+written. Each names its holder and is removed with the lock.
 
 The lock is flock's: the kernel, or the server of a network file system, releases it when the holder dies. A holder also
-touches its file every few seconds. That sign of life decides where machines do not share flock, or have none.
+touches its file every few seconds. This heartbeat decides where machines do not share flock, or have none.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from typing import Any
 from fmoe.errors import UserError
 
 LAUNCH, RUN = "launch.lock", "run.lock"
-TOKEN = "FMOE_LAUNCH_LOCK"  # environment variable of workers: the token of their launcher's lock
-REFUSED = "FMOE_LAUNCH_REFUSED"  # environment variable of workers: why their launcher has no lock
+TOKEN = "FMOE_LAUNCH_LOCK"  # environment variable of ranks: the token of their launcher's lock
+REFUSED = "FMOE_LAUNCH_REFUSED"  # environment variable of ranks: the reason why their launcher has no lock
 
 BEAT = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 3 * BEAT
-"""Seconds without a sign of life after which a holder on another machine counts as dead."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 WAIT = 600.0
-"""Most seconds to wait for a run that is about to end."""
+"""Maximum seconds to wait for a run that is about to end."""
 WAIT_FOR_SERVER = 180.0
-"""Most seconds to wait until a file server releases the lock of a dead machine."""
+"""Maximum seconds to wait until a file server releases the lock of a dead machine."""
 
 _RECORD_BYTES = 1024
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
-    """Hold the folder while the block runs. The folder is made, and removed again if it is still empty then.
+    """Hold the folder during the block. The folder is created, and removed again if it is still empty at the end.
 
-    Waits, at most `WAIT` seconds, for a run that is about to end, and refuses while any other holds the folder.
+    Waits, at most `WAIT` seconds, for a run that is about to end; refuses while any other run holds the folder.
 
     Args:
-        is_launcher: holds ``launch.lock`` alone; rank 0 of its workers, which gets `TOKEN`, holds ``run.lock``.
+        is_launcher: hold only ``launch.lock``; the launched rank 0, which gets `TOKEN`, holds ``run.lock``.
 
     Yields:
         The value of `TOKEN`.
 
     Raises:
-        UserError: names the holder, or why the folder is not writable.
+        UserError: names the holder, or the reason why the folder is not writable.
     """
     if not is_launcher and (reason := os.environ.get(REFUSED)):
         raise UserError(reason)
@@ -65,24 +65,24 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
     with _made(folder), contextlib.ExitStack() as stack:
         if token is None:
             token = _enter(stack, folder / LAUNCH).token
-        with contextlib.ExitStack() as of_workers:
-            _enter(of_workers, folder / RUN)  # a launcher too: workers of the run before may be left
+        with contextlib.ExitStack() as run_lock:
+            _enter(run_lock, folder / RUN)  # launchers wait for it too: ranks of the previous run may be left
             if not is_launcher:
                 holder = _read(folder / LAUNCH)
-                if holder.get("token") != token:  # the launcher of this process is gone, and another one came
+                if holder.get("token") != token:  # this process' launcher is gone, and another one came
                     raise _in_use(folder / LAUNCH, holder)
-                stack.push(of_workers.pop_all())
+                stack.push(run_lock.pop_all())
         yield token
 
 
 def ending() -> None:
-    """Tell those who wait that this process is about to end. Safe in a handler of signals."""
+    """Announce to waiting processes that this one is about to end. Safe in a signal handler."""
     for lock in _held:
         lock.write(is_ending=True)
 
 
 class _Lock:
-    """A lock that this process holds: an open file with the holder's record in it."""
+    """A lock held by this process: an open file with the holder's record in it."""
 
     def __init__(self, path: Path, file: int):
         self.path, self.token, self._file = path, uuid.uuid4().hex, file
@@ -90,7 +90,7 @@ class _Lock:
         self.write()
 
     def write(self, *, is_ending: bool = False) -> None:
-        """Write the record, always of the same length, so that it covers the record before."""
+        """Write the record, always of the same length, so that it overwrites the previous one."""
         record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -100,7 +100,7 @@ class _Lock:
             "machine": _MACHINE,
             "token": self.token,
         }
-        with contextlib.suppress(OSError):  # the lock holds without it
+        with contextlib.suppress(OSError):  # the lock is valid without it
             os.pwrite(self._file, json.dumps(record).ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
             os.fsync(self._file)
 
@@ -124,7 +124,7 @@ _held: list[_Lock] = []
 
 def _after_fork() -> None:
     for lock in _held:
-        lock.close()  # a child's copy of the descriptor would hold the lock beyond this process
+        lock.close()  # a child's copy of the descriptor would keep the lock after this process
     _held.clear()
 
 
@@ -132,12 +132,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
-    """Take the lock for as long as the stack keeps it, with a thread that gives signs of life."""
+    """Take the lock for the lifetime of the stack, with a heartbeat thread."""
     try:
         lock = _acquire(path)
     except OSError as error:
         raise UserError(
-            f"run.folder={path.parent} is not a folder that this process can write ({error.strerror}): name another one"
+            f"run.folder={path.parent} is not a writable folder ({error.strerror}): name another one"
         ) from error
     is_over = threading.Event()
     _held.append(lock)
@@ -147,7 +147,7 @@ def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
             lock.beat()
 
     def leave() -> None:
-        if lock in _held:  # it is not in a process that was forked inside the block
+        if lock in _held:  # false in a process that was forked inside the block
             is_over.set()
             thread.join()
             _held.remove(lock)
@@ -160,42 +160,42 @@ def _enter(stack: contextlib.ExitStack, path: Path) -> _Lock:
 
 
 def _acquire(path: Path) -> _Lock:
-    """The lock, after waiting for it where its holder is about to end or may be dead.
+    """Acquire the lock, waiting if its holder is about to end or may be dead.
 
     Raises:
         UserError: a living run holds it, or the folder is not writable.
     """
-    begin, is_told, watch = time.monotonic(), False, _Watch()
+    begin, has_warned, watch = time.monotonic(), False, _Watch()
     while True:
         with contextlib.ExitStack() as closing:
             file = _open(path)
             closing.callback(os.close, file)
-            is_locked = _flock(file)  # None: this file system has no such lock
+            is_locked = _flock(file)  # None: the file system does not support it
             if not _is_at(file, path):
                 time.sleep(0.01)
                 continue  # its holder removed it meanwhile
             watch.look(file)
-            # flock knows every living process of this machine; of others it may not.
+            # flock covers all processes of this machine, but maybe not of others.
             if is_locked is not False and (not watch.record or watch.is_silent or (is_locked and watch.is_local)):
                 lock = _Lock(path, file)
                 if is_locked is None:
-                    time.sleep(BEAT)  # others that found it free have written their record by then: the last one has it
+                    time.sleep(BEAT)  # concurrent processes have written their record by then: the last one wins
                 if is_locked or _record(file).get("token") == lock.token:
                     closing.pop_all()
                     return lock
-        is_left = path.name == RUN  # whoever may wait for this one holds the other: its launcher is gone
+        is_left = path.name == RUN  # who waits for this one holds the launch lock: its launcher is gone
         if is_left or watch.record.get("ending"):
             limit, state = WAIT, "is about to end"
         elif watch.is_alive or (is_locked is False and watch.is_local):
             raise _in_use(path, watch.record)
         else:
-            limit, state = (WAIT_FOR_SERVER if is_locked is False else WAIT), "gives no sign of life"
+            limit, state = (WAIT_FOR_SERVER if is_locked is False else WAIT), "has no heartbeat"
         waited = time.monotonic() - begin
         if waited > limit:
             raise _in_use(path, watch.record)
-        if not is_told and waited > 1:
-            logger.warning("%s and %s: waiting for it, %g s at most", _held_by(path, watch.record), state, limit)
-            is_told = True
+        if not has_warned and waited > 1:
+            logger.warning("%s and %s: waiting at most %g s", _held_by(path, watch.record), state, limit)
+            has_warned = True
         time.sleep(0.2)
 
 
@@ -204,7 +204,7 @@ class _Watch:
 
     Attributes:
         record: the holder's; empty without one.
-        is_alive: it gave a sign of life since the first look.
+        is_alive: True after a heartbeat since the first look.
     """
 
     def __init__(self) -> None:
@@ -243,15 +243,15 @@ def _flock(file: int) -> bool | None:
 
 
 def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)  # again, where one that gave up removed it
+    path.parent.mkdir(parents=True, exist_ok=True)  # a process that gave up may have removed it
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(path.lstat().st_mode):  # the record would be written into another file
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link's target must not be overwritten
             raise UserError(f"{path} is not a regular file: remove it")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether the open file still has that name."""
+    """Return whether the open file still has this path."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except OSError:
@@ -309,7 +309,7 @@ def _clock(seconds: float) -> str:
 
 
 def _started(default: float) -> float:
-    """When this process started, in seconds since 1970."""
+    """Return the start time of this process, in seconds since 1970."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -318,7 +318,7 @@ def _started(default: float) -> float:
 
 
 def _machine() -> str:
-    """This machine since it last started."""
+    """Return an identifier of this machine's current boot."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -1,6 +1,6 @@
-"""The processes of a run: rank and device, rendezvous, process group, exit codes.
+"""The ranks of a run: device, rendezvous, process group, exit codes.
 
-A run that ends with another code than 0 or 2 (`fmoe.errors.EXIT_USAGE`, invalid input) ends with one of those here.
+A run that ends with a code other than 0 and 2 (`fmoe.errors.EXIT_USAGE`, invalid input) ends with one of those here.
 """
 
 import os
@@ -16,15 +16,15 @@ from fmoe.errors import UserError
 from pretrain import lock
 
 EXIT_DIVERGED = 65
-"""A guard stopped the run: the next start meets the same data with the same weights. A person looks first.
+"""A guard stopped the run. A restart would repeat it with the same data and weights: investigate first.
 EX_DATAERR of sysexits.h."""
 
 EXIT_HANG = 70
 """No progress for ``guard.hang_minutes``; the stacks are in the run's folder. EX_SOFTWARE of sysexits.h."""
 
 EXIT_REQUEUE = 75
-"""A signal stopped the run between two steps and its checkpoint is written: start it again with ``--resume auto``.
-EX_TEMPFAIL of sysexits.h, which schedulers can be told to requeue on."""
+"""A signal stopped the run between two steps and its checkpoint is written: restart it with ``--resume auto``.
+EX_TEMPFAIL of sysexits.h, on which schedulers can be configured to requeue."""
 
 _TIMEOUT = timedelta(minutes=10)
 _TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
@@ -37,7 +37,7 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others."""
+    """This process as a rank of the run."""
 
     rank: int
     world_size: int
@@ -45,32 +45,32 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which prints, and writes what is written once."""
+        """True on rank 0, which prints and writes shared files."""
         return self.rank == 0
 
 
 def world_size() -> int:
-    """Processes that the launcher (torchrun) started; 1 without a launcher."""
+    """Return the number of ranks that the launcher (torchrun) started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's number on its machine; 0 without a launcher."""
+    """Return the index of this rank on its machine; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
-    """Return how long a process waits for another: longer than the watchdog, whose report has more detail."""
+    """Return the timeout of collectives: longer than the watchdog, whose report has more detail."""
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
 class RefusedElsewhere(UserError):
-    """Rank 0 refuses to begin, and prints why."""
+    """Rank 0 refuses to start, and prints the reason."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of the processes of a run, before they have a process group."""
+    """Rendezvous of the ranks of a run, before they have a process group."""
 
     store: dist.Store
     rank: int
@@ -94,7 +94,7 @@ class Meeting:
             said = self.store.get("first")
             self.store.add("heard", 1)
             if said == b"refused":
-                raise RefusedElsewhere("rank 0 refuses to begin")
+                raise RefusedElsewhere("rank 0 refuses to start")
 
     def _post(self, what: str) -> None:
         self.store.set("first", what)
@@ -104,27 +104,27 @@ class Meeting:
 
 
 def meet(limit: timedelta = _TIMEOUT) -> Meeting:
-    """Meet the other processes of the run.
+    """Meet the other ranks of the run.
 
     Args:
-        limit: how long one waits for another.
+        limit: maximum time to wait for another rank.
     """
-    if "RANK" not in os.environ:  # alone: no port, no environment variables
+    if "RANK" not in os.environ:  # a single rank: no port, no environment variables
         return Meeting(dist.HashStore(), 0, 1)
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun's store outlives the workers that it restarts: the addresses of the dead are not for these.
+    # torchrun's store outlives the ranks that it restarts: addresses of dead ranks must not be reused.
     return Meeting(dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
 
 
 def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Processes:
-    """Join the process group of the other processes: nccl where torch sees GPUs, else gloo.
+    """Join the process group of the run: nccl if torch finds GPUs, else gloo.
 
     Args:
-        limit: how long one waits for another.
-        meeting: of the processes, where they have met already.
+        limit: maximum time to wait for another rank.
+        meeting: of the ranks, if they have met already.
 
     Raises:
-        UserError: more processes on this machine than it has GPUs.
+        UserError: this machine has fewer GPUs than ranks.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Choice of the checkpoint that a run resumes from, and checks that recipe and data allow it.
 
-Resuming (``--resume``) takes everything: weights, optimizer, schedule, random generators, position in the data. A warm
-start (``train.init_from``) takes the weights and begins a new run at step 0.
+Resuming (``--resume``) restores everything: weights, optimizer, schedule, random generators, position in the data. A
+warm start (``train.init_from``) loads the weights and starts a new run at step 0.
 """
 
 import logging
@@ -18,38 +18,38 @@ from pretrain.config.checks import check_path
 from pretrain.data.inputs import Inputs
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
-# What may be otherwise in the run that goes on, and what that does. Every other key would make it another model, other
-# data or another order; docs/checkpoints.md shows the same table.
+# Keys that may change when a run resumes, and the effect. Any other would change the model, the data or their order;
+# docs/checkpoints.md has the same table.
 MAY_CHANGE = {
     "run.*": "where the run writes",
     "parallel.*": "the split; losses agree within rounding",
-    "optimizer.*": "from here on; the schedule goes on at the step it is at. `optimizer.name` may not",
+    "optimizer.*": "from here on; the schedule continues at its step. `optimizer.name` may not change",
     "checkpoint.*": "from here on",
     "guard.*": "from here on; the window of the spikes is kept",
     "tracking.*": "from here on",
     "model.eval_capacity_factor": "validation only",
     "data.validation": "validation only",
-    "data.prefetch": "when batches are built, not which",
+    "data.prefetch": "the time at which batches are built, not their content",
     "train.steps": "ends later or earlier; without optimizer.decay_steps the decay ends there too",
     "train.micro_batch": "losses agree within rounding",
     "train.validation_every": "validation only",
     "train.validation_sequences": "validation only",
-    "train.init_from": "nothing: it is of the run's beginning",
+    "train.init_from": "nothing: only a run's start uses it",
 }
-# What may not be otherwise all the same: another optimizer has another state.
+# Exceptions: another optimizer has another state.
 MAY_NOT_CHANGE = ("optimizer.name",)
-# Files are known by their content, wherever they are now: `check_data`.
+# Files are compared by content, at any path: `check_data`.
 _BY_CONTENT = ("data.train", "data.tokenizer")
 
 logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raises UserError for the first key that may not differ from the checkpoint's recipe and does, or where there are
-    weights alone."""
+    """Raise UserError for the first key that differs from the checkpoint's recipe and must not, or for a checkpoint
+    that has only weights."""
     if checkpoint.state.get("weights_only"):
-        raise UserError(f"{checkpoint.path} holds weights alone: --train.init-from begins a run with them")
-    # A key that was not there yet had, in effect, today's default.
+        raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
+    # A key that did not exist yet had, in effect, today's default.
     now, then, defaults = asdict(recipe), checkpoint.state["recipe"], asdict(Recipe())
     for section, values in now.items():
         for name, value in values.items():
@@ -60,7 +60,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
                 continue
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:
-                raise UserError(f"{key}={value} differs from {was}, with which {checkpoint.path} was made")
+                raise UserError(f"{key}={value} differs from {was}, the value of {checkpoint.path}")
     if checkpoint.step > recipe.train.steps:
         raise UserError(
             f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}"
@@ -68,7 +68,7 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """Return keys of the training itself that differ from the checkpoint's recipe, as ``train.steps=300 (was 40)``."""
+    """Return the changed keys that affect training, as ``train.steps=300 (was 40)``."""
     now, then = asdict(recipe), checkpoint.state["recipe"]
     return [
         f"{section}.{name}={value} (was {then[section][name]})"
@@ -79,7 +79,7 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
 
 
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
-    """Return the position in the data after ``step`` steps, and the digests by which it means the same samples."""
+    """Return the position in the data after ``step`` steps, and the digests that identify the data."""
     return {
         "next_sample": recipe.batches.first(step),
         "samples_per_epoch": inputs.train.samples_per_epoch,
@@ -89,16 +89,16 @@ def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
 
 
 def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
-    """Raise UserError if resuming would not take the sample after the last that the checkpoint has seen.
+    """Raise UserError if resuming would not continue with the sample after the checkpoint's last one.
 
-    Corpora and tokenizer are compared by their SHA-256, in any folder; one prepared without, by its path.
+    Corpora and tokenizer are compared by SHA-256, at any path; a corpus without one, by its path.
     """
     then = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
     was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
-            f"{checkpoint.path} goes on with sample {was['next_sample']}; after its step {checkpoint.step} "
-            f"train.global_batch={recipe.train.global_batch} goes on with {now['next_sample']}"
+            f"{checkpoint.path} continues with sample {was['next_sample']}, but after its step {checkpoint.step} "
+            f"train.global_batch={recipe.train.global_batch} continues with {now['next_sample']}"
         )
     number, old_number = len(recipe.data.train), len(then["train"])
     if number != old_number:
@@ -110,52 +110,50 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     _check_same("data.tokenizer", *files, checkpoint)
     if was["samples_per_epoch"] != now["samples_per_epoch"]:
         raise UserError(
-            f"data.train has other content than when {checkpoint.path} was written: "
-            f"{now['samples_per_epoch']} samples an epoch, then {was['samples_per_epoch']}"
+            f"data.train has changed since {checkpoint.path} was written: "
+            f"{now['samples_per_epoch']} samples per epoch, then {was['samples_per_epoch']}"
         )
 
 
 def _check_same(
     key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
 ) -> None:
-    """Raises UserError unless both are the same file: by content or, where that is unknown, by path."""
+    """Raise UserError unless both are the same file: by content or, if that is unknown, by path."""
     if digest and old_digest:
         if digest != old_digest:
             raise UserError(
-                f"{key} has other content than when {checkpoint.path} was written: the SHA-256 of {path} begins with "
-                f"{digest[:12]}, the SHA-256 of {old_path} began with {old_digest[:12]}"
+                f"{key} has changed since {checkpoint.path} was written: the SHA-256 of {path} begins with "
+                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}"
             )
     elif os.path.realpath(path) != os.path.realpath(old_path):
-        raise UserError(f"{key}={path} differs from {old_path}, with which {checkpoint.path} was made")
+        raise UserError(f"{key}={path} differs from {old_path}, the value of {checkpoint.path}")
 
 
 def check_exists(folder: Path, resume: str | None) -> None:
-    """Raises UserError where ``--resume`` means a run's folder that does not exist."""
+    """Raise UserError if ``--resume`` means a run's folder and it does not exist."""
     if resume == "run" and not folder.exists():
-        raise UserError(f"run.folder={folder} does not exist: without --resume a new run begins there")
+        raise UserError(f"run.folder={folder} does not exist: without --resume, a new run starts there")
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
-    """The checkpoint to go on from, as far as that shows without reading its shards; None to begin anew.
+    """Return the checkpoint to resume from, checked without reading its shards; None to start a new run.
 
     Args:
         folder: of the run.
-        resume: None for a new run; "run" for the newest of the folder; "auto" for that or, if there is none, a new
-            run; else the folder of a checkpoint or of another run.
-        fallback: passes over those that are damaged.
+        resume: None for a new run; "run" for the newest checkpoint of the folder; "auto" for that or, if there is none,
+            a new run; else the folder of a checkpoint or of another run.
+        fallback: skip damaged checkpoints.
 
     Raises:
-        UserError: a new run in the folder of another; a folder that holds no checkpoint; a damaged one.
+        UserError: a new run in the folder of another; a folder without checkpoints; a damaged one.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
         if newest is not None:
-            raise UserError(
-                f"run.folder={folder} holds a run already: --resume goes on with it, or name another folder"
-            )
+            raise UserError(f"run.folder={folder} holds a run already: --resume continues it, or name another folder")
         if (folder / METRICS).exists():
             raise UserError(
-                f"run.folder={folder} holds a run already, which has no checkpoint: --resume auto starts it again and "
+                f"run.folder={folder} holds a run already, without a checkpoint: --resume auto starts it again and "
                 f"keeps its {METRICS} as {METRICS}.old, or name another folder"
             )
         return None
@@ -163,14 +161,14 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         return None
     check_exists(folder, resume)
     if resume == "run" and newest is None and not step_folders(folder) and not (folder / MANIFEST).exists():
-        raise UserError(f"run.folder={folder} holds no checkpoint yet: --resume auto starts the run")
+        raise UserError(f"run.folder={folder} has no checkpoint yet: --resume auto starts the run")
     candidates = _candidates(folder, resume, fallback)
-    # Checkpoints are never overwritten and a record has no step twice: going back is another run.
+    # Checkpoints are never overwritten, and a record has no step twice: an earlier step needs another run.
     is_elsewhere = resume not in ("auto", "run") and newest is not None
     if is_elsewhere and os.path.realpath(candidates[0]) != os.path.realpath(newest):
         raise UserError(
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
-            f"go on from {candidates[0]} in another folder"
+            f"resume from {candidates[0]} in another folder"
         )
     problem = None
     for path in candidates:
@@ -182,9 +180,9 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
 
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
-    """The checkpoint to go on from, every file of it compared with its SHA-256. Collective; ranks share the reading.
+    """Return the checkpoint to resume from, all files verified by SHA-256. Collective; ranks share the reading.
 
-    With ``fallback``, damaged ones are passed over with a warning; those in the run's own folder are renamed
+    With ``fallback``, damaged ones are skipped with a warning; those in the run's own folder are renamed
     ``step-N.damaged``, because their steps will be saved again.
 
     Raises:
@@ -201,7 +199,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
             damaged.append(path)
             problem = problem or error
             if fallback and Ranks().rank == 0:
-                logger.warning("%s; the checkpoint before it is taken", error)
+                logger.warning("%s; trying the checkpoint before it", error)
     else:
         raise _refused(problem, candidates, fallback)
     ranks = Ranks()
@@ -213,7 +211,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
 
 
 def verify_together(path: Path) -> Checkpoint:
-    """Opens a checkpoint whose every file was compared with its SHA-256 by one rank or another. Collective.
+    """Open a checkpoint and verify the SHA-256 of all files, shared among ranks. Collective.
 
     Raises:
         UserError: on every rank, if one found damage.
@@ -226,7 +224,7 @@ def verify_together(path: Path) -> Checkpoint:
 
 
 def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
-    """Step folders to try, the first one first; one unless there is a way back."""
+    """Return the step folders to try, in order; only one without ``fallback``."""
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)
@@ -237,11 +235,11 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     else:
         found = step_folders(path) or step_folders(path / CHECKPOINTS)
     if not found:
-        open_checkpoint(path)  # says what is wrong with the path
+        open_checkpoint(path)  # raises the error
     return found if fallback else found[:1]
 
 
 def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
     if not fallback:
-        return UserError(f"{problem}; --fallback takes the newest checkpoint that is intact")
-    return UserError(f"{problem}; none of the {len(candidates)} checkpoints there is intact")
+        return UserError(f"{problem}; --fallback uses the newest intact checkpoint")
+    return UserError(f"{problem}; none of the {len(candidates)} checkpoints is intact")

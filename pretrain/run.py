@@ -65,18 +65,18 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
     if checkpoint.step < recipe.train.steps:
         return False
     if latest(Path(recipe.run.folder) / CHECKPOINTS) is None:
-        raise UserError(f"train.steps={recipe.train.steps} are all done in {checkpoint.path}: ask for more")
+        raise UserError(f"train.steps={recipe.train.steps} are all done in {checkpoint.path}: increase it")
     return True
 
 
 def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
-    """Run a recipe in this process, one of ``recipe.parallel.world_size``.
+    """Run a recipe in this process, one of ``recipe.parallel.world_size`` ranks.
 
     Args:
         resume, fallback: see `find_checkpoint`.
 
     Returns:
-        0, or `EXIT_REQUEUE` when a signal stopped it.
+        0, or `EXIT_REQUEUE` if a signal stopped it.
 
     Raises:
         Diverged: a guard stopped it.
@@ -97,20 +97,20 @@ def _train(
 ) -> int:
     checkpoint = find_checkpoint(folder, resume, fallback=fallback)
     weights = open_weights(recipe) if checkpoint is None else None
-    # With a way back, whether the newest is intact comes first.
+    # With a fallback, first find the newest intact one.
     if not fallback and is_finished(recipe, inputs, checkpoint):
         if process.local_rank() == 0:
             summarize(recipe)
         return 0
     processes = process.start(process.timeout(recipe.guard.hang_minutes), meeting)
-    dist.barrier()  # every rank has looked at the folder before one of them writes
+    dist.barrier()  # all ranks must read the folder before one of them writes
     if checkpoint is not None:
         checkpoint = agree_on_intact(folder, resume, fallback=fallback)
         if is_finished(recipe, inputs, checkpoint):
             if processes.is_main:
                 summarize(recipe)
             return 0
-    else:  # one that goes on has met its tokens, and its entropy is in the record
+    else:  # a resumed run has checked its tokens, and its entropy is in the record
         inputs = with_counts(inputs, recipe.model.vocab_size)
     changed = [] if checkpoint is None else changes(recipe, checkpoint)
     events = Events(folder / EVENTS, None if checkpoint is None else checkpoint.path, changed)
@@ -152,15 +152,15 @@ def _train(
         write_recipe(recipe, folder / CONFIG)
     _describe(trainer, folder, processes)
     if changed and processes.is_main:
-        _say([f"goes on from step {checkpoint.step} with {', '.join(changed)}"])
+        _say([f"resumes from step {checkpoint.step} with {', '.join(changed)}"])
     try:
         trainer.run()
-    finally:  # a run that diverged, was stopped or failed has a report too
+    finally:  # a run that diverged, was stopped or failed gets a report too
         if processes.is_main:
             _write_report(folder)
     if not trainer.is_done:
         if processes.is_main:
-            _say([f"stopped at step {trainer.step} by a signal: {latest(folder / CHECKPOINTS)}; --resume goes on"])
+            _say([f"stopped at step {trainer.step} by a signal: {latest(folder / CHECKPOINTS)}; --resume continues"])
         return EXIT_REQUEUE
     if processes.is_main:
         summarize(recipe)
@@ -168,7 +168,7 @@ def _train(
 
 
 def _guards(recipe: Recipe) -> list[Callback]:
-    """Return the callbacks that add to the metrics of a step; they precede those that log them."""
+    """Return the callbacks that add to a step's metrics; they precede the callbacks that log metrics."""
     guards: list[Callback] = [StepGuard(recipe.guard)]
     if recipe.guard.collapse_window and recipe.model.layers_with_experts:
         guards.append(CollapseWarning(recipe.guard, recipe.model.layers_with_experts))
@@ -176,7 +176,7 @@ def _guards(recipe: Recipe) -> list[Callback]:
 
 
 def open_weights(recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint that ``train.init_from`` names, or None.
+    """Open the checkpoint of ``train.init_from``, if set.
 
     Raises:
         UserError: names the key.
@@ -190,7 +190,7 @@ def open_weights(recipe: Recipe) -> Checkpoint | None:
 
 
 def summarize(recipe: Recipe) -> None:
-    """Print how a finished run ended and where its results are."""
+    """Print the final losses of a finished run and the location of its results."""
     folder = Path(recipe.run.folder)
     last: dict = {}
     for record in read_metrics(folder / METRICS):
@@ -198,7 +198,7 @@ def summarize(recipe: Recipe) -> None:
     named = {"loss": "training loss", "val/loss": "validation loss", "corpus/unigram_entropy": "unigram entropy"}
     losses = [f"{name} {_figure(last, key)}" for key, name in named.items() if key in last]
     lines = [
-        f"finished at step {last.get('step')}: {', '.join(losses)} (nats a token)",
+        f"finished at step {last.get('step')}: {', '.join(losses)} (nats per token)",
         f"  metrics      {folder / METRICS}",
     ]
     if (newest := latest(folder / CHECKPOINTS)) is not None:
@@ -215,7 +215,7 @@ def summarize(recipe: Recipe) -> None:
 
 
 def _figure(row: dict, key: str) -> str:
-    """Return a metric as text; metrics.jsonl has null for a value that is not finite."""
+    """Format a metric; metrics.jsonl has null for a non-finite value."""
     value = row[key]
     return f"{value:.4f}" if isinstance(value, int | float) else str(row.get(f"{key}_nonfinite", value))
 
@@ -223,22 +223,21 @@ def _figure(row: dict, key: str) -> str:
 def _write_report(folder: Path) -> None:
     try:
         write_report([folder], folder / REPORT, False)
-    except Exception as error:  # the run is whole without it
+    except Exception as error:  # the run is complete without it
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning("the report was not written; fmoe report %s writes it: %s", folder, reason)
+        logger.warning("the report was not written, try fmoe report %s: %s", folder, reason)
 
 
 def _say(lines: list[str]) -> None:
     try:
         sys.stdout.write("\n".join(map(printable, lines)) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has had enough; the run goes on
+    except BrokenPipeError:  # the reader is gone; the run continues
         drop_output()
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Write ``run.json``: versions, sizes, digests of the data, and which experts each rank holds, read from the layers
-    themselves."""
+    """Write ``run.json``: versions, sizes, digests of the data, and the experts of each rank, taken from the layers."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor(
         [layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0], dtype=torch.int64, device="cpu"
@@ -266,7 +265,7 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
     }
     temporary = folder / f"{TOLD}.tmp"
     temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(folder / TOLD)  # at once: `fmoe compare` reads runs while they go on
-    lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active a token"]
+    temporary.replace(folder / TOLD)  # atomically: `fmoe compare` reads unfinished runs
+    lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active per token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

@@ -1,22 +1,22 @@
 """torchrun as a child of ``fmoe train``: forwards signals to the run, returns its exit code, ends with it.
 
-torchrun answers SIGTERM by ending its workers within 30 seconds and itself with code 1, whatever they return. So the
-parent signals a worker instead: all workers stop together and write the exit code to a small file, and torchrun, which
-sees them succeed, ends by itself.
+torchrun answers SIGTERM by ending its ranks within 30 seconds and itself with code 1, whatever they return. Therefore
+the parent signals a rank: all ranks stop together and write the exit code to a small file, and torchrun, which sees
+them succeed, ends by itself.
 
-``python -m pretrain.torchrun ARGS`` is that child. Its own messages go to a file, and which ranks failed to another, in
-the folder that launcher and workers share. Workers inherit the descriptor of the real stderr.
+``python -m pretrain.torchrun ARGS`` is that child. It writes its own messages, and the list of failed ranks, to two
+files in the folder that launcher and ranks share. Ranks inherit the descriptor of the real stderr.
 """
 
 import os
 import sys
 from pathlib import Path
 
-FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and workers share
+FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and ranks share
 LOG, FAILED = "torchrun.log", "failed.json"
 
 if __name__ == "__main__":
-    # Before torch is imported, whose loggers keep the stderr that they find.
+    # Before torch is imported, whose loggers keep the present stderr.
     sys.stderr = (Path(os.environ[FOLDER]) / LOG).open("a", buffering=1)
 
 import contextlib
@@ -31,14 +31,14 @@ from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import lock, process
 from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of workers: how often torchrun has started them again
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of ranks: number of restarts by torchrun
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Seconds that torchrun leaves its workers when it gets a signal itself, as from a scheduler that signals everybody; its
-# default of 30 is less than a step may take.
+# Seconds that torchrun gives its ranks when it receives a signal itself, as from a scheduler that signals everybody; a
+# step may take longer than the default of 30.
 _PATIENCE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# Loaded here: between fork and exec there is little one may do.
+# Loaded here: hardly anything is safe between fork and exec.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -50,7 +50,7 @@ def die_with_parent() -> None:
 
 def _before_exec() -> None:
     die_with_parent()
-    # It would end a torchrun that a scheduler signals with everybody, and workers that are not ready for it.
+    # It would end a torchrun that a scheduler signals too, and ranks without a handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -60,19 +60,19 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Run torchrun to its end; return the exit code posted by the workers that it started last, or else torchrun's own.
+    """Run torchrun to its end; return the exit code posted by the ranks of its last start, or else torchrun's own.
 
-    Prints which rank died and why, where no worker reported how the run ends.
+    Prints the rank that died and the cause, unless a rank posted the run's exit code.
 
-    The first SIGTERM, SIGUSR1 or SIGINT has the run stop between two steps (`EXIT_REQUEUE`). A second SIGINT goes to
-    torchrun, which ends its workers at once.
+    The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps (`EXIT_REQUEUE`). A second SIGINT goes to
+    torchrun, which ends its ranks at once.
 
     Args:
-        command: that of `command`, or a substitute for it.
-        log: gets torchrun's own messages if the run fails.
+        command: from `command`, or a substitute for it.
+        log: receives torchrun's own messages if the run fails.
 
     Raises:
-        UserError: the command ended well, but the programs that it started were not ours.
+        UserError: the command succeeded, but did not start our programs.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -86,7 +86,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
     with tempfile.TemporaryDirectory(prefix="fmoe-") as folder:
         before = {number: signal.signal(number, forward) for number in _STOP}
         try:
-            # A session of its own: Ctrl-C in a terminal would go to torchrun directly, which ends everybody.
+            # A new session: Ctrl-C in a terminal would go to torchrun directly, which ends all ranks.
             child = subprocess.Popen(
                 command,
                 env=dict([_PATIENCE]) | {**environment, FOLDER: folder},
@@ -108,19 +108,19 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
             _explain(Path(folder), code, log)
         if not code and not (Path(folder) / "life").exists():
             raise UserError(
-                "nothing was trained: the processes that were started ran another module called pretrain; PYTHONPATH "
-                f"is {environment.get('PYTHONPATH', '')!r}"
+                "nothing was trained: the started processes ran another module called pretrain; check PYTHONPATH="
+                f"{environment.get('PYTHONPATH', '')!r}"
             )
-    if code and received:  # before there was anything to save
+    if code and received:  # stopped before there was anything to save
         return 128 + signal.SIGINT if received[0] == signal.SIGINT else EXIT_REQUEUE
     return code if code >= 0 else 128 - code
 
 
 _CAUSES = {
-    signal.SIGKILL: "most likely the machine was out of memory (dmesg tells), or somebody ended it",
-    signal.SIGBUS: "most likely shared memory or a disk was full (df /dev/shm)",
-    signal.SIGSEGV: "native code failed",
-    signal.SIGABRT: "native code gave up",
+    signal.SIGKILL: "most likely the machine was out of memory (see dmesg), or somebody killed it",
+    signal.SIGBUS: "most likely shared memory or a disk was full (see df /dev/shm)",
+    signal.SIGSEGV: "native code crashed",
+    signal.SIGABRT: "native code aborted",
     signal.SIGTERM: "a scheduler or somebody ended it",
 }
 
@@ -136,16 +136,16 @@ def _ending_of(code: int) -> str:
 
 
 def _error_name(rank: int | str) -> str:
-    """File of a rank's traceback."""
+    """Return the name of the file with a rank's traceback."""
     return f"error-{rank}"
 
 
 def _explain(folder: Path, code: int, log: Path | None) -> None:
-    """Print which rank died first, and of what; the errors of the others go to the log."""
+    """Print the rank that died first, and the cause; the errors of the others go to the log."""
     failed: list[dict] = []
     with contextlib.suppress(OSError, ValueError):
         failed = json.loads((folder / FAILED).read_text())
-    # Who was killed gave no error, and others lost their connection to it; who was ended by torchrun came last.
+    # A killed rank leaves no error, and others lost their connection to it; torchrun ends the rest at last.
     failed.sort(key=lambda one: (one["code"] in (-signal.SIGTERM, 0), one["code"] >= 0, one["time"]))
     lines = []
     for number, one in enumerate(failed):
@@ -183,29 +183,29 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
             if number == signal.SIGINT:
                 os.kill(torchrun, signal.SIGINT)
             return
-        worker = _posted(folder, "pid")
-        if worker is not None:
+        pid = _posted(folder, "pid")
+        if pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
                 return
-        os.kill(torchrun, signal.SIGTERM)  # nobody trains yet, or not again yet
+        os.kill(torchrun, signal.SIGTERM)  # no rank handles signals yet, or again
 
 
 def join() -> None:
-    """Tie a worker that starts to its launcher, if that is `run`'s torchrun: it ends with it."""
+    """Make this rank end with its launcher, if that is `run`'s torchrun."""
     if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
 
 def ready() -> None:
-    """Announce that this worker handles signals from now on."""
+    """Announce that this rank handles signals from now on."""
     if process.local_rank() == 0:
         _post("pid", os.getpid())
 
 
 def report(code: int) -> int:
-    """Post the exit code of the run to the launcher; return that of this process: 0 where torchrun shall not fail."""
+    """Post the exit code of the run to the launcher; return this process' code: 0 if torchrun must not fail."""
     if FOLDER not in os.environ or code == 0:
         return code
     _post("code", code)
@@ -213,10 +213,10 @@ def report(code: int) -> int:
 
 
 def keep_error(text: str) -> bool:
-    """Leave a worker's traceback to the launcher, which prints only the first one's.
+    """Leave a rank's traceback to the launcher, which prints only the first one's.
 
     Returns:
-        True if it will. False without a launcher, and where torchrun will start the workers again.
+        True if the launcher prints it. False without a launcher, and before a restart by torchrun.
     """
     if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return False
@@ -225,7 +225,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Post a value to the launcher. It is of this life of the workers: torchrun may start others."""
+    """Post a value of this start of the ranks to the launcher; torchrun may restart them."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
@@ -237,15 +237,15 @@ def _posted(folder: Path, name: str) -> int | None:
 
 def _write(name: str, text: str) -> None:
     if folder := os.environ.get(FOLDER):
-        # Renamed, so that no reader sees half of it; several workers may post at the same time.
+        # Renamed, so that no reader sees half of it; several ranks may post at the same time.
         path = Path(folder) / f"{name}.{os.getpid()}"
-        with contextlib.suppress(OSError):  # a parent that is gone
+        with contextlib.suppress(OSError):  # the parent is gone
             path.write_text(text)
             path.rename(path.with_name(name))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run torchrun in this process, and write which ranks failed."""
+    """Run torchrun in this process, and write the list of failed ranks."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     except ChildFailedError as error:
         failed = []
         for rank, failure in error.failures.items():
-            path = folder / _error_name(rank)  # when it failed; its process may have taken long to end
+            path = folder / _error_name(rank)  # its time is the failure's; the process may have ended much later
             time = path.stat().st_mtime if path.exists() else failure.timestamp
             failed.append({"rank": rank, "pid": failure.pid, "code": failure.exitcode, "time": time})
         (folder / FAILED).write_text(json.dumps(failed))

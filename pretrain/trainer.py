@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Steps, and the callbacks around them.
+    """The training loop and its callbacks.
 
     Attributes:
-        step: steps done, skipped ones included.
+        step: steps done, including skipped ones.
         is_stopping: a rank was asked to stop: this step is the last of this process.
         was_skipped: the last step changed nothing.
-        recipe, processes, engine, inputs: what callbacks need.
+        recipe, processes, engine, inputs: for callbacks.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, inputs: Inputs, callbacks: Sequence[Callback]):
@@ -58,7 +58,7 @@ class Trainer:
         return self.is_done or self.is_stopping
 
     def run(self) -> None:
-        """Trains to the last step, or until it `is_stopping`."""
+        """Train to the last step, or until it `is_stopping`."""
         peak = peak_flops(self.processes.device, self.recipe.train.precision)
         error = None
         started = []
@@ -67,7 +67,7 @@ class Trainer:
             for callback in self.callbacks:
                 started.append(callback)
                 callback.on_start(self, metrics)
-            if self.processes.is_main:  # now that events are written
+            if self.processes.is_main:  # events are written from here on
                 for warning in self.inputs.warnings:
                     logger.warning("%s", warning)
             while not self.is_last:
@@ -125,7 +125,7 @@ class Trainer:
         return None
 
     def run_state(self) -> dict[str, Any]:
-        """Return the state in a checkpoint besides tensors and random generators; the same on every rank."""
+        """Return the state in a checkpoint other than tensors and random generators; the same on every rank."""
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
@@ -136,26 +136,26 @@ class Trainer:
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
-        """Return everything that a checkpoint of this step holds, on the host: no step may follow before it is written,
-        unless it is copied.
+        """Copy everything in a checkpoint of this step to the host. No step may follow before it is written, unless
+        ``buffers`` are given.
 
         Collective: an error on one rank is raised on all.
 
         Args:
-            buffers: to copy into; training may then go on.
+            buffers: to copy into, so that training may continue.
         """
         with Ranks().together():
             return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
 
     def save(self, folder: Path) -> None:
-        """Writes a checkpoint of this step; returns when it is on disk."""
+        """Write a checkpoint of this step; return when it is on disk."""
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint, of this split or another.
+        """Resume from a checkpoint of any split.
 
         Raises:
-            UserError: the recipe differs in what may not change, or is over already; the data are others.
+            UserError: the recipe differs in a key that must not change, or is finished; the data have changed.
         """
         resume.check_resumable(self.recipe, checkpoint)
         resume.check_data(self.recipe, self.inputs, checkpoint)
@@ -166,10 +166,10 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Take only the weights: step 0, a new optimizer, the first sample.
+        """Load only the weights: step 0, a new optimizer, the first sample.
 
         Raises:
-            UserError: a tensor is missing, left over, or has another shape.
+            UserError: a tensor is missing, unexpected, or differs in shape.
         """
         state.load_weights(self.engine, checkpoint)
 

@@ -113,15 +113,12 @@ class GroupMonitor:
         """
         begin, patience = time.monotonic(), PATIENCE
         while True:
-            has_ended = work.is_completed()  # if not, the error below may be the end of patience
             try:
                 work.wait(timedelta(seconds=patience))
                 return
             except RuntimeError as error:
-                if has_ended:
+                if work.is_completed() and not _has_succeeded(work):
                     raise self._broken(error, what, number, begin) from error
-            if work.is_completed():
-                continue
             rest = begin + self._timeout() - time.monotonic()
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))
@@ -219,6 +216,15 @@ class GroupMonitor:
             self._store = None
             return None
         return answers[0]
+
+
+def _has_succeeded(work: collectives.Started) -> bool:
+    """Return whether a complete collective succeeded: it may have, just after a wait for it timed out."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 _monitors: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMonitor]" = weakref.WeakKeyDictionary()

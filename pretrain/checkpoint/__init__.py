@@ -1,8 +1,8 @@
-"""Crash-safe checkpoints, addressed by global tensor names, that load at any split. Knows nothing of Megatron.
+"""Crash-safe checkpoints, addressed by global tensor names, that load at any split. Independent of Megatron.
 
 A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest with the digest of every
-file and the place of every piece. `save` writes one, `open_checkpoint` reads it; `collect` and `write` are the two
-halves of `save`, and `background` has the thread that does the second while training goes on.
+file and the location of every piece. `save` writes one, `open_checkpoint` reads it. `collect` and `write` are the two
+halves of `save`; `background` runs the second in a thread during training.
 """
 
 from pretrain.checkpoint.files import SaveError

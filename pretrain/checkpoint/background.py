@@ -1,4 +1,4 @@
-"""Writing while training goes on: a thread, and process groups that nothing else uses."""
+"""Checkpoint writing in the background: a thread, and process groups that nothing else uses."""
 
 import logging
 import threading
@@ -14,13 +14,13 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Runs one piece of work at a time in a thread, the same on every rank. Its error is raised on all ranks at once.
+    """Thread that runs one task at a time, the same on every rank; its error is raised on all ranks at once.
 
-    Threads of different ranks end at different steps. That one has ended counts when `poll` finds that all have, so
-    that an error surfaces, and the next work begins, at the same step everywhere.
+    Threads of different ranks end at different steps. `poll` reports the end only when all have ended, so that an
+    error surfaces, and the next task begins, at the same step everywhere.
 
-    Creating one, `start`, `poll` and `wait` are collective. They use groups of gloo of their own: one for the thread,
-    one to agree on whether the threads have ended.
+    The constructor, `start`, `poll` and `wait` are collective. They use two gloo groups: one for the thread, one to
+    agree on whether the threads have ended.
     """
 
     def __init__(self) -> None:
@@ -32,23 +32,23 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work that is not known to have ended; the same on every rank."""
+        """True until `poll` or `wait` finds that the work has ended; the same on every rank."""
         return self._thread is not None
 
     def start(self, work: Work) -> None:
-        """Calls ``work(group)`` in the thread, after what is under way; raises what that raised."""
+        """Wait for earlier work, raising its error, then call ``work(group)`` in the thread."""
         self.wait()
-        # A daemon: a rank that dies on another error does not wait for ever for ranks that are gone.
+        # A daemon: a rank that dies on another error does not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """If the work has ended on every rank, forgets it, or raises its error. Costs nothing when there is none."""
+        """Clear work that has ended on every rank, raising its error; free when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the work; raises its error on every rank, also where there was none."""
+        """Wait for the work; raise its error on every rank, even if only one rank failed."""
         if self._thread is None:
             return
         error = self._join()
@@ -57,7 +57,7 @@ class BackgroundWriter:
                 raise error
 
     def abandon(self) -> None:
-        """For a rank that ends with an error, and does not know of the others: lets the thread end, logs its error."""
+        """Let the thread end and log its error: for a rank that fails without knowing the state of the others."""
         if self._thread is not None and (error := self._join()) is not None:
             logger.warning("the checkpoint under way was not written: %s", error)
 

@@ -15,20 +15,20 @@ from pretrain.checkpoint.shard import name_of
 
 
 def main(argv: list[str]) -> int:
-    """Runs one subcommand.
+    """Run one subcommand.
 
     Returns:
-        Exit code: 0, or 1 when `ls` met a damaged checkpoint.
+        Exit code: 0, or 1 when `ls` found a damaged checkpoint.
 
     Raises:
-        UserError: no checkpoint there, or it is damaged.
+        UserError: the path has no checkpoint, or a damaged one.
     """
     parser = Parser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for function, metavar, text in [
         (_ls, "RUN", "list the checkpoints of a run"),
-        (_verify, "PATH", "compare every file with the manifest (a step folder; of a run, its latest)"),
-        (_show, "PATH", "print state and tensors (a step folder; of a run, its latest)"),
+        (_verify, "PATH", "compare every file of a step folder, or of a run's latest one, with its manifest"),
+        (_show, "PATH", "print the state and tensors of a step folder, or of a run's latest one"),
     ]:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
@@ -41,7 +41,7 @@ def _ls(run: Path) -> int:
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     found = step_folders(folder)[::-1]
     if not found:
-        raise UserError(f"{run} holds no checkpoint: no step-* folder in it or in its checkpoints folder")
+        raise UserError(f"{run} has no checkpoints: neither it nor its checkpoints folder has a step-* folder")
     exit_code = 0
     for path in found:
         try:
@@ -90,7 +90,7 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _split(tensor: StoredTensor) -> str:
-    """``2x1``: distinct places of blocks along each axis, and the number of flat ranges where blocks are cut."""
+    """Describe the split: ``2x1`` is the number of blocks along each axis; flat ranges are counted after it."""
     regions = [piece.region for piece in tensor.pieces]
     blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
     num_ranges = sum(not region.is_whole for region in regions)

@@ -1,7 +1,7 @@
-"""JSON for the states of a trainer: plain JSON, and the few Python values it lacks, exactly.
+"""JSON for the states of a trainer: plain JSON plus an exact form of some Python values.
 
-Bytes, tensors, tuples and floats that are not finite become an object with one key that begins with ``$``. Nothing
-else is encoded, least of all by name of a class: reading a file never runs code.
+Bytes, tensors, tuples and non-finite floats become an object with one key that begins with ``$``. Nothing else is
+encoded, in particular no class names: reading a file never runs code.
 """
 
 import base64
@@ -15,16 +15,16 @@ from pretrain.checkpoint.shard import bytes_of, dtype_named, name_of
 
 
 def dumps(value: Any, name: str) -> bytes:
-    """Encodes dicts with string keys, lists, tuples, str, int, float, bool, None, bytes and tensors.
+    """Encode dicts with string keys, lists, tuples, str, int, float, bool, None, bytes and tensors.
 
     Raises:
-        TypeError: anything else; names the place, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
+        TypeError: any other value; the message names its path, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
     """
     return json.dumps(_encode(value, name), allow_nan=False).encode()
 
 
 def loads(data: bytes) -> Any:
-    """The value that `dumps` was given; tensors on the CPU.
+    """Return the value that `dumps` encoded; tensors are on the CPU.
 
     Raises:
         ValueError: `data` did not come from `dumps`.
@@ -52,10 +52,10 @@ def _encode(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key.startswith("$"):
-                raise TypeError(f"{name}: the key {key!r} cannot be saved: keys are strings that do not begin with $")
+                raise TypeError(f"{name}: the key {key!r} is not supported: keys are strings that do not begin with $")
         return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
     kind = type(value)
-    raise TypeError(f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be saved as JSON")
+    raise TypeError(f"{name}: a {kind.__module__}.{kind.__qualname__} is not supported in JSON")
 
 
 def _decode(value: Any) -> Any:

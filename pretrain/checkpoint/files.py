@@ -1,4 +1,4 @@
-"""Writing files that survive a crash, and naming what is wrong with one that did not."""
+"""File writes that survive a crash, and diagnosis of files that did not."""
 
 import errno
 import hashlib
@@ -16,7 +16,7 @@ CHUNK = 16 << 20  # bytes written or hashed at a time
 
 
 class SaveError(UserError):
-    """The system refused to write a checkpoint (disk full, no permission). Nothing of it was left behind.
+    """The system refused to write a checkpoint (disk full, no permission). No partial checkpoint is left.
 
     Attributes:
         errno: the system's error number (``errno.ENOSPC``, ...), or None.
@@ -29,20 +29,20 @@ class SaveError(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of a file: its size in bytes and the hex SHA-256 of its content."""
+    """Size in bytes and hex SHA-256 of a file, as the manifest records them."""
 
     size: int
     sha256: str
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
-    """Writes a new file and syncs it to disk. The digest is of the bytes handed in, not of what was read back.
+    """Write a new file and sync it to disk. The digest covers the given bytes; the file is not read back.
 
-    SHA-256 takes longer than writing on many machines: a second thread hashes a large file (hashlib lets others run)
-    while this one writes and waits for the disk.
+    SHA-256 takes longer than writing on many machines: for a large file, a second thread hashes (hashlib releases
+    the GIL) while this one writes and waits for the disk.
 
     Raises:
-        OSError: carries the file's name also when the failing call was given none (write, fsync).
+        OSError: always names the file, also when the failing call had no name (write, fsync).
     """
     digest, size = hashlib.sha256(), 0
     chunks = list(_chunks(buffers))
@@ -71,12 +71,12 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that an unprivileged process may still write on the folder's filesystem. A quota is not known here."""
+    """Bytes that an unprivileged process may still write on the folder's filesystem; ignores quotas."""
     return shutil.disk_usage(folder).free
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the system refused to write for want of space."""
+    """Return whether the error is a full disk or an exhausted quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -88,7 +88,7 @@ def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable: what was created, renamed or removed in it."""
+    """Make the names in a folder durable: files created, renamed or removed in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a recorded file as far as its name and size tell, or None. Links are refused."""
+    """Return the problem with a recorded file that its type and size show, or None. Links are refused."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -105,14 +105,14 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     if status.st_size != record.size:
         return f"has {status.st_size} bytes, the manifest says {record.size}"
     return None
 
 
 def content_problem(path: Path, record: FileRecord) -> str | None:
-    """What is wrong with a recorded file, content included, or None. Streams the file once."""
+    """Return the problem with a recorded file's content, or None. Streams the file once."""
     if problem := size_problem(path, record):
         return problem
     try:
@@ -120,4 +120,4 @@ def content_problem(path: Path, record: FileRecord) -> str | None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None if found == record.sha256 else "is damaged: its SHA-256 is not the one in the manifest"
+    return None if found == record.sha256 else "is damaged: its SHA-256 differs from the manifest's"

@@ -1,7 +1,7 @@
-"""The folder of checkpoints: names of steps, which are complete, and removing old ones.
+"""The folder of checkpoints: step names, complete steps, and removal of old ones.
 
 A step is complete when it has its final name and a manifest. ``step-N.tmp`` is being written, or was when the process
-died; ``step-N.trash`` is being removed; ``step-N.damaged`` was passed over when a run went on from an older one.
+died; ``step-N.trash`` is being removed; ``step-N.damaged`` was skipped when a run resumed from an older one.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Every folder with the name of a step, the newest first, also one that has lost its manifest.
+    """All folders with the name of a step, newest first, including those without a manifest.
 
-    Such a one is damaged, not unfinished: folders get their name when they are complete. A link counts as its
-    target, and as damaged where the target is missing. A file of such a name is no checkpoint.
+    A folder without one is damaged, not unfinished: folders get their name when they are complete. A link counts as
+    its target, and as damaged if the target is missing. A file with such a name is not a checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -70,7 +70,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a step folder, or the file or link of its name. The target of a link stays."""
+    """Remove a step folder, or a file or link with its name. The target of a link stays."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -79,9 +79,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
-    """Removes what processes that died were writing or removing. Call it on one rank, while none saves.
+    """Remove what dead processes left half written or half removed. Call it on one rank, while none saves.
 
-    Only names that this package gives: all other files belong to the user.
+    Only names that this package creates: all other files belong to the user.
     """
     for suffix in suffixes:
         for left in Path(folder).glob(f"step-*{suffix}"):
@@ -90,15 +90,15 @@ def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> 
 
 
 def _discard(path: Path) -> None:
-    """Remove an obsolete file or folder; a refusal of the system does not end the run."""
+    """Remove an obsolete file or folder; a failure is only logged."""
     try:
         remove(path)
     except OSError as error:
-        logger.warning("%s cannot be removed, the run goes on: %s", path, error)
+        logger.warning("%s cannot be removed, the run continues: %s", path, error)
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), so that its step can be saved."""
+    """Rename a damaged step folder to ``step-N.damaged`` (or ``.damaged.2``, ...), which frees its name."""
     number = 1
     while os.path.lexists(target := path.with_name(path.name + DAMAGED + (f".{number}" if number > 1 else ""))):
         number += 1
@@ -108,14 +108,14 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
-    """Removes all complete checkpoints but the newest ``n``; call it on one rank.
+    """Remove all complete checkpoints but the newest ``n``; call it on one rank.
 
-    Each is renamed out of the way first, so that a crash never leaves half a checkpoint under its final name; what an
-    earlier crash left to remove is removed too.
+    Each is first renamed to trash, so that a crash never leaves half a checkpoint under its final name; trash of an
+    earlier crash is removed too.
 
     Args:
         n: at least 1.
-        keep_every: steps divisible by it are kept as well.
+        keep_every: also keep steps divisible by it.
 
     Returns:
         The removed steps, ascending.
@@ -124,9 +124,9 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
         UserError: ``n`` or ``keep_every`` is less than 1.
     """
     if n < 1:
-        raise UserError(f"keep_last={n}: at least 1 checkpoint has to stay")
+        raise UserError(f"keep_last={n} must be at least 1")
     if keep_every is not None and keep_every < 1:
-        raise UserError(f"keep_every={keep_every} has to be at least 1")
+        raise UserError(f"keep_every={keep_every} must be at least 1")
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -135,7 +135,7 @@ def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
     for step in removed:
         final = folder / step_name(step)
         trash = final.with_name(final.name + TRASH)
-        with contextlib.suppress(FileNotFoundError):  # somebody moved it elsewhere meanwhile
+        with contextlib.suppress(FileNotFoundError):  # moved elsewhere meanwhile
             final.rename(trash)
             sync_folder(folder)
             _discard(trash)

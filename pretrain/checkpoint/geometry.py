@@ -1,8 +1,8 @@
-"""Which elements of a global tensor a rank holds: blocks, flat ranges of blocks, and the boxes both are made of.
+"""Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes both consist of.
 
-A block is a rectangle of the global tensor. A distributed optimizer cuts the flattened block anywhere, so that a rank's
-range is in general no rectangle; in row-major order it is a few of them (head row, full rows, tail row, recursively),
-each contiguous in the range. On boxes, reading at another split and checking coverage are both plain intersection.
+A block is a rectangle of the global tensor. A distributed optimizer cuts flattened blocks anywhere, so a rank's range
+is in general not a rectangle; in row-major order it is a few of them (head row, full rows, tail row, recursively), each
+contiguous in the range. On boxes, reading at another split and checking coverage are both plain intersection.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,18 +19,18 @@ class Box:
 
     offset: Shape  # in the global tensor
     shape: Shape
-    position: int  # of its first element in the region's flat data
+    position: int  # index of its first element in the region's flat data
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
     def slices_in(self, offset: Sequence[int]) -> tuple[slice, ...]:
-        """What selects this box in an array that begins at ``offset`` of the global tensor."""
+        """Slices that select this box in an array that begins at ``offset`` of the global tensor."""
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.offset, offset, self.shape, strict=True))
 
     def common(self, other: "Box") -> "Box | None":
-        """The intersection, or None when it is empty. Its ``position`` has no meaning."""
+        """Return the intersection, or None when it is empty. Its ``position`` is meaningless."""
         low = tuple(map(max, self.offset, other.offset))
         high = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -63,7 +63,7 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint boxes in the order of the region's data; at most ``2 * len(block) - 1``, none when it is empty."""
+        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none if it is empty."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -73,18 +73,18 @@ class Region:
         return boxes
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Why this is no region of a tensor of ``shape``, or None when it is one."""
+        """Return why this is not a region of a tensor of ``shape``, or None if it is one."""
         if not len(self.offset) == len(self.block) == len(shape):
-            return f"block {self.block} at {self.offset} has another number of axes than the tensor {tuple(shape)}"
+            return f"block {self.block} at {self.offset} differs in number of axes from the tensor {tuple(shape)}"
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(self.offset, self.block, shape, strict=True)):
-            return f"block {self.block} at {self.offset} lies outside the tensor {tuple(shape)}"
+            return f"block {self.block} at {self.offset} is outside the tensor {tuple(shape)}"
         if not 0 <= self.start <= self.stop <= prod(self.block):
-            return f"range [{self.start}, {self.stop}) lies outside the block's {prod(self.block)} elements"
+            return f"range [{self.start}, {self.stop}) is outside the block's {prod(self.block)} elements"
         return None
 
 
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Regions that hold the same elements as often, with ranges that continue one another in a block made one.
+    """Merge adjacent ranges of a block; each element stays covered equally often.
 
     The shards of a distributed optimizer become the blocks they were cut from: far fewer boxes to compare.
     """
@@ -99,7 +99,7 @@ def merged(regions: Iterable[Region]) -> list[Region]:
 
 
 def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | None:
-    """The labels of two boxes that share elements and the offset of those elements, or None.
+    """Return the labels of two boxes that share elements and the offset of those elements, or None.
 
     Sweeps along the axis with the most distinct offsets, so that a tensor cut into n pieces costs about n log n.
     """
@@ -123,7 +123,7 @@ def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | 
 
 
 def _boxes_of_range(block: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """(corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
+    """Return (corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
     if start == 0 and stop == prod(block):
         if stop:
             yield (0,) * len(block), block

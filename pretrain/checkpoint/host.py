@@ -1,4 +1,4 @@
-"""Host memory for snapshots, used again from save to save: mapping fresh pages takes longer than copying into them."""
+"""Host memory for snapshots, reused from save to save: mapping fresh pages takes longer than copying into them."""
 
 from collections.abc import Iterable
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Copies tensors to the host, each into memory of its own that is kept.
+    """Reusable host copies of tensors, one buffer each.
 
-    One snapshot at a time: the next one overwrites it, so whoever writes it has to be done by then.
+    Every snapshot overwrites the previous one, which must have been written by then.
     """
 
     def __init__(self) -> None:
@@ -18,15 +18,15 @@ class HostBuffers:
         self._devices: set[torch.device] = set()
 
     def reserve(self, tensors: Iterable[tuple[tuple, Tensor]]) -> None:
-        """Takes the memory for (key, data) in advance and touches its pages. May run in a thread beside training."""
+        """Allocate buffers for (key, data) in advance and touch their pages. May run in a thread during training."""
         for key, data in tensors:
             self._buffers[key] = _memory(data).zero_()
 
     def copy(self, key: tuple, data: Tensor) -> Tensor:
-        """A contiguous copy of ``data`` on the host, complete after `finish`.
+        """Return a contiguous copy of ``data`` on the host, complete after `finish`.
 
         Args:
-            key: of the memory; the same from snapshot to snapshot, different within one.
+            key: of the buffer; the same from snapshot to snapshot, different within one.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
@@ -38,7 +38,7 @@ class HostBuffers:
         return buffer
 
     def finish(self) -> None:
-        """Waits for the copies; frees the memory of tensors that were not copied since the last call."""
+        """Wait for the copies; free the buffers of tensors that were not copied since the last call."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._devices.clear()
@@ -48,5 +48,5 @@ class HostBuffers:
 
 
 def _memory(data: Tensor) -> Tensor:
-    # Only into pinned memory does a device copy while the host goes on to the next tensor.
+    # A device copy is asynchronous only into pinned memory.
     return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda, device="cpu")

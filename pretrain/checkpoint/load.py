@@ -1,4 +1,4 @@
-"""Loading: any block or flat range of any tensor, put together from whatever pieces hold it."""
+"""Loading any block or flat range of any tensor, assembled from the pieces that hold it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,28 +23,28 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Opens a step folder, or the newest of a checkpoints folder or of a run folder.
+    """Open a step folder, or the newest of a checkpoints folder or of a run folder.
 
     Args:
-        verify: compares the SHA-256 of each file with the manifest's before its first use.
+        verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: no checkpoint there, or one with damage that shows without reading the shards: the manifest itself,
-            the state, a file missing or of another size than recorded.
+        UserError: the path has no checkpoint, or its damage shows without reading the shards: in the manifest or the
+            state, or as a file that is missing or differs in size.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH):
-        raise UserError(f"{path} is no checkpoint: its writing or its removal was interrupted")
+        raise UserError(f"{path} is not a complete checkpoint: its writing or removal was interrupted")
     if (path / MANIFEST).is_file() or (step_of(path.name) is not None and path.is_dir()):
         return Checkpoint(path, verify=verify)
     found = step_folders(path) or step_folders(path / "checkpoints")
     if not found:
-        raise UserError(f"{path} is no checkpoint: no {MANIFEST} in it, and no step-* folder below it")
+        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST} and no step-* folder")
     return Checkpoint(found[0], verify=verify)
 
 
 class Checkpoint:
-    """A complete checkpoint on disk, read piece by piece. Not collective: each rank opens it and reads what it needs.
+    """A complete checkpoint on disk, read piece by piece. Not collective: each rank reads only its share.
 
     Attributes:
         path: the step folder.
@@ -64,28 +64,28 @@ class Checkpoint:
         self._covered: set[str] = set()
         self._open_shard = lru_cache(_NUM_OPEN_SHARDS)(self._open_shard_anew)
         if step_of(path.name) not in (None, self.step):
-            raise UserError(f"{path / MANIFEST} is of step {self.step}: it belongs to another folder")
+            raise UserError(f"{path / MANIFEST} is of step {self.step}, not of this folder's step")
         for name, record in self.manifest.files.items():
             if problem := size_problem(path / name, record):
                 raise UserError(f"{path / name} {problem}")
         self.state: dict[str, Any] = self._json(STATE)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """The state of one of the ranks that wrote the checkpoint.
+        """Return the state of one of the ranks that wrote the checkpoint.
 
         Raises:
-            UserError: there was no such rank, or its file is damaged.
+            UserError: no such rank wrote it, or the rank's file is damaged.
         """
         if not 0 <= rank < self.num_ranks:
             raise UserError(f"{self.path} has no state of rank {rank}: {self.num_ranks} ranks wrote it")
         return self._json(rank_name(rank))
 
     def names(self) -> list[str]:
-        """The names of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def shape(self, name: str) -> Shape:
-        """The global shape of a tensor. Raises UserError when there is none of that name; so do all methods below."""
+        """Return the global shape of a tensor. This and all methods below raise UserError for an unknown name."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -100,15 +100,15 @@ class Checkpoint:
         stop: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
+        """Return a block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
 
-        Only the bytes of that region are copied, box by box, whatever the split the tensor was saved at.
+        Only the bytes of that region are copied, box by box, for any split the tensor was saved at.
 
         Args:
-            offset: of the block in the tensor; default its beginning.
+            offset: of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
             start, stop: in elements of the flattened block, row-major.
-            out: filled instead of a new CPU tensor: the tensor's dtype and as many elements as asked for, any device;
+            out: filled instead of a new CPU tensor: the tensor's dtype and the region's number of elements, any device;
                 any strides when it has the block's shape, else contiguous.
 
         Returns:
@@ -129,8 +129,8 @@ class Checkpoint:
             out = torch.empty(wanted.block if is_block else (wanted.size,), dtype=tensor.dtype, device="cpu")
         elif (out.dtype, out.numel()) != (tensor.dtype, wanted.size):
             raise UserError(
-                f"{self.path}: tensor {name}: {wanted.size} elements of {name_of(tensor.dtype)} were asked for, "
-                f"the place for them has {out.numel()} of {name_of(out.dtype)}"
+                f"{self.path}: tensor {name}: out has {out.numel()} elements of {name_of(out.dtype)}, "
+                f"the requested region {wanted.size} of {name_of(tensor.dtype)}"
             )
         self._check_coverage(name, tensor)
         places = _places(out.detach(), wanted)
@@ -142,23 +142,23 @@ class Checkpoint:
         return out
 
     def fill(self, piece: Piece) -> None:
-        """Reads into ``piece.data`` what `save` would save from it: loading is saving's loop the other way round.
+        """Read into ``piece.data`` the elements that `save` would write from it.
 
         Raises:
-            UserError: as `read`, or the whole tensor has another shape than the piece says.
+            UserError: as `read`, or the whole tensor differs in shape from ``piece.shape``.
         """
         shape = self.shape(piece.name)
         if shape != tuple(piece.shape):
             raise UserError(
-                f"{self.path}: tensor {piece.name} has shape {shape} in the checkpoint, {tuple(piece.shape)} is wanted"
+                f"{self.path}: tensor {piece.name} has shape {shape} in the checkpoint, expected {tuple(piece.shape)}"
             )
         self.read(piece.name, piece.offset, piece.block, piece.start, piece.stop, out=piece.data)
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Compares all files with the manifest, content included, and checks that every tensor is complete.
+        """Compare all files with the manifest, content included, and check that every tensor is complete.
 
         Args:
-            share, of: takes one file in ``of`` and counts the rest as verified: for ranks that verify together.
+            share, of: check every ``of``-th file and count the rest as verified: for ranks that verify together.
 
         Raises:
             UserError: names every bad file.
@@ -204,7 +204,7 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         if not isinstance(value, dict):
-            raise UserError(f"{path} cannot be read: no JSON object")
+            raise UserError(f"{path} is invalid: not a JSON object")
         return value
 
     def _open_shard_anew(self, name: str) -> safe_open:
@@ -215,7 +215,7 @@ class Checkpoint:
             raise UserError(f"{path} cannot be read: {error}") from error
 
     def _load(self, tensor: StoredTensor, piece: StoredPiece, source: Box, common: Box) -> Tensor:
-        """The elements of ``common``, which lies in ``source``, a box of the piece; from the mapped file."""
+        """Return the elements of ``common``, which is inside ``source``, a box of the piece; from the mapped file."""
         region = piece.region
         try:
             stored = self._open_shard(piece.file).get_slice(piece.key)
@@ -223,10 +223,10 @@ class Checkpoint:
             raise UserError(f"{self.path / piece.file} cannot be read: {error}") from error
         expected = (CODES[tensor.dtype], list(region.block) if region.is_whole else [region.size])
         if (stored.get_dtype(), stored.get_shape()) != expected:
-            raise UserError(f"{self.path / piece.file}: {piece.key} is not what {MANIFEST} says it is")
+            raise UserError(f"{self.path / piece.file}: {piece.key} differs in shape or dtype from {MANIFEST}")
         if region.is_whole:
             return stored[common.slices_in(region.offset)]
-        # The box is contiguous in the piece: take the stretch from common's first to its last element.
+        # The box is contiguous in the piece: take the range from common's first to its last element.
         strides = [prod(source.shape[axis + 1 :]) for axis in range(len(source.shape))]
         corner = [c - s for c, s in zip(common.offset, source.offset, strict=True)]
         first = source.position + sum(c * s for c, s in zip(corner, strides, strict=True))
@@ -235,7 +235,7 @@ class Checkpoint:
 
 
 def _places(out: Tensor, wanted: Region) -> list[tuple[Box, Tensor]]:
-    """The boxes of a region, each with the part of ``out`` that it fills, shaped like it."""
+    """Return the boxes of a region, each with a view of its elements in ``out``."""
     if wanted.is_whole:
         return [(box, out if out.shape == box.shape else out.view(box.shape)) for box in wanted.boxes]
     flat = out.view(-1)

@@ -1,6 +1,6 @@
-"""manifest.json: every file of a checkpoint with its size and digest, and where each piece of each tensor lies.
+"""manifest.json: every file of a checkpoint with its size and digest, and the location of each piece of each tensor.
 
-It carries the SHA-256 of itself, without which a flipped bit in an offset would load the wrong numbers in silence.
+It includes the SHA-256 of itself: without it, a flipped bit in an offset would silently load the wrong numbers.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a tensor under ``key`` of ``file``: as its block when it is all of that, else flat."""
+    """A region of a tensor under ``key`` of ``file``: a whole block in its shape, any other region flat."""
 
     file: str
     key: str
@@ -55,17 +55,17 @@ class Manifest:
 
 
 def check_coverage(name: str, tensor: StoredTensor) -> None:
-    """Checks that the pieces of a tensor hold each of its elements exactly once.
+    """Check that the pieces of a tensor hold each of its elements exactly once.
 
     Raises:
-        UserError: an overlap (names two holders and the place) or a gap (the number of elements).
+        UserError: an overlap (names two holders and the offset) or a gap (the number of elements).
     """
     size = prod(tensor.shape)
     boxes = [("", box) for region in merged(piece.region for piece in tensor.pieces) for box in region.boxes]
     missing = size - sum(box.size for _, box in boxes)
     if missing == 0 and first_overlap(boxes) is None:
         return
-    # Slower, with the names of the holders.
+    # Slower, but names the holders.
     boxes = [(piece.file, box) for piece in tensor.pieces for box in piece.region.boxes]
     if overlap := first_overlap(boxes):
         first, second, offset = overlap
@@ -91,7 +91,7 @@ def _piece_to_json(piece: StoredPiece) -> dict[str, Any]:
 
 
 def tensors_from_json(fields: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Raises KeyError, TypeError or ValueError when ``fields`` are not what `tensors_to_json` makes."""
+    """Parse the output of `tensors_to_json`; raise KeyError, TypeError or ValueError if it is malformed."""
     tensors = {}
     for name, entry in fields.items():
         shape = _counts(entry["shape"])
@@ -119,7 +119,7 @@ def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 def _counts(values: Any) -> tuple[int, ...]:
     if any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values} are not counts")
+        raise ValueError(f"{values} must be non-negative integers")
     return tuple(values)
 
 
@@ -134,7 +134,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """The bytes of manifest.json for a document: canonical JSON with the digest of the rest of it."""
+    """Serialise a document as manifest.json: canonical JSON with the digest of the rest of it."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 
@@ -143,10 +143,10 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks manifest.json of a step folder; looks at no other file.
+    """Read and check manifest.json of a step folder; no other file is read.
 
     Raises:
-        UserError: no JSON, another format version, damaged, or naming files outside the folder.
+        UserError: it is not JSON, of another format version, damaged, or names files outside the folder.
     """
     path = folder / MANIFEST
     try:
@@ -154,14 +154,14 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: no JSON ({error})") from error
+        raise UserError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(document, dict) or "format" not in document:
-        raise UserError(f"{path} is no manifest of a checkpoint: it has no format version")
+        raise UserError(f"{path} is not the manifest of a checkpoint: it has no format version")
     if document["format"] != FORMAT:
-        raise UserError(f"{path} has format version {document['format']!r}, this version of fmoe reads {FORMAT}")
+        raise UserError(f"{path} has format version {document['format']!r}; this version of fmoe reads {FORMAT}")
     digest = document.pop("sha256", None)
     if digest != hashlib.sha256(_canonical(document)).hexdigest():
-        raise UserError(f"{path} is damaged: its SHA-256 is not the one it carries")
+        raise UserError(f"{path} is damaged: its content does not match its SHA-256")
     try:
         manifest = _manifest_from_json(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -174,9 +174,9 @@ def _manifest_from_json(document: Mapping[str, Any]) -> Manifest:
     files, tensors = files_from_json(document["files"]), tensors_from_json(document["tensors"])
     for name in files:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
-            raise ValueError(f"{name!r} is no plain file name")
+            raise ValueError(f"{name!r} is not a plain file name")
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
             if piece.file not in files:
-                raise ValueError(f"tensor {name} lies in {piece.file!r}, which is not among the files")
+                raise ValueError(f"tensor {name} is in {piece.file!r}, which is not among the files")
     return Manifest(step, num_ranks, files, tensors)

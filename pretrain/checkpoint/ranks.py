@@ -1,4 +1,4 @@
-"""The processes that save one checkpoint together: each step of it succeeds on all of them or fails on all."""
+"""Ranks that save one checkpoint together: each step of it succeeds on all of them or fails on all."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from fmoe.errors import UserError
 from pretrain.checkpoint.files import SaveError
 
 _MESSAGE_BYTES = 4096
-_MESSAGE_CHARS = 900  # at most 4 bytes each, and room for the JSON around them
+_MESSAGE_CHARS = 900  # at most 4 bytes each, plus the JSON around them
 
 
 class Ranks:
-    """A process group, or this process alone when torch.distributed is not initialised.
+    """A process group, or this single process when torch.distributed is not initialised.
 
     Attributes:
         rank: this process in the group, from 0.
-        size: processes in the group.
+        size: number of processes in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -31,15 +31,15 @@ class Ranks:
 
     @contextmanager
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """Leaves the block on every rank at once: normally, or with an exception on every rank if any rank raised.
+        """Leave the block on every rank at once: normally, or with an exception on every rank if any rank raised.
 
-        The failing rank raises its own exception, the others one with its message: `UserError` and `SaveError` as what
-        they are, anything else as RuntimeError. An OSError becomes a `SaveError` first. No collective may be called
-        inside the block.
+        The failing rank raises its own exception, the others one with its message: `UserError` and `SaveError` keep
+        their type, any other becomes RuntimeError. An OSError becomes a `SaveError` first. The block must not call
+        collectives.
 
         Args:
-            undo: called on rank 0 once every rank has left the block and one has failed; must not raise. No rank goes
-                on before it is done.
+            undo: called on rank 0 once every rank has left the block and one has failed; must not raise. All ranks
+                wait for it.
         """
         failure: Exception | None = None
         try:
@@ -59,7 +59,7 @@ class Ranks:
         raise failure if failure is not None else theirs
 
     def total(self, value: int) -> int:
-        """The sum over the ranks. Collective."""
+        """Sum a value over the ranks. Collective."""
         return self._reduced(value, dist.ReduceOp.SUM)
 
     def _lowest(self, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Saving: collect to the host, write, commit. Every rank writes its own file; the checkpoint appears in one rename."""
+"""Saving: collect to the host, write, commit. Every rank writes its own file; one rename publishes the checkpoint."""
 
 import errno
 import json
@@ -35,22 +35,22 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.checkpoint.shard import CODES, RESERVED_KEY, name_of, write_shard
 
-# For the estimate of what a snapshot takes: of a piece's JSON beside its name, and of a filesystem's blocks.
+# For the estimate of a snapshot's size: JSON per piece beyond its name, and a filesystem's block.
 _BYTES_OF_A_PIECE = 200
 _BLOCK = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank holds of a global tensor: a block, or the flat range [start, stop) of the flattened block.
+    """This rank's share of a global tensor: a block, or the flat range [start, stop) of the flattened block.
 
     Attributes:
         name: of the tensor, the same on all ranks and at every split.
         shape: of the whole tensor.
         offset: of the block in the tensor.
         block: shape of the block.
-        data: of shape ``block``, or ``stop - start`` elements of any shape. Any device and strides.
-        start, stop: in elements of the flattened block (row-major); ``stop=None`` is its end.
+        data: of shape ``block``, or ``stop - start`` elements of any shape; any device and strides.
+        start, stop: in elements of the flattened block (row-major); ``stop=None`` means its end.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Piece:
 
     @property
     def place(self) -> tuple:
-        """What tells this piece from all others of a checkpoint."""
+        """Key that is unique among the pieces of a checkpoint."""
         return self.name, self.offset, self.block, self.start, self.stop
 
     def check(self) -> None:
-        """Checks that region and data fit the tensor.
+        """Check that region and data fit the tensor.
 
         Raises:
-            UserError: names the tensor and what does not fit.
+            UserError: names the tensor and the mismatch.
         """
         region, problem = self.region, None
         if not self.name or self.name == RESERVED_KEY:
@@ -86,14 +86,14 @@ class Piece:
         elif self.start == 0 and self.stop is None and self.data.shape != tuple(self.block):
             problem = f"the data has shape {tuple(self.data.shape)}, its block {tuple(self.block)}"
         elif self.data.dtype not in CODES:
-            problem = f"{self.data.dtype} cannot be saved"
+            problem = f"dtype {self.data.dtype} is not supported"
         if problem:
             raise UserError(f"tensor {self.name}: {problem}")
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What one rank contributes to a checkpoint, on the host, its states encoded: all that `write` needs."""
+    """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`."""
 
     pieces: tuple[Piece, ...]
     state: bytes
@@ -101,7 +101,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes on disk: tensors, states, and what the index and the headers say of each piece."""
+        """Estimate of the bytes on disk: tensors, states, and the entries of each piece in index and headers."""
         tensors = sum(piece.data.nbytes for piece in self.pieces)
         names = sum(len(piece.name) for piece in self.pieces)
         described = 3 * (names + _BYTES_OF_A_PIECE * len(self.pieces))
@@ -116,15 +116,15 @@ def collect(
     copy: bool = False,
     buffers: HostBuffers | None = None,
 ) -> Snapshot:
-    """Brings a rank's pieces to the host. Not collective.
+    """Copy a rank's pieces to the host. Not collective.
 
     Args:
-        copy: copies tensors that are on the host already. Needed when training goes on before `write` is done.
-        buffers: where to copy to; ``copy`` is then true. The snapshot before must have been written by now.
+        copy: copy tensors that are on the host already. Needed when training continues before `write` is done.
+        buffers: destination of the copies; implies ``copy``. The previous snapshot must have been written by now.
 
     Raises:
         UserError: a piece does not fit its tensor.
-        TypeError: a value in a state has no JSON form (see `codec.dumps`).
+        TypeError: a value in a state is not supported in JSON (see `codec.dumps`).
     """
     host = []
     for piece in pieces:
@@ -146,23 +146,23 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Saves a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group; `collect`, then `write`.
+    """Save a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group; `collect`, then `write`.
 
     Args:
-        folder: holds the step folders (``RUN/checkpoints``), on a filesystem that all ranks share; made if need be.
-        step: at least 0; a step that is there already is never overwritten.
-        pieces: what this rank holds. Over all ranks, they hold each element of each tensor exactly once.
+        folder: holds the step folders (``RUN/checkpoints``), on a filesystem that all ranks share; created if missing.
+        step: at least 0; an existing step is never overwritten.
+        pieces: this rank's share. Together, the ranks hold each element of each tensor exactly once.
         state: of the run; rank 0's is saved.
         rank_state: of this rank (random generators, ...).
-        group: the ranks that save; default all. gloo or nccl. None needed in a single process.
+        group: the ranks that save, on gloo or nccl; default all. Not needed in a single process.
 
     Returns:
-        The step folder, complete and durable when this returns.
+        The step folder, complete and durable.
 
     Raises:
-        UserError: on every rank, when any rank was given something wrong (the message names it).
-        SaveError: on every rank, when the system refused to write. In both cases, and for any other exception on a
-            rank (RuntimeError on the others), neither a step folder nor a temporary one is left behind.
+        UserError: on every rank, when any rank had an invalid argument (the message names the rank).
+        SaveError: on every rank, when the system refused to write. After these and any other exception on a rank
+            (RuntimeError on the others), neither the step folder nor a temporary one is left.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -178,13 +178,13 @@ def save_parts(
     nbytes: int,
     part_bytes: int = 1 << 30,
 ) -> Path:
-    """Saves what no run has made, such as imported weights: one process, which need not hold all of it at once.
+    """Save a checkpoint that no run made, such as imported weights, from one process and in bounded memory.
 
     Args:
         folder, step, state: as for `save`.
-        pieces: asked for one by one; together they hold each element of each tensor exactly once.
-        nbytes: of all pieces, to tell a full disk before anything is written.
-        part_bytes: of pieces that are held and written together, as those of a rank are.
+        pieces: consumed one by one; together they hold each element of each tensor exactly once.
+        nbytes: of all pieces, to detect a full disk before anything is written.
+        part_bytes: of pieces held in memory and written together, like those of one rank.
 
     Returns, raises: as `save`.
     """
@@ -193,7 +193,7 @@ def save_parts(
     space, encoded, empty = _Space(final.parent, nbytes), codec.dumps(dict(state), "state"), codec.dumps({}, "state")
     with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):
         _prepare(final, tmp, space)
-        with space.telling():
+        with space.disk_full_as_save_error():
             parts, held, size = 0, [], 0
             for piece in pieces:
                 piece.check()
@@ -208,9 +208,9 @@ def save_parts(
 
 
 def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGroup | None = None) -> Path:
-    """Writes a snapshot. Collective over the group; errors, arguments and result as for `save`.
+    """Write a snapshot. Collective over the group; errors, arguments and result as for `save`.
 
-    May run in a thread, given a group that nothing else uses meanwhile.
+    May run in a thread, given a group that nothing else uses at the time.
     """
     ranks = Ranks(group)
     final = Path(folder) / step_name(step)
@@ -222,23 +222,23 @@ def write(folder: Path, step: int, snapshot: Snapshot, *, group: dist.ProcessGro
     space = _Space(final.parent, ranks.total(snapshot.nbytes))
     with ranks.together(undo):
         if step < 0:
-            raise UserError(f"step {step} cannot be saved: steps are counted from 0")
+            raise UserError(f"step={step} must be at least 0")
         if ranks.rank == 0:
             _prepare(final, tmp, space)
     with ranks.together(undo):
         if not tmp.is_dir():
-            raise UserError(f"{tmp} is not seen here: checkpoints have to lie on a filesystem that all ranks share")
-        with space.telling():
+            raise UserError(f"{tmp} is missing on this rank: checkpoints need a filesystem that all ranks share")
+        with space.disk_full_as_save_error():
             _write_rank(tmp, ranks.rank, snapshot)
     with ranks.together(undo):
         if ranks.rank == 0:
-            with space.telling():
+            with space.disk_full_as_save_error():
                 _commit(final, tmp, step, ranks.size, snapshot.state)
     return final
 
 
 class _Space:
-    """What a checkpoint takes and what there is: full disks are told with both.
+    """Needed and free space, for errors about a full disk.
 
     Args:
         folder: of the checkpoints; may not exist yet.
@@ -249,15 +249,15 @@ class _Space:
         self._folder, self._needed = folder, needed
 
     def check(self) -> None:
-        """Raises SaveError if there is too little before a byte is written."""
+        """Raise SaveError if there is too little space."""
         free = free_bytes(self._folder)
         if free < self._needed:
             message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, {free} are free"
             raise SaveError(message, errno.ENOSPC)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Within, an error of a full disk becomes a SaveError with the figures; other writers may have filled it."""
+    def disk_full_as_save_error(self) -> Iterator[None]:
+        """Convert a full-disk error in the block to a SaveError with needed and free bytes."""
         try:
             yield
         except OSError as error:
@@ -265,14 +265,14 @@ class _Space:
                 raise
             raise SaveError(
                 f"{error.filename or self._folder}: {error.strerror}: the checkpoint needs {self._needed} bytes, "
-                f"{free_bytes(self._folder)} are free beside what of it is written",
+                f"{free_bytes(self._folder)} more are free",
                 error.errno,
             ) from error
 
 
 def _prepare(final: Path, tmp: Path, space: _Space) -> None:
     if os.path.lexists(final):
-        raise UserError(f"{final} is there already: checkpoints are never overwritten")
+        raise UserError(f"{final} already exists: checkpoints are never overwritten")
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True)
         sync_folder(final.parent.parent)
@@ -286,7 +286,7 @@ def _index_name(rank: int) -> str:
 
 
 def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
-    """Writes one rank's shard and state, and what the manifest has to say of them as a file for rank 0 to merge."""
+    """Write one rank's shard and state, and their manifest entries as a file for rank 0 to merge."""
     shard, data, index = shard_name(rank), {}, _Index()
     for piece in snapshot.pieces:
         region = piece.region
@@ -294,7 +294,7 @@ def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
         if region.size == 0:
             continue  # an empty tensor is an index entry without pieces
         key = f"{piece.name}#{len(pieces)}" if pieces else piece.name
-        while key in data:  # a tensor may have such a name itself
+        while key in data:  # another tensor may have this name
             key += "#"
         data[key] = piece.data.reshape(region.block if region.is_whole else -1)
         pieces.append(StoredPiece(shard, key, region))
@@ -306,7 +306,7 @@ def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
 
 
 def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes) -> None:
-    """Merges the ranks' indices, checks that nothing is missing, and makes the checkpoint appear."""
+    """Merge the ranks' indices, check that nothing is missing, and publish the checkpoint."""
     files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
     for rank in range(num_ranks):
         path = tmp / _index_name(rank)
@@ -324,12 +324,12 @@ def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes) -> 
     try:
         sync_folder(final.parent)
     except OSError:
-        os.rename(final, tmp)  # not known to be durable, so not there
+        os.rename(final, tmp)  # not known to be durable, so not published
         raise
 
 
 class _Index:
-    """Tensors as their pieces come in; all holders of one have to agree on what it is."""
+    """Tensors collected from pieces; all pieces of one must agree on its dtype and shape."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[torch.dtype, Shape, list[StoredPiece]]] = {}

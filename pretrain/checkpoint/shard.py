@@ -1,6 +1,6 @@
-"""Writing one safetensors file, streamed and hashed in a single pass.
+"""Writer of safetensors files, streamed and hashed in a single pass.
 
-Ours, because the library's writer gives neither a digest nor an OSError, and would have to be read back for the first.
+The library's writer gives neither a digest nor an OSError, and its files would have to be read back to hash them.
 """
 
 import json
@@ -41,7 +41,7 @@ def dtype_named(name: str) -> torch.dtype:
     """``"bfloat16"`` -> ``torch.bfloat16``.
 
     Raises:
-        ValueError: no dtype that a checkpoint can hold.
+        ValueError: not the name of a dtype in `CODES`.
     """
     if name not in _BY_NAME:
         raise ValueError(f"unknown dtype {name!r}")
@@ -49,12 +49,12 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Bytes of a contiguous CPU tensor, not copied."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes contiguous CPU tensors as a safetensors file and syncs it.
+    """Write contiguous CPU tensors as a safetensors file and sync it.
 
     Raises:
         OSError: see `write_file`.

@@ -1,5 +1,5 @@
-"""``fmoe compare``: what runs reached, and how soon one reached what another ended with.
+"""``fmoe compare``: final losses of runs, and how soon one reaches another's final loss.
 
-`runs` reads a run's folder, `groups` joins runs that differ in their seed and finds where a curve meets a loss, `table`
-and `figure` show it.
+`runs` reads a run's folder, `groups` joins runs that differ only in their seed and finds where a curve reaches a loss,
+`table` and `figure` present the result.
 """

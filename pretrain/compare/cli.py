@@ -1,4 +1,4 @@
-"""``fmoe compare``: what runs reached, and how soon one reached what another ended with."""
+"""``fmoe compare``: final losses of runs, and how soon one reaches another's final loss."""
 
 import json
 import os
@@ -13,21 +13,20 @@ from pretrain.compare.runs import check_comparable, read_run
 
 
 def main(argv: list[str]) -> int:
-    """Prints the tables; see docs/pretraining.md.
+    """Print the tables; see docs/pretraining.md.
 
     Raises:
-        UserError: a folder that holds no run, or one without a validation; runs whose losses mean different things;
-            a figure that cannot be written.
+        UserError: a folder is not a run's or has no validation; losses are not comparable; a figure cannot be written.
     """
     parser = Parser(
         prog="fmoe compare",
         description="Final validation losses of runs, and the steps and tokens at which one reaches the final loss of "
-        "another. Runs that differ in their seed alone are one row: mean, standard deviation, lowest and highest.",
+        "another. Runs that differ only in their seed are one row: mean, standard deviation, lowest and highest.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, the curves too")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw the curves: a file that ends in .svg or .png")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, including the curves")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="plot the curves to a .svg or .png file")
     arguments = parser.parse_args(argv)
     if arguments.out is not None:
         figure.check_path(arguments.out)

@@ -1,4 +1,4 @@
-"""Validation loss against tokens, as a picture."""
+"""Plot of validation loss against tokens."""
 
 import math
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ FORMATS = (".svg", ".png")
 
 
 def check_path(path: Path) -> None:
-    """Raises UserError for a file that `draw` cannot write, as far as its name tells, or without matplotlib."""
+    """Raise UserError for an unsupported file extension, or without matplotlib."""
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--out {path} ends in none of {', '.join(FORMATS)}")
+        raise UserError(f"--out {path} must end in {' or '.join(FORMATS)}")
     require("matplotlib", "pretrain", "fmoe compare --out")
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Writes the curves: the mean of a group, and a band from the lowest to the highest of its seeds. On the left all
-    of training, both axes logarithmic, without the untrained model; on the right its second half.
+    """Plot each group's mean and the band from its lowest to its highest seed. On the left all of training after the
+    untrained model, both axes logarithmic; on the right its second half.
 
     Raises:
         UserError: see `check_path`; the file cannot be written.
     """
     check_path(path)
     import matplotlib
-    from matplotlib.figure import Figure  # without pyplot: no window, no backend to choose, no state
+    from matplotlib.figure import Figure  # pyplot would choose a backend and keep global state
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     whole = Figure(figsize=(9, 3.8), layout="constrained")
@@ -42,7 +42,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
             if len(group.runs) > 1:
                 lows, highs = [point.low for point in points], [point.high for point in points]
                 axes.fill_between(tokens, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
-    left.set_ylabel("validation loss, nats a token")
+    left.set_ylabel("validation loss, nats per token")
     if any(point.tokens > 0 and 0 < point.mean < math.inf for group in groups for point in group.curve):
         left.set(xscale="log", yscale="log")
         left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -55,7 +55,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3, which="both")
     right.legend()
-    # The same curves are the same bytes, and text stays text.
+    # Reproducible bytes, and text as text.
     settings = {"svg.hashsalt": "fmoe", "svg.fonttype": "none"}
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
     with matplotlib.rc_context(settings), replacing(path) as (file,):

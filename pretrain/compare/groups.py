@@ -1,4 +1,4 @@
-"""Runs of one recipe as one curve, and where a curve reaches a loss."""
+"""Runs of one recipe as one curve, and the step at which a curve reaches a loss."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from pretrain.compare.runs import Run
 
 @dataclass(frozen=True)
 class Point:
-    """Validation losses of a group after a step, one a run; tokens of training until then."""
+    """Validation losses of a group's runs after a step, and the training tokens until then."""
 
     step: int
     tokens: int
@@ -21,30 +21,30 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """NaN if one is."""
+        """Mean over the runs; NaN if one is."""
         return sum(self.losses) / len(self.losses)
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation (n - 1); None of one run."""
+        """Sample standard deviation (n - 1); None for a single run."""
         if len(self.losses) < 2:
             return None
         return statistics.stdev(self.losses) if all(map(math.isfinite, self.losses)) else math.nan
 
     @property
     def low(self) -> float:
-        """NaN if one is."""
+        """Lowest loss; NaN if one is."""
         return math.nan if any(map(math.isnan, self.losses)) else min(self.losses)
 
     @property
     def high(self) -> float:
-        """NaN if one is."""
+        """Highest loss; NaN if one is."""
         return math.nan if any(map(math.isnan, self.losses)) else max(self.losses)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a curve is at or below a loss for the first time."""
+    """First point at which a curve is at or below a loss."""
 
     step: float
     tokens: float
@@ -52,11 +52,11 @@ class Reach:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone.
+    """Runs that differ only in their seed.
 
     Attributes:
-        name: what the names of their folders have in common.
-        runs: in the order of their seeds.
+        name: the common part of their folder names.
+        runs: ordered by seed.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Group:
 
     @cached_property
     def curve(self) -> tuple[Point, ...]:
-        """Validations that all runs have made: of runs that are at different steps, up to the first one's last."""
+        """Validations that all runs have made; for unfinished runs, up to the slowest run's last."""
         of_run = [{validation.step: validation for validation in run.validations} for run in self.runs]
         common = sorted(set.intersection(*map(set, of_run)))
         return tuple(
@@ -74,17 +74,17 @@ class Group:
 
     @property
     def last(self) -> Point:
-        """What the group ended with, or has come to."""
+        """The group's last common validation."""
         return self.curve[-1]
 
     @property
     def flops_per_token(self) -> float:
-        """See `Run`."""
+        """FLOPs per token of the recipe; see `Run`."""
         return self.runs[0].flops_per_token
 
     @property
     def flops(self) -> float:
-        """Of the training of one run until `last`."""
+        """FLOPs of one run's training until `last`."""
         return self.flops_per_token * self.last.tokens
 
     @property
@@ -94,11 +94,11 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Groups in the order in which their first runs come. A second run of one recipe and one seed begins another group:
-    the same numbers twice are no spread.
+    """Group runs that differ only in their seed, in the order of their first runs. A second run of the same recipe and
+    seed begins another group: repeated numbers have no spread.
 
     Raises:
-        UserError: runs of one group have no step at which all were validated.
+        UserError: the runs of a group have no validated step in common.
     """
     members: list[tuple[dict, list[Run]]] = []
     for run in runs:
@@ -117,14 +117,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for group in groups:
         if not group.curve:
             folders = ", ".join(str(run.folder) for run in group.runs)
-            raise UserError(f"{folders} differ in train.seed alone, but have no validated step in common")
+            raise UserError(f"{folders} differ only in train.seed, but have no validated step in common")
     return groups
 
 
 def reach(curve: Sequence[Point], loss: float) -> Reach | None:
-    """Where the mean of a curve is at or below a loss for the first time, by linear interpolation between the
-    validation before and the one that is. The first validation, and one after a loss that is not finite, is taken as
-    it is. None if it is never, or the loss is not finite.
+    """Return the first point at which the mean of a curve is at or below a loss, linearly interpolated from the
+    validation before. The first validation, and one after a non-finite loss, is not interpolated. None if it is never
+    reached, or the loss is not finite.
     """
     before: Point | None = None
     for point in curve if math.isfinite(loss) else ():
@@ -139,13 +139,13 @@ def reach(curve: Sequence[Point], loss: float) -> Reach | None:
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Keys of the recipe in which groups differ, corpora by content."""
+    """Return the recipe keys in which groups differ, comparing corpora by content."""
     keys = [group.runs[0].keys() for group in groups]
     return [key for key in keys[0] if any(other.get(key) != keys[0][key] for other in keys[1:])]
 
 
 def common_name(folders: Sequence[str]) -> str:
-    """Return the common part of a group's folder names, without mention of a seed."""
+    """Return the common part of a group's folder names, without the seed."""
     if len(folders) == 1:
         return folders[0]
     common = folders[0]
@@ -153,5 +153,5 @@ def common_name(folders: Sequence[str]) -> str:
         size = next((i for i, (a, b) in enumerate(zip(common, name, strict=False)) if a != b), len(name))
         common = common[:size]
     if any(name[len(common) : len(common) + 1].isdigit() for name in folders):
-        common = common.rstrip("0123456789")  # of 11 and 12 the 1 is no name
+        common = common.rstrip("0123456789")  # the 1 of 11 and 12 is not a name
     return re.sub(r"((^|[-_.= /])(seed|s))?[-_.= /]*$", "", common)

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: ``config.toml``, ``metrics.jsonl``, ``run.json``."""
+"""A run, read from its folder: ``config.toml``, ``metrics.jsonl``, ``run.json``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
 from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
 
-# What changes no number of a run, or none but by rounding.
+# Keys that do not change a run's numbers beyond rounding.
 OF_NO_EFFECT = (
     "run.",
     "parallel.",
@@ -26,8 +26,8 @@ OF_NO_EFFECT = (
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation: after how many steps, after how many tokens of training, and its loss in nats a token, which may
-    be NaN or infinite."""
+    """A validation: number of steps and training tokens before it, and its loss in nats per token, which may be NaN or
+    infinite."""
 
     step: int
     tokens: int
@@ -36,13 +36,13 @@ class Validation:
 
 @dataclass(frozen=True)
 class File:
-    """A tokenizer or a corpus: its path, and the SHA-256 of what is in it where the run tells."""
+    """A tokenizer or a corpus: its path, and the SHA-256 of its content if the run recorded it."""
 
     path: str
     sha256: str | None = None
 
     def is_same(self, other: "File") -> bool:
-        """By content where both tell, else by path."""
+        """Compare by content if both have a digest, else by path."""
         if self.sha256 and other.sha256:
             return self.sha256 == other.sha256
         return self.path == other.path
@@ -53,14 +53,14 @@ class Run:
     """A run.
 
     Attributes:
-        folder: as it was given.
-        recipe: the resolved one; of a run that was resumed, the last.
-        step: the last that was logged.
-        validations: at least one, in the order of steps, each step once.
-        params, active_params: parameters in all, and those that a token meets.
+        folder: as given.
+        recipe: the resolved one; the latest of a resumed run.
+        step: the last one logged.
+        validations: at least one, ordered by step, one per step.
+        params, active_params: all parameters, and those that a token uses.
         flops_per_token: floating point operations of a training step per token, forward and backward, router included
             (`pretrain.config.counts.flops_per_token`).
-        tokenizer, train, validation: what it read.
+        tokenizer, train, validation: the files that it read.
     """
 
     folder: Path
@@ -76,11 +76,11 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last step of the recipe was made."""
+        """Return whether the run made the recipe's last step."""
         return self.step >= self.recipe.train.steps
 
     def keys(self) -> dict[str, Any]:
-        """Everything of the recipe that makes it another experiment, by key; corpora by content."""
+        """Recipe keys and values that define the experiment, corpora by content."""
         values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(OF_NO_EFFECT)}
         for key, files in (("tokenizer", (self.tokenizer,)), ("train", self.train), ("validation", self.validation)):
             values[f"data.{key}"] = tuple(file.sha256 or file.path for file in files)
@@ -88,21 +88,21 @@ class Run:
 
 
 def flatten(recipe: Recipe) -> dict[str, Any]:
-    """``section.key`` -> value."""
+    """Return ``section.key`` -> value."""
     return {f"{section}.{key}": value for section, values in asdict(recipe).items() for key, value in values.items()}
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run's folder, also while the run goes on.
+    """Read a run's folder, during the run too.
 
     Raises:
-        UserError: there is no run, a file of it is damaged, or it has no validation.
+        UserError: it is not a run, a file of it is damaged, or it has no validation.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder of a run")
+        raise UserError(f"{folder} is not the folder of a run: it does not exist")
     for name in (CONFIG, METRICS):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} is no folder of a run: there is no {name} in it")
+            raise UserError(f"{folder} is not the folder of a run: it has no {name}")
     try:
         recipe = load_recipe(str(folder / CONFIG))
     except UserError as error:
@@ -110,18 +110,18 @@ def read_run(folder: Path) -> Run:
     rows = _rows(folder / METRICS)
     validations = tuple(_validations(recipe, rows))
     if not validations:
-        why = "its data.validation is empty" if not recipe.data.validation else f"none is in its {METRICS} yet"
+        why = "its data.validation is empty" if not recipe.data.validation else f"{METRICS} has none yet"
         raise UserError(f"{folder} has no validation to compare: {why}")
-    told = _told(folder)
-    data = told.get("data") or {}
+    info = _run_info(folder)
+    data = info.get("data") or {}
     return Run(
         folder=folder,
         recipe=recipe,
         step=rows[-1]["step"],
         validations=validations,
-        params=told.get("params", recipe.num_params()),
-        active_params=told.get("active_params", recipe.num_active_params()),
-        flops_per_token=told.get("flops_per_token", recipe.flops_per_token()),
+        params=info.get("params", recipe.num_params()),
+        active_params=info.get("active_params", recipe.num_active_params()),
+        flops_per_token=info.get("flops_per_token", recipe.flops_per_token()),
         tokenizer=File(recipe.data.tokenizer, data.get("tokenizer")),
         train=_files(recipe.data.train, data.get("train")),
         validation=_files(recipe.data.validation, data.get("validation")),
@@ -129,7 +129,7 @@ def read_run(folder: Path) -> Run:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises UserError for the first run whose validation loss means something else than the first run's."""
+    """Raise UserError for the first run whose validation loss is not comparable with the first run's."""
     first = runs[0]
     for run in runs[1:]:
         values, others = flatten(first.recipe), flatten(run.recipe)
@@ -142,22 +142,21 @@ def check_comparable(runs: Sequence[Run]) -> None:
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
-            raise _incomparable(first, run, f"they were validated on different text, data.validation is {paths}")
+            raise _incomparable(first, run, f"their validation texts differ, data.validation is {paths}")
 
 
 def _meaning(recipe: Recipe) -> list[str]:
-    """Keys that say what is predicted, and from what."""
+    """Return the recipe keys that define the predicted tokens and their context."""
     keys = {"gpt": ["data.document_mask"], "bert": ["data.noise_density"]}
     return ["model.kind", *keys.get(recipe.model.kind, ["data.noise_density", "data.mean_span"])]
 
 
 def _incomparable(first: Run, run: Run, why: str) -> UserError:
-    return UserError(f"losses of {first.folder} and {run.folder} cannot be compared: {why}")
+    return UserError(f"losses of {first.folder} and {run.folder} are not comparable: {why}")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics that count. Where the record goes back, as one that was put together from parts of a resumed
-    run may, the later rows are those of the run that went on."""
+    """Return the rows of metrics. Where steps go back, as after a resume, the later rows replace the earlier ones."""
     rows: list[dict[str, Any]] = []
     for row in read_metrics(path):
         if rows and row["step"] < rows[-1]["step"]:
@@ -181,19 +180,19 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
     return list(found.values())
 
 
-def _told(folder: Path) -> dict[str, Any]:
-    """Return ``run.json`` with what a comparison reads of it checked; empty where there is none yet."""
-    told, path = read_told(folder), folder / TOLD
+def _run_info(folder: Path) -> dict[str, Any]:
+    """Return ``run.json``, with the fields that a comparison uses checked; empty if it is missing."""
+    info, path = read_told(folder), folder / TOLD
     for key in ("params", "active_params", "flops_per_token"):
-        value = told.get(key, 0)
+        value = info.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{path} cannot be read: {key}={value!r} is not a number")
-    data = told.get("data") or {}
+            raise UserError(f"{path}: {key}={value!r} must be a number")
+    data = info.get("data") or {}
     sums = [data.get("tokenizer"), data.get("train"), data.get("validation")] if isinstance(data, dict) else [data]
     for value in sums:
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{path} cannot be read: data={data!r} is not what a run writes")
-    return told
+            raise UserError(f"{path}: data={data!r} is invalid: a run did not write it")
+    return info
 
 
 def _files(paths: Sequence[str], sums: Sequence[str | None] | None) -> tuple[File, ...]:

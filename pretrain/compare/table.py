@@ -1,4 +1,4 @@
-"""Groups of runs as text, and as values that JSON can hold."""
+"""Comparison of groups as text and as JSON values."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 from pretrain.compare.groups import Group, Reach, differing_keys, reach
 
-_CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # by SHA-256, which nobody reads
+_CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # compared by SHA-256, which is not shown
 
 
 def text(groups: Sequence[Group]) -> str:
-    """Tables whose rows are groups, in Markdown: what they are and ended with; where each reaches what the others ended
-    with; the keys of the recipe in which they differ; what to mind."""
+    """Format Markdown tables with one row per group: size and final loss; where it reaches other final losses; then the
+    recipe keys in which groups differ, and notes."""
     rows = [
         ["run", "seeds", "step", "tokens", "parameters", "active", "FLOPs/token", "FLOPs", "val loss", "std", "min-max"]
     ]
@@ -46,8 +46,8 @@ def text(groups: Sequence[Group]) -> str:
 
 
 def values(groups: Sequence[Group]) -> dict[str, Any]:
-    """``groups``, ``reaches`` (of every group the loss that every other ended with; null where it is not reached) and
-    ``notes``. Losses in nats a token; null for those that are not finite."""
+    """Return ``groups``, ``reaches`` (where each group reaches each other's final loss, or null) and ``notes``. Losses
+    are in nats per token; null if not finite."""
     keys = differing_keys(groups)
     return {
         "groups": [_group_values(group, keys) for group in groups],
@@ -57,14 +57,14 @@ def values(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """What a reader has to know before trusting the table; one line each."""
+    """Return caveats for the comparison, one line each."""
     said = []
     for group in groups:
         for run in group.unfinished:
             said.append(f"{run.folder} is not finished: step {run.step} of {run.recipe.train.steps}")
         for run in group.runs:
             if (path := run.recipe.train.init_from) is not None:
-                said.append(f"{run.folder} began with the weights of {path}, whose training is not counted")
+                said.append(f"{run.folder} started from the weights of {path}, whose training is not counted")
         if not math.isfinite(group.last.mean):
             said.append(f"the last validation of {group.name} is not finite")
     sizes: dict[str, list[str]] = {}
@@ -86,8 +86,8 @@ def _differences(groups: Sequence[Group]) -> list[str]:
     lines = []
     for group in groups:
         values = group.runs[0].keys()
-        told = [key if key in _CONTENTS else f"{key}={values[key]}" for key in keys]
-        lines.append(f"{group.name}: {' '.join(told) or 'the same recipe and seed'}")
+        shown = [key if key in _CONTENTS else f"{key}={values[key]}" for key in keys]
+        lines.append(f"{group.name}: {' '.join(shown) or 'the same recipe and seed'}")
     return lines
 
 
@@ -166,7 +166,7 @@ def _steps(group: Group) -> int:
 
 
 def _count(number: float) -> str:
-    """Three digits and a unit: 2.17 M."""
+    """Format with three digits and a unit: 2.17 M."""
     for power, unit in enumerate("YZEPTGMk"):
         limit = 1000.0 ** (8 - power)
         if number >= 0.9995 * limit:
@@ -175,7 +175,7 @@ def _count(number: float) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, its head the first row."""
+    """Format a table whose head is the first row."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]

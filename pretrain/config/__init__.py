@@ -1,4 +1,4 @@
-"""A run, described: the recipe's sections and how one is read (`load`)."""
+"""Configuration of a run: the sections of the recipe, and reading one (`load`)."""
 
 from pretrain.config.load import build_recipe, load_recipe, write_recipe
 from pretrain.config.model import ModelConfig

@@ -1,4 +1,4 @@
-"""Which samples a step takes, when the global batch grows."""
+"""Samples of each step, with a global batch that may grow."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batch of every step: ``start`` sequences, ``increment`` more each time an equal share of
-    ``ramp_samples`` was seen, up to ``size``. Step n takes the samples after those of step n - 1, each once.
+    """The global batch of every step: ``start`` sequences, ``increment`` more after each equal share of
+    ``ramp_samples``, up to ``size``. Step n takes the samples after those of step n - 1.
     """
 
     size: int
@@ -18,11 +18,11 @@ class Batches:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
-        """(first step, its first sample, sequences of a step) of each size."""
+        """For each size: (first step, its first sample, sequences per step)."""
         levels, step, sample = [], 0, 0
         count = (self.size - self.start) // self.increment
         for level in range(count):
-            # The first sample of which count * sample // ramp_samples is past this level.
+            # The first sample whose count * sample // ramp_samples exceeds this level.
             end = -(-(level + 1) * self.ramp_samples // count)
             batch = self.start + level * self.increment
             if sample < end:
@@ -32,16 +32,16 @@ class Batches:
         return [*levels, (step, sample, self.size)]
 
     def sequences(self, step: int) -> int:
-        """Of the step, counted from 0."""
+        """Sequences of the step, counted from 0."""
         return self._level(step)[2]
 
     def first(self, step: int) -> int:
-        """The first sample of a step, which is how many all steps before it took."""
+        """Index of a step's first sample, which is the number of samples before it."""
         first_step, first_sample, batch = self._level(step)
         return first_sample + (step - first_step) * batch
 
     def steps_of(self, samples: int) -> int:
-        """Steps that take so many samples or, if none ends there, a few more."""
+        """Number of steps that take at least so many samples."""
         place = bisect_right(self._levels, samples, key=lambda level: level[1]) - 1
         first_step, first_sample, batch = self._levels[place]
         steps = first_step + -(-(samples - first_sample) // batch)

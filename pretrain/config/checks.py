@@ -1,4 +1,4 @@
-"""Bounds of each value of a recipe by itself, and checks that its sections share; `Recipe.check` compares values."""
+"""Bounds of single recipe values, and checks that sections share; `Recipe.check` compares values with each other."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from fmoe.errors import UserError
 PATHS = ("run.folder", "data.tokenizer", "data.train", "data.validation", "train.init_from")
 NOT_EMPTY = ("run.folder", "data.train", "data.validation", "train.init_from", "model.gate", "tracking.project")
 MAX_INT = 2**31 - 1
-# What is counted in lists, or goes into arithmetic with an end. Other whole numbers are at most `MAX_INT`.
+# Values that size a list or enter arithmetic that could overflow. Other integers are at most `MAX_INT`.
 LIMITS = {
     "train.seed": 2**63 - 1,
     "train.ramp_samples": 2**53,
@@ -30,7 +30,7 @@ LIMITS = {
     "guard.spike_window": 2**24,
     "guard.spike_history": 2**24,
 }
-# Where no bound is a meaning.
+# Keys for which infinity is meaningful: no bound.
 MAY_BE_INFINITE = (
     "guard.spike_sigma",
     "guard.collapse_cv",
@@ -104,7 +104,7 @@ NOT_NEGATIVE = {
 
 
 def check_values(recipe: Any) -> None:
-    """Raise UserError for the first value of a `pretrain.config.recipe.Recipe` that is out of its bounds."""
+    """Raise UserError for the first value of a `pretrain.config.recipe.Recipe` that is out of bounds."""
     for section in fields(recipe):
         for entry in fields(config := getattr(recipe, section.name)):
             key, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
@@ -114,7 +114,7 @@ def check_values(recipe: Any) -> None:
                 if isinstance(item, int | float) and not isinstance(item, bool):
                     limit = LIMITS.get(key, MAX_INT if isinstance(item, int) else math.inf)
                     if item > limit:
-                        raise UserError(f"{key}={item} is more than {limit}")
+                        raise UserError(f"{key}={item} exceeds {limit}")
                 if isinstance(item, str):
                     check_text(key, item)
     for section, names in POSITIVE.items():
@@ -136,22 +136,22 @@ def divides(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_text(key: str, text: str) -> None:
-    """Raises UserError for control characters but tab and line break, bytes that are not UTF-8, and the empty name of a
-    folder or a file."""
+    """Raise UserError for control characters other than tab and line break, for invalid UTF-8, and for the empty name
+    of a folder or a file."""
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
     ):
-        raise UserError(f"{key}={text!a} has control characters or is not UTF-8: give another name")
+        raise UserError(f"{key}={text!a} has control characters or is not UTF-8: choose another name")
     if not text and key in NOT_EMPTY:
-        raise UserError(f"{key}='' is empty: give a name")
+        raise UserError(f"{key}='' must not be empty")
     if key in PATHS:
         check_path(key, text)
 
 
 def check_path(key: str, text: str) -> None:
-    """Raise UserError for a path that no file system takes, or that is not a prefix where the key needs one."""
+    """Raise UserError for a path that is too long, or not a prefix where the key needs one."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
-        raise UserError(f"{key}={text[:40]}... is too long for the name of a file")
+        raise UserError(f"{key}={text[:40]}... is too long for a file name")
     if key in ("data.train", "data.validation") and not Path(text).name:
-        raise UserError(f"{key}={text} is not a prefix of .bin and .idx files")
+        raise UserError(f"{key}={text} must be the prefix of .bin and .idx files")

@@ -1,28 +1,28 @@
-"""Parameters and floating point operations of a model by arithmetic alone, without building it.
+"""Parameters and floating point operations of a model, computed without building it.
 
-Width h, sequences of s tokens; of a T5, s tokens into the encoder and t into the decoder.
+Width h, sequences of s tokens; of a T5, s tokens in the encoder and t in the decoder.
 """
 
 from pretrain.config.model import ModelConfig
 
-# Matrices [num_experts, h] of a gate; all others have one.
+# Router matrices [num_experts, h] of a gate; 1 for all others.
 _ROUTER_MATRICES = {"hash": 0, "random": 0, "zero": 0, "noisy": 2}
 
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:
-    """Parameters, of a layer's experts those of ``experts`` only, and the shared ones.
+    """Number of parameters, counting ``experts`` routed experts per layer, and the shared ones.
 
     Args:
-        decoder_length: t; learned positions are as many as the longer of the two sequences.
+        decoder_length: t; learned positions cover the longer of the two sequences.
     """
     width = model.hidden_size
     total = model.vocab_size * width
     total += sum(_matrices(model, number, experts) + _norms(model, number) for number in model.layer_numbers)
     if model.position == "learned_absolute":
         total += max(model.sequence_length, decoder_length) * width
-    total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the last one of a stack
+    total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
     total += 0 if model.tie_embeddings else model.vocab_size * width
-    if model.kind == "bert":  # a linear map and a norm before the output matrix, and that one's bias
+    if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
     if model.kind == "t5" and model.tie_embeddings:
         total += model.vocab_size
@@ -31,9 +31,8 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Floating point operations of a training step per token, forward and backward: 6 for each active parameter of a
-    matrix that the token is multiplied with, and the attention scores (PaLM, arXiv 2204.02311 appendix B; recomputation
-    not counted). Embeddings and positions are looked up; norms and biases are not counted. Of a T5, of a token that
-    goes into either stack, on average."""
+    matrix product, and the attention scores (PaLM, arXiv 2204.02311 appendix B; without recomputation). Embeddings,
+    positions, norms and biases are not counted. For a T5, the mean over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * model.head_width
     layers = [_matrices(model, number, model.top_k) for number in model.layer_numbers]
@@ -48,9 +47,9 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 
 def _matrices(model: ModelConfig, number: int, experts: int) -> int:
-    """Parameters of a layer's matrices."""
+    """Matrix parameters of a layer."""
     width, head = model.hidden_size, model.head_width
-    # Queries and output, keys and values; of a decoder a second attention, to the encoder's output.
+    # Queries and output, keys and values; a decoder also attends to the encoder's output.
     attention = 2 * width * head * (model.num_heads + model.query_groups)
     if _is_decoder(model, number):
         attention += 4 * width * head * model.num_heads
@@ -62,7 +61,7 @@ def _matrices(model: ModelConfig, number: int, experts: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Parameters of a layer's norms: one before each block, and those of queries and keys."""
+    """Norm parameters of a layer: one norm per block, and those of queries and keys."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
 

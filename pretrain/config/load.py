@@ -1,4 +1,4 @@
-"""Reading a recipe: TOML file -> dataclasses -> options of the command line over it."""
+"""Reading a recipe: a TOML file, then command-line options, into dataclasses."""
 
 import difflib
 import itertools
@@ -20,19 +20,17 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that are shipped."""
+    """Names of the shipped recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path, or the name of one that is shipped (``quickstart``)."""
+    """Return the file of a recipe, given its path or the name of a shipped one (``quickstart``)."""
     check_path("recipe", name)
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
             return path
-    raise UserError(
-        f"recipe {name!r} is neither a file nor one of those that are shipped: {known_names(name, shipped_recipes())}"
-    )
+    raise UserError(f"recipe {name!r} is neither a file nor a shipped recipe: {known_names(name, shipped_recipes())}")
 
 
 def is_recipe(name: str) -> bool:
@@ -41,7 +39,7 @@ def is_recipe(name: str) -> bool:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a TOML file with ``--section.key value`` options over it, checked.
+    """Load a TOML recipe, apply ``--section.key value`` options, and check it.
 
     Raises:
         UserError: unreadable TOML, an unknown key (names the nearest), a value of the wrong type or out of range, or a
@@ -56,7 +54,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
-    """The recipe of a TOML file with other values of some keys, not checked. Raises UserError: see `load_recipe`."""
+    """Load a TOML recipe and override some keys, without checks. Raises UserError: see `load_recipe`."""
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -70,9 +68,9 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """The recipe of its sections as ``asdict`` has them, as in a checkpoint's state; not checked.
+    """Build a recipe from its sections in the form of ``asdict``, as in a checkpoint's state, without checks.
 
-    A key that is not there has its default.
+    Missing keys have their default.
 
     Raises:
         UserError: an unknown key, a value of the wrong type.
@@ -81,7 +79,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-    """A dataclass from a table of TOML, with every key and type checked."""
+    """Build a dataclass from a TOML table, checking every key and type."""
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]
     built = {}
@@ -91,7 +89,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
         hint = hints[key]
         if is_dataclass(hint):
             if not isinstance(value, Mapping):
-                raise UserError(f"{prefix}{key}={value!r} is not a section")
+                raise UserError(f"{prefix}{key}={value!r} must be a section")
             built[key] = _build(hint, value, f"{prefix}{key}.")
         else:
             built[key] = _convert(value, hint, prefix + key)
@@ -101,27 +99,27 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 def _convert(value: Any, hint: Any, key: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        # TOML has no null: the word stands for it.
+        # TOML has no null: the string "none" means None.
         if type(None) in arguments and value in (None, "none", "None"):
             return None
         return _convert(value, next(a for a in arguments if a is not type(None)), key)
     if origin is typing.Literal:
         if value not in arguments:
-            raise UserError(f"{key}={value!r} is none of {', '.join(map(str, arguments))}")
+            raise UserError(f"{key}={value!r} must be one of {', '.join(map(str, arguments))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UserError(f"{key}={value!r} is not a list")
+            raise UserError(f"{key}={value!r} must be a list")
         return tuple(_convert(item, arguments[0], key) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{key}={value!r} is not of type {hint.__name__}")
+        raise UserError(f"{key}={value!r} must be of type {hint.__name__}")
     return value
 
 
 def recipe_keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Full names of all keys, with their types."""
+    """Return the full names of all keys, with their types."""
     hints = typing.get_type_hints(cls)
     out = {}
     for field in fields(cls):
@@ -138,7 +136,7 @@ def _unknown(key: str, known: Collection[str]) -> str:
         others = f" Or {', '.join(near[1:3])}?" if near[1:] else ""
         return f"unknown key {key}; did you mean {near[0]}?{others}"
     sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in known))
-    return f"unknown key {key}; there are {sections}: fmoe train RECIPE --help lists their keys"
+    return f"unknown key {key}; the sections are {sections}: fmoe train RECIPE --help lists their keys"
 
 
 _OPTION = re.compile(r"--([\w-]+\.[\w.-]+)(?:=(.*))?", re.DOTALL)
@@ -146,13 +144,13 @@ _BOOLS = {"true": True, "false": False}
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Options ``--section.key value`` of a command line as (key, value), in their order, and the words that are none.
+    """Split a command line into ``--section.key value`` options, as (key, value) in order, and the remaining words.
 
-    ``_`` and ``-`` are alike; ``--section.key=value`` and, of a bool, ``--section.key`` and ``--section.no-key`` are
-    other spellings. A list takes the words up to the next option.
+    ``_`` and ``-`` are equivalent; ``--section.key=value`` and, for a bool, ``--section.key`` and
+    ``--section.no-key`` are alternatives. A list takes all words up to the next option.
 
     Raises:
-        UserError: an unknown key, no value or a wrong one.
+        UserError: an unknown key, a missing or invalid value.
     """
     known, words = recipe_keys(), list(argv)
     overrides: list[tuple[str, Any]] = []
@@ -170,7 +168,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
         hint = known[key]
         is_bool = hint is bool or bool in typing.get_args(hint)
         if is_negated and (not is_bool or text is not None):
-            raise UserError(f"{word}: {'a bool is negated without a value' if is_bool else f'{key} is no bool'}")
+            raise UserError(f"{word}: {'a negated bool takes no value' if is_bool else f'{key} is not a bool'}")
         if is_bool and text is None:
             follows = words[0].lower() if words and not is_negated else ""
             is_value = follows in _BOOLS or (follows == "none" and hint is not bool)
@@ -186,7 +184,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
 
 
 def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
-    """The value of an option from what stands behind it."""
+    """Parse the value of an option from the words after it."""
     if typing.get_origin(hint) is tuple:
         return tuple(_from_words([word], typing.get_args(hint)[0], key) for word in words)
     if not words:
@@ -198,18 +196,18 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
     kind = next(kind for kind in kinds if kind is not type(None))
     if kind is bool:
         if word.lower() not in _BOOLS:
-            raise UserError(f"{key}={word} is neither true nor false")
+            raise UserError(f"{key}={word} must be true or false")
         return _BOOLS[word.lower()]
     if kind in (int, float):
         try:
             return kind(word)
         except ValueError:
-            raise UserError(f"{key}={word} is not a {'whole number' if kind is int else 'number'}") from None
+            raise UserError(f"{key}={word} must be {'an integer' if kind is int else 'a number'}") from None
     return _convert(word, kind, key)
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The resolved recipe as TOML, every key of it."""
+    """Return the resolved recipe as TOML, with every key."""
     lines = []
     for section, values in asdict(recipe).items():
         lines.append(f"[{section}]")
@@ -219,7 +217,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Writes `recipe_text`; `load_recipe` of the file gives the recipe again."""
+    """Write `recipe_text`, which `load_recipe` reads back to an equal recipe."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(recipe_text(recipe), encoding="utf-8")
     temporary.replace(path)
@@ -231,7 +229,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for DEL.
+        # A JSON string is a TOML basic string, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(map(to_toml, value)) + "]"

@@ -1,7 +1,7 @@
-"""A recipe: its sections, and what follows from several of them. Every field is a key of the TOML file and an option of
-the command line.
+"""A recipe: its sections, and values derived from several of them. Every field is a key of the TOML file and an option
+of the command line.
 
-`Recipe.check` reports, before any process group is made, what is invalid, in one line that names the keys.
+`Recipe.check` reports invalid values before any process group is created, in one line that names the keys.
 """
 
 import math
@@ -43,33 +43,33 @@ class Recipe:
 
     @property
     def spans(self) -> Spans:
-        """Lengths of a t5's samples."""
+        """Span lengths of a t5's samples."""
         return Spans.of(self.model.sequence_length, self.data.noise_density, self.data.mean_span)
 
     @property
     def decoder_length(self) -> int:
-        """Tokens of a sequence in a t5's decoder; 0 for a model without one."""
+        """Tokens of a sequence in a t5's decoder; 0 for other models."""
         return self.spans.targets if self.model.kind == "t5" else 0
 
     @property
     def tokens_per_sequence(self) -> int:
-        """Tokens that a sample is worth: those that go into the model."""
+        """Number of tokens of a sample that enter the model."""
         return self.model.sequence_length + self.decoder_length
 
     def num_params(self) -> int:
-        """Parameters in all."""
+        """Total number of parameters."""
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Parameters that a token meets: those of K experts instead of all."""
+        """Number of parameters that a token uses: of K experts instead of all."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:
-        """See `counts.flops_per_token`."""
+        """Floating point operations of a training step per token; see `counts.flops_per_token`."""
         return counts.flops_per_token(self.model, self.decoder_length)
 
     def check(self) -> None:
-        """Raises UserError for the first value that cannot be, alone or with another."""
+        """Raise UserError for the first invalid value or combination of values."""
         model, parallel, optimizer = self.model, self.parallel, self.optimizer
         check_values(self)
         model.check()
@@ -78,19 +78,19 @@ class Recipe:
         self._check_batches()
         if parallel.overlap_parameters and not (optimizer.distributed and parallel.overlap_gradients):
             raise UserError(
-                "parallel.overlap_parameters=true is for optimizer.distributed=true and parallel.overlap_gradients=true"
+                "parallel.overlap_parameters=true needs optimizer.distributed=true and parallel.overlap_gradients=true"
             )
         optimizer.check()
         optimizer.check_precision(self.train.precision)
         if optimizer.name == "adafactor" and parallel.tensor > 1:
             raise UserError(
-                "optimizer.name=adafactor factors the second moments of whole matrices, which "
-                f"parallel.tensor={parallel.tensor} cuts: use 1"
+                f"parallel.tensor={parallel.tensor} must be 1 with optimizer.name=adafactor, which factors the second "
+                "moments of whole matrices"
             )
         guard = self.guard
         if guard.spike_window and guard.spike_history > guard.spike_window:
             raise UserError(
-                f"guard.spike_history={guard.spike_history} is more than guard.spike_window={guard.spike_window}"
+                f"guard.spike_history={guard.spike_history} exceeds guard.spike_window={guard.spike_window}"
             )
         if not guard.collapse_dead <= 1:
             raise UserError(f"guard.collapse_dead={guard.collapse_dead} is not in [0, 1]")
@@ -99,22 +99,22 @@ class Recipe:
             name, value = "optimizer.warmup_steps", optimizer.warmup_steps
             if optimizer.warmup_tokens is not None:
                 name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
-            raise UserError(f"{name}={value} is not less than {key}={self.decay_steps}: give a shorter warmup too")
+            raise UserError(f"{name}={value} must be less than {key}={self.decay_steps}: shorten the warmup too")
         if not self.data.train:
-            raise UserError("data.train is empty: name at least one .bin/.idx prefix")
+            raise UserError("data.train is empty: set at least one .bin/.idx prefix")
 
     def _check_kind(self) -> None:
-        """Raise UserError for the first value that the kind of model, or the blend of corpora, does not allow."""
+        """Raise UserError for the first value that is invalid for the kind of model or the blend of corpora."""
         model, data = self.model, self.data
         decoder_layers = model.num_decoder_layers
         if model.kind != "t5" and decoder_layers is not None:
-            raise UserError(f"model.num_decoder_layers={decoder_layers} is of model.kind=t5, not {model.kind}")
+            raise UserError(f"model.num_decoder_layers={decoder_layers} needs model.kind=t5, not {model.kind}")
         if model.kind != "gpt" and data.document_mask:
-            raise UserError(f"data.document_mask=true is of model.kind=gpt, not {model.kind}")
+            raise UserError(f"data.document_mask=true needs model.kind=gpt, not {model.kind}")
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
         if not 1 <= data.mean_span < math.inf:
-            raise UserError(f"data.mean_span={data.mean_span} is not a number from 1")
+            raise UserError(f"data.mean_span={data.mean_span} must be a finite number of at least 1")
         if model.kind == "t5":
             try:
                 _ = self.spans
@@ -123,9 +123,9 @@ class Recipe:
             if self.parallel.is_sequence_parallel:
                 divides("parallel.tensor", self.parallel.tensor, "the tokens of a t5's decoder", self.decoder_length)
         if model.kind == "bert" and model.sequence_length < 3:
-            raise UserError(f"model.sequence_length={model.sequence_length} is less than 3: no token of text is in it")
+            raise UserError(f"model.sequence_length={model.sequence_length} must be at least 3, to hold any text")
         if data.weights and len(data.weights) != len(data.train):
-            raise UserError(f"data.weights has {len(data.weights)} entries, data.train {len(data.train)}: one each")
+            raise UserError(f"data.weights has {len(data.weights)} entries, data.train {len(data.train)}: use one each")
         if data.weights:
             try:
                 whole_weights(data.weights)
@@ -137,7 +137,7 @@ class Recipe:
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
         keys = ["global_batch"]
         if train.check_ramp():
-            keys += ["ramp_batch", "ramp_increment"]  # and so every batch between
+            keys += ["ramp_batch", "ramp_increment"]  # and therefore every batch between
         if self.data.validation:
             keys.append("validation_sequences")
         for key in keys:
@@ -145,8 +145,8 @@ class Recipe:
             divides(name, share, f"train.{key}", sequences)
             if parallel.model_chunks > 1 and sequences // share % parallel.pipeline:
                 raise UserError(
-                    f"train.{key}={sequences} is {sequences // share} micro batches a process, which "
-                    f"parallel.pipeline={parallel.pipeline} has to divide with parallel.virtual_pipeline="
+                    f"train.{key}={sequences} is {sequences // share} micro batches per data parallel rank, which "
+                    f"must be a multiple of parallel.pipeline={parallel.pipeline} with parallel.virtual_pipeline="
                     f"{parallel.virtual_pipeline}"
                 )
 
@@ -160,32 +160,31 @@ class Recipe:
 
     @property
     def max_lr(self) -> float:
-        """Highest learning rate of this run, at its batch."""
+        """Peak learning rate of this run, scaled to its batch."""
         return self.optimizer.lr * self.optimizer.lr_factor(self.train.global_batch)
 
     @property
     def min_lr(self) -> float:
-        """The same at the end of the decay."""
+        """Learning rate after the decay, scaled to the run's batch."""
         return self.optimizer.min_lr * self.optimizer.lr_factor(self.train.global_batch)
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warmup, which may be given in tokens."""
+        """Steps of the warmup, also if it is given in tokens."""
         if self.optimizer.warmup_tokens is None:
             return self.optimizer.warmup_steps
         return self.batches.steps_of(math.ceil(self.optimizer.warmup_tokens / self.tokens_per_sequence))
 
     @property
     def decay_steps(self) -> int:
-        """Step at which the learning rate has decayed."""
+        """Step at which the learning rate decay ends."""
         return self.train.steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises UserError if so many processes are not what the splits multiply to."""
+        """Raise UserError unless the splits multiply to ``world_size``."""
         parallel = self.parallel
         if world_size != parallel.world_size:
             raise UserError(
                 f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
-                f"as many processes (fmoe train does, or torchrun --nproc_per_node {parallel.world_size}), or change "
-                "the splits"
+                f"as many (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
             )

@@ -25,23 +25,22 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipe-reference.md"
 _HEAD = """\
 # Recipe reference
 
-Every key of a recipe. In the file it stands in its section, on the command line it is an option: `num_experts` of
-`[model]` is `--model.num-experts`. What a recipe leaves out has the default. `"none"` is how TOML, which has no null,
-spells it. `fmoe train quickstart --help` shows the same with that recipe's values; a run's `config.toml`
-has them all.
+Every key of a recipe. In the file, a key belongs to a section; on the command line it is an option: `num_experts` of
+`[model]` is `--model.num-experts`. Missing keys have their default. `"none"` stands for null, which TOML lacks.
+`fmoe train quickstart --help` shows that recipe's values; a run's `config.toml` has all of its values.
 
 This page is written by `python -m pretrain.config.reference`.
 """
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     hints = typing.get_type_hints(Recipe)
     return "\n".join([_HEAD, *(_section(field.name, hints[field.name]) for field in fields(Recipe))])
 
 
 def options_help(recipe: Recipe, program: str) -> str:
-    """Every key as an option of a command, with its value in ``recipe``."""
+    """Format every key as an option of a command, with its value in ``recipe``."""
     hints = typing.get_type_hints(Recipe)
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     wrap = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8).fill
@@ -71,7 +70,7 @@ def _section(name: str, cls: type) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstrings of a dataclass' fields: the string behind each.
+    """Return the docstrings of a dataclass' fields: the string after each.
 
     Raises:
         ValueError: a field has none.
@@ -105,7 +104,7 @@ def _limits(section: str, field: Field) -> Iterator[str]:
 
 
 def _text(doc: str) -> str:
-    """A docstring in a cell of a table, with pages of docs/ as links."""
+    """Format a docstring as a table cell, with pages of docs/ as links."""
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", " ".join(doc.replace("``", "`").split()))
 
 

@@ -1,1 +1,1 @@
-"""Text to tokens to training samples: corpora, tokenizers, Megatron's indexed files, a sample order without state."""
+"""Text to tokens to training samples: corpora, tokenizers, Megatron's indexed files, a stateless sample order."""

@@ -1,4 +1,4 @@
-"""``fmoe data``: from text to tokens on disk, one command a step."""
+"""``fmoe data``: from text to tokens on disk, one command per step."""
 
 import argparse
 import textwrap
@@ -24,15 +24,15 @@ from pretrain.data.tokenizers import (
 )
 
 INPUTS = """\
-INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (a line a document), .json (the same, or one array
-of objects), any of them compressed (.gz, .zst), .parquet (a row a document), a folder saved by Hugging Face datasets,
-or a folder with any of these files below it. --format says how to read files of other names."""
+INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (one document per line), .json (the same, or one
+array of objects), any of them compressed (.gz, .zst), .parquet (one document per row), a folder saved by Hugging Face
+datasets, or a folder with any of these files below it. --format sets the format of files with other names."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``fmoe data ARGS``; a wrong input is a `UserError`, which `fmoe.cli.run` makes one line and exit code 2."""
+    """Run ``fmoe data ARGS``; `fmoe.cli.run` turns a `UserError` into one line and exit code 2."""
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
     return 0
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe data",
         allow_abbrev=False,
-        description="Prepares training data: text to a tokenizer, text and tokenizer to token files.",
+        description="Prepare training data: train a tokenizer on text, then convert text to token files.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=textwrap.dedent("""\
             an example from nothing to tokens:
@@ -60,17 +60,17 @@ def _parser() -> argparse.ArgumentParser:
         "corpus",
         _corpus,
         "write the default corpus, the sources of this Python's standard library",
-        "Writes train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
+        "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
         "fmoe data corpus --out data/pylib/out",
     )
-    corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder of the three files")
+    corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder for the three files")
 
     tokenizer = _command(
         commands,
         "tokenizer",
         _tokenizer,
         "train a tokenizer",
-        "Trains a tokenizer that gives every text back exactly: a sentencepiece model or, if FILE ends in .json, the\n"
+        "Train a tokenizer that decodes every text exactly: a sentencepiece model or, if FILE ends in .json, the\n"
         f"tokenizer.json of Hugging Face tokenizers (byte-level BPE).\n\n{INPUTS}",
         "fmoe data tokenizer wiki.jsonl books/ --out tokenizer.model --vocab-size 32000",
     )
@@ -78,12 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     tokenizer.add_argument(
         "--out", type=path_argument, required=True, metavar="FILE", help="the model file to write, e.g. x.model, x.json"
     )
-    tokenizer.add_argument("--vocab-size", type=int, help=f"pieces in all (default: {DEFAULT_VOCAB_SIZE})")
+    tokenizer.add_argument("--vocab-size", type=int, help=f"total number of pieces (default: {DEFAULT_VOCAB_SIZE})")
     tokenizer.add_argument(
         "--model-type",
         default="bpe",
         choices=MODEL_TYPES,
-        help="bytes: a token a byte, in a .json, without INPUT (default: %(default)s)",
+        help="bytes: one token per byte, in a .json, without INPUT (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--sentinels", type=int, help="pieces <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
@@ -92,13 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         "--max-bytes",
         type=int,
         default=DEFAULT_MAX_BYTES,
-        help="size of the sample to train on, lines spread evenly over the text (default: %(default)s)",
+        help="size of the training sample, lines spread evenly over the text (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--character-coverage",
         type=float,
         default=0.9999,
-        help="share of characters with a piece of their own, the rest in bytes (default: %(default)s)",
+        help="share of characters with their own piece, the rest in bytes (default: %(default)s)",
     )
 
     prepared = _command(
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "prepare",
         _prepare,
         "tokenize text into PREFIX.bin, PREFIX.idx and PREFIX.json",
-        f"Writes Megatron's indexed format, and a description beside it.\n\n{INPUTS}",
+        f"Write Megatron's indexed format, and a description next to it.\n\n{INPUTS}",
         "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train",
     )
     _add_inputs(prepared)
@@ -114,19 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     prepared.add_argument(
         "--out", type=path_argument, required=True, metavar="PREFIX", help="output path without suffix"
     )
-    prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the processors there are)")
+    prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the available processors)")
 
     show = commands.add_parser(
         "show",
-        help="check a corpus and print what it holds",
-        description="Checks a corpus and prints its counts; with a tokenizer the first documents as text.",
+        help="check a corpus and print its counts",
+        description="Check a corpus and print its counts; with a tokenizer, the first documents as text.",
         epilog="example:\n  fmoe data show out/train --tokenizer out/tokenizer.model --documents 5",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
-    show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="the tokenizer it was prepared with")
-    show.add_argument("--documents", type=int, default=3, metavar="N", help="documents shown (default: %(default)s)")
+    show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="the corpus' tokenizer")
+    show.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (default: %(default)s)")
     show.add_argument("--verify", action="store_true", help="read all tokens and compare their checksum")
     show.set_defaults(run=_show)
     return parser
@@ -148,7 +148,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     parser.set_defaults(run=run)
     return parser
 
@@ -163,19 +163,19 @@ def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="what a document does that cannot be read: bad bytes or JSON, null, no text (default: %(default)s)",
+        help="reaction to an unreadable document: bad bytes or JSON, null, no text (default: %(default)s)",
     )
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--format``."""
+    """Add the option ``--format``."""
     parser.add_argument(
-        "--format", default="auto", choices=FORMATS, help="of all files of text (default: by their suffixes)"
+        "--format", default="auto", choices=FORMATS, help="format of all text files (default: by their suffixes)"
     )
 
 
 def path_argument(text: str) -> Path:
-    """A path of the command line; an empty one, as of a shell variable that is not set, would be this folder."""
+    """Parse a path; refuse an empty one, as of an unset shell variable, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -184,7 +184,7 @@ def path_argument(text: str) -> Path:
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
     for split in write_python_library(arguments.out).values():
-        skipped = f", {split.skipped} files left out that are not UTF-8" if split.skipped else ""
+        skipped = f", {split.skipped} files skipped that are not UTF-8" if split.skipped else ""
         size = _size(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
 
@@ -219,10 +219,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
         format=arguments.format,
         skip_errors=arguments.on_error == "skip",
     )
-    empty = f", {done.empty_documents:,} empty documents left out" if done.empty_documents else ""
+    empty = f", {done.empty_documents:,} empty documents skipped" if done.empty_documents else ""
     print(
         f"{done.documents:,} documents, {done.tokens:,} tokens, {_size(done.text_bytes)} of text "
-        f"({done.text_bytes / done.tokens:.2f} bytes a token){empty}"
+        f"({done.text_bytes / done.tokens:.2f} bytes per token){empty}"
     )
     if done.skipped:
         more = f"\n  and {done.skipped - len(done.first_skipped):,} more" * (done.skipped > len(done.first_skipped))
@@ -237,15 +237,15 @@ def _show(arguments: argparse.Namespace) -> None:
     print(f"{_shown(corpus.prefix)}: {size} of {corpus.dtype.name}")
     if corpus.num_documents:
         least, half, most = np.quantile(corpus.lengths, [0, 0.5, 1], method="lower")
-        print(f"tokens a document: {least:,} at least, {half:,} median, {most:,} at most")
+        print(f"tokens per document: minimum {least:,}, median {half:,}, maximum {most:,}")
     if (counts := corpus.counts) is not None and counts.unigrams is not None:
-        print(f"token ids: {np.count_nonzero(counts.unigrams):,} different ones, the largest is {counts.largest:,}")
+        print(f"token ids: {np.count_nonzero(counts.unigrams):,} distinct, the largest is {counts.largest:,}")
     for key in ("tokenizer", "text_bytes", "empty_documents", "skipped_documents", "fmoe"):
         if key in corpus.description:
             print(f"{key}: {corpus.description[key]}")
     if arguments.verify:
         corpus.verify()
-        print("checksum: the tokens are those that were written")
+        print("checksum: correct")
     if arguments.tokenizer is not None:
         _show_documents(corpus, load_tokenizer(arguments.tokenizer), arguments.documents)
 
@@ -254,13 +254,13 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
     expected = corpus.tokenizer_fingerprint
     if expected not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: its SHA-256 is {expected}, "
-            f"not {tokenizer.fingerprint}"
+            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: SHA-256 {expected}, not "
+            f"{tokenizer.fingerprint}"
         )
     for i in range(min(count, corpus.num_documents)):
         tokens = corpus.document(i)
         more = "..." if len(tokens) > _SHOWN_TOKENS else ""
-        # repr: a terminal should see the control characters of a document, not obey them
+        # repr: the terminal must not interpret control characters of a document
         print(f"document {i}, {len(tokens):,} tokens: {tokenizer.decode(tokens[:_SHOWN_TOKENS])!r}{more}")
 
 

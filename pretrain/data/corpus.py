@@ -1,4 +1,4 @@
-"""The default corpus, which needs no download: the sources of the running Python's own standard library."""
+"""The default corpus, without a download: the sources of the running Python's standard library."""
 
 import hashlib
 import json
@@ -20,9 +20,9 @@ class CorpusSplit:
 
     Attributes:
         path: the JSON-lines file.
-        documents: lines in it, one a source file.
-        text_bytes: UTF-8 bytes of text in it.
-        skipped: source files of this split that are left out because they are not UTF-8.
+        documents: number of lines, one per source file.
+        text_bytes: UTF-8 bytes of text.
+        skipped: source files of this split that are not UTF-8.
     """
 
     path: Path
@@ -32,22 +32,22 @@ class CorpusSplit:
 
 
 def split_paths(out: Path) -> dict[str, Path]:
-    """Where `write_python_library` puts each split."""
+    """Return the file of each split of `write_python_library`."""
     return {name: out / f"{name}.jsonl" for name in SPLITS}
 
 
 def write_python_library(out: Path, library: Path | None = None) -> dict[str, CorpusSplit]:
-    """Writes ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``: a line a source file, ``{"text", "path"}``.
+    """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``: one line per source file, ``{"text", "path"}``.
 
-    A file's split is a hash of its path below ``library`` (90 / 5 / 5 percent of the files), so it depends on nothing
-    else. Existing files are replaced, once all three are complete.
+    A file's split depends only on a hash of its path below ``library`` (90 / 5 / 5 percent of the files). Existing
+    files are replaced once all three are complete.
 
     Args:
-        out: folder of the three files; created where missing.
-        library: folder whose ``*.py`` are taken, by default the standard library without installed packages.
+        out: folder for the three files; created if missing.
+        library: folder whose ``*.py`` are used, by default the standard library without installed packages.
 
     Raises:
-        UserError: there is no source file, or ``out`` cannot be written.
+        UserError: there is no source file, or ``out`` is not writable.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
     sources = sorted(
@@ -56,7 +56,7 @@ def write_python_library(out: Path, library: Path | None = None) -> dict[str, Co
         if path.is_file() and not _NOT_THE_LIBRARY.intersection(path.relative_to(library).parts)
     )
     if not sources:
-        raise UserError(f"no *.py below {library}: this Python comes without the sources of its standard library")
+        raise UserError(f"no *.py below {library}: this Python has no sources of its standard library")
     splits = {name: CorpusSplit(path) for name, path in split_paths(out).items()}
     with replacing(*(split.path for split in splits.values())) as files:
         file_of = dict(zip(SPLITS, files, strict=True))

@@ -1,8 +1,8 @@
-"""Documents out of text, JSON lines, Parquet and Hugging Face folders, in pieces that fit in memory.
+"""Documents from text, JSON lines, Parquet and Hugging Face folders, in pieces that fit in memory.
 
-A document comes as one or more pieces, and its last piece says so: a text file of any size is read in bounded memory.
-Pieces are cut at line ends. The tokenizers of this package keep a newline as a token of its own, so the tokens of the
-pieces are exactly the tokens of the document; only a line longer than a piece is cut inside.
+A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
+are cut at line ends. This package's tokenizers keep newlines as separate tokens, so the tokens of the pieces are the
+tokens of the document; only a line longer than a piece is cut inside.
 """
 
 import logging
@@ -43,13 +43,13 @@ _FORMAT_OF = {
     ".json": Format.JSON,
     ".parquet": Format.PARQUET,
 }
-_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # beside the text of a folder it is a note about it
+_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # in a folder, it is more likely a note about the data
 
 logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """A stretch of a document: its text, the UTF-8 bytes of it, and whether the document ends here."""
+    """Part of a document: its text, its UTF-8 bytes, and whether the document ends here."""
 
     text: str
     num_bytes: int
@@ -57,21 +57,21 @@ class Piece(NamedTuple):
 
 
 def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
-    """The files behind ``paths``, in the order given; a folder's files are sorted by their path in it.
+    """Find the files behind ``paths``, in the given order; a folder's files are sorted by their path in it.
 
-    Of a folder, hidden files, links to folders and files of other formats are left out, and a warning counts them.
+    Hidden files, links to folders and files of other formats in a folder are skipped with a warning.
 
     Args:
         paths: files and folders.
         text_key: its presence marks a ``.json`` file in a folder as documents.
-        format: of all files, one of `FORMATS`; "auto" goes by the suffix in any case.
+        format: of all files, one of `FORMATS`; "auto" goes by the suffix, ignoring case.
 
     Raises:
         UserError: no path, a missing one, one that is neither a file nor a folder, a file of unknown suffix, or a
-            folder with nothing to read.
+            folder without documents.
     """
     if format not in FORMATS:
-        raise UserError(f"format={format!r} is none of {', '.join(FORMATS)}")
+        raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
     found: list[Source] = []
     for path in map(Path, paths):
         shown = printable(str(path))
@@ -85,7 +85,7 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
             elif (path / "dataset_dict.json").is_file():
                 splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
                 raise UserError(
-                    f"{shown} holds a dataset with splits; name one of {', '.join(splits)}, as {shown}/SPLIT"
+                    f"{shown} holds a dataset with splits; pass one of {', '.join(splits)}, as {shown}/SPLIT"
                 )
             elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
                 size = sum(file.stat().st_size for file in path.glob("*.arrow"))
@@ -97,32 +97,32 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
         except OSError as error:
             raise UserError(f"cannot read {printable(str(error.filename or path))}: {error.strerror}") from error
     if not found:
-        raise UserError("no input to read documents from")
+        raise UserError("no input: pass at least one file or folder")
     return found
 
 
 def iter_documents(
     paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto", on_error: OnError = stop
 ) -> Iterator[Piece]:
-    """All pieces of all documents of ``paths``, in order (see `find_sources` and `read_source`)."""
+    """Yield all pieces of all documents of ``paths``, in order (see `find_sources` and `read_source`)."""
     for source in find_sources(paths, text_key, format=format):
         yield from read_source(source, text_key, on_error)
 
 
 def read_source(source: Source, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
-    """The pieces of one source: a text file is one document, a line, an item or a row of the others is one.
+    """Yield the pieces of one source: a text file is one document; in other formats, a line, an item or a row is.
 
-    A byte order mark of UTF-8 at the begin of a file is no text.
+    A UTF-8 byte order mark at the beginning of a file is skipped.
 
     Args:
-        source: what to read.
-        text_key: the key or the column that holds the text; a text file has none.
-        on_error: called with the error of a document. Where it returns, the document is left out, or the rest of
-            a damaged archive.
+        source: the file or folder.
+        text_key: key or column with the text; not used for text files.
+        on_error: called with the error of a document. If it returns, the document is skipped, or the rest of a
+            damaged archive.
 
     Raises:
-        UserError: the content does not fit the format; the message names file, place and key. The file changed
-            while it was read.
+        UserError: the content does not fit the format (names file, position and key), or the file changed while it
+            was read.
     """
     try:
         before = _state(source.path)
@@ -144,7 +144,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
-    from pretrain.data.tables import read_parquet, read_saved  # pyarrow and datasets, only where they are needed
+    from pretrain.data.tables import read_parquet, read_saved  # imports pyarrow and datasets
 
     rows = read_parquet if source.format is Format.PARQUET else read_saved
     values = rows(source.path, text_key)
@@ -162,7 +162,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_text(source: Source, on_error: OnError) -> bool:
-    """Return whether all of a text file can be read: a document is taken whole or left out whole."""
+    """Return whether all of a text file is readable: a document is read or skipped as a whole."""
     try:
         for _ in _read_text(source):
             pass
@@ -178,12 +178,10 @@ def _format_of(path: Path, format: str) -> Format:
     if found is None:
         raise UserError(
             f"{printable(str(path))} has the suffix {printable(path.suffix)!r}, not one of {', '.join(_FORMAT_OF)} "
-            f"(also with {' or '.join(_COMPRESSED)} behind it): --format {'|'.join(FORMATS[1:])} sets its format"
+            f"(optionally followed by {' or '.join(_COMPRESSED)}): --format {'|'.join(FORMATS[1:])} sets its format"
         )
     if found is Format.PARQUET and path.suffix.lower() in _COMPRESSED:
-        raise UserError(
-            f"{printable(str(path))} is a compressed Parquet file, which cannot be read in parts: unpack it"
-        )
+        raise UserError(f"{printable(str(path))} is a compressed Parquet file, which is not supported: unpack it")
     return found
 
 
@@ -221,16 +219,16 @@ def _sources_in_folder(folder: Path, text_key: str, format: str) -> list[Source]
     left_out = [f"{hidden} hidden files or folders"] if hidden else []
     if others:
         of = f" (suffixes {', '.join(map(printable, sorted(suffixes)[:10]))})" if suffixes else ""
-        left_out.append(f"{others} files or links that are no text{of}")
+        left_out.append(f"{others} files or links that are not text{of}")
     if not_documents:
         left_out.append(f"{len(not_documents)} .json files without {text_key!r}: {shorten(sorted(not_documents))}")
     shown = printable(str(folder))
     if not found:
         wanted = ", ".join("*" + suffix for suffix in _FORMAT_OF)
-        without = f"; left out: {'; '.join(left_out)}" if left_out else ""
+        without = f"; skipped: {'; '.join(left_out)}" if left_out else ""
         raise UserError(f"no {wanted} in the folder {shown}{without}")
     if left_out:
-        logger.warning("%s: left out %s", shown, "; ".join(left_out))
+        logger.warning("%s: skipped %s", shown, "; ".join(left_out))
     return [source for _, source in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -249,7 +247,7 @@ def _holds_documents(source: Source, text_key: str) -> bool:
 
 
 def _read_text(source: Source) -> Iterator[Piece]:
-    """A file as one document. At most two pieces of it are in memory."""
+    """Yield a file as one document, with at most two pieces in memory."""
     held, offset = b"", None
     for block, begin in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
         if offset is None:
@@ -263,7 +261,7 @@ def _read_text(source: Source) -> Iterator[Piece]:
 
 
 def _last_character_start(data: bytes) -> int:
-    """Where the last UTF-8 character of ``data``, maybe an incomplete one, begins."""
+    """Return the start of the last, maybe incomplete, UTF-8 character of ``data``."""
     start = len(data) - 1
     while start > len(data) - 4 and data[start] & 0b1100_0000 == 0b1000_0000:  # a continuation byte
         start -= 1
@@ -271,7 +269,7 @@ def _last_character_start(data: bytes) -> int:
 
 
 def _read_rows(source: Source, text_key: str, on_error: OnError) -> Iterator[Piece]:
-    """Documents that are rows of JSON."""
+    """Yield the pieces of documents in rows of JSON."""
     for place, row in json_rows(source, on_error):
         try:
             value = _text_of_row(row, text_key, place)
@@ -290,8 +288,8 @@ def _text_of_row(row: object, text_key: str, place: str) -> object:
 
 
 def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError) -> Iterator[Piece]:
-    """A row's document in pieces; an error if the value is not a string, or not one that UTF-8 can hold (JSON can spell
-    half a surrogate pair)."""
+    """Yield a row's document in pieces; report a value that is not a string, or not valid UTF-8 (JSON can spell half a
+    surrogate pair)."""
     if not isinstance(value, str):
         on_error(UserError(f"{place}: the value of {text_key!r} is a {type(value).__name__}, not a string"))
         return

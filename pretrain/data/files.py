@@ -1,4 +1,4 @@
-"""Output files that are there complete or not at all."""
+"""Output files that appear complete or not at all."""
 
 import errno
 import fcntl
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Opens a temporary file beside each path; the block writes them, and leaving it puts all of them in place.
+    """Open a temporary file next to each path for the block to write; put all of them in place at its end.
 
-    Files are synced, then renamed in the order given, by one process at a time. The last path is the commit record: its
-    old file is removed before the first rename, so while it exists, all the paths are complete and of one run. An error
-    in the block removes the temporary files and leaves the old files. A killed process leaves ``NAME.PID.tmp``
-    behind; the next one that writes these paths removes it.
+    Files are synced, then renamed in the given order, by one process at a time. The last path is the commit record: its
+    old file is removed before the first rename, so while it exists, all paths are complete and of one run. An error in
+    the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``, which the
+    next writer of these paths removes.
 
     Raises:
         UserError: a file cannot be created there, or the disk is full.
@@ -57,20 +57,20 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
         raise
     finally:
         for temporary in created:
-            with suppress(OSError):  # cleaning up must not hide what went wrong
+            with suppress(OSError):  # cleaning up must not hide the first error
                 temporary.unlink(missing_ok=True)
 
 
 def refuse_existing(paths: Iterable[Path], overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raises a `UserError` for the first path that is one of ``inputs``, that exists unless ``overwrite``, or that is
-    no file."""
+    """Raise a `UserError` for the first path that is one of ``inputs``, that exists unless ``overwrite``, or that is
+    not a file."""
     paths = list(paths)
     refuse_inputs(paths, inputs)
     for path in paths:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} exists and is not a file; choose another --out")
         if os.path.lexists(path) and not overwrite:
-            raise UserError(f"{path} exists; --overwrite replaces it")
+            raise UserError(f"{path} exists; pass --overwrite to replace it")
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
@@ -87,19 +87,19 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
-    except OSError:  # whoever reads it says so
+    except OSError:  # reported when it is read
         return None
     return status.st_dev, status.st_ino
 
 
-def beside(prefix: Path, suffix: str) -> Path:
-    """``prefix`` with ``suffix`` appended; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
+def with_ending(prefix: Path, suffix: str) -> Path:
+    """Append ``suffix`` to ``prefix``; unlike ``with_suffix`` it keeps the dots of a name such as ``v1.5``.
 
     Raises:
-        UserError: the prefix is a folder by its spelling: ``.``, ``..`` or ``/``.
+        UserError: the prefix has no file name: ``.``, ``..`` or ``/``.
     """
     if prefix.name in ("", ".."):
-        raise UserError(f"the prefix {str(prefix)!r} names no file: add a name, e.g. {prefix / 'train'}")
+        raise UserError(f"the prefix {str(prefix)!r} has no file name: add one, e.g. {prefix / 'train'}")
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -108,7 +108,7 @@ def _create(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("xb")
     except OSError as error:
-        if isinstance(error, FileExistsError) and path.exists():  # by another machine's process of the same number
+        if isinstance(error, FileExistsError) and path.exists():  # a process of the same id on another machine
             raise UserError(f"{path} is written by another process: choose another --out") from error
         raise UserError(f"cannot write in {path.parent}: {error.strerror}") from error
     with suppress(OSError):  # a file system without locks
@@ -117,27 +117,27 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote ``path``, and log it."""
+    """Remove, and log, the temporary files of processes that were killed while they wrote ``path``."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)\.tmp")
     try:
         names = os.listdir(path.parent)
     except OSError:
-        return  # no such folder yet, or one that `_create` says more about
+        return  # the folder is missing, or `_create` reports the error
     for name in names:
         if (found := pattern.fullmatch(name)) is None:
             continue
         leftover, pid = path.with_name(name), int(found[1])
         if (pid != os.getpid() and _is_alive(pid)) or _is_locked(leftover):
-            logger.warning("%s is left alone: process %d may still write it", leftover, pid)
+            logger.warning("%s is kept: process %d may still write it", leftover, pid)
             continue
         with suppress(OSError):
             size = leftover.stat().st_size
             leftover.unlink()
-            logger.warning("removed %s (%d bytes), which the ended process %d had left", leftover, size, pid)
+            logger.warning("removed %s (%d bytes), left by process %d, which has ended", leftover, size, pid)
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process of this number runs on this machine."""
+    """Return whether a process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -148,7 +148,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process, of this machine or another, writes the file; True if that is unknown."""
+    """Return whether a process on this or another machine is writing the file; True if unknown."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _is_locked(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Within, no other process renames files in the folder by `replacing`: files of two runs would mix."""
+    """Keep other processes from renaming files in the folder by `replacing`, which would mix two runs' files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

@@ -1,10 +1,10 @@
-"""Megatron's indexed corpus: ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` where sequences and documents begin.
+"""Megatron's indexed corpus: ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the starts of sequences and documents.
 
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
-[D + 1] counted in sequences. A document is a run of sequences; as written here it is one (more only beyond 2^31 - 1
-tokens). Next to them is ``PREFIX.json``, which Megatron does not read: where the tokens come from, SHA-256 sums, and
-how often each token id occurs, so that a run opens a corpus without reading its tokens.
+[D + 1] counted in sequences. A document is a range of sequences; here one (more only beyond 2^31 - 1 tokens).
+``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
+id, so that a run opens a corpus without reading its tokens.
 """
 
 import hashlib
@@ -22,38 +22,38 @@ import numpy as np
 
 from fmoe.errors import UserError
 from pretrain.data.counts import TokenCounter, TokenCounts, keep, kept
-from pretrain.data.files import beside, replacing
+from pretrain.data.files import replacing, with_ending
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
-# Megatron's codes of the types that its tools write token ids in. Its signed small ones and floats (2, 3, 6, 7) hold no
-# vocabulary; without them each size has one type, so a damaged code contradicts the pointers.
+# Megatron's codes for token types. Small signed types and floats (2, 3, 6, 7) cannot hold a vocabulary; without them
+# each size has one type, so a damaged code contradicts the pointers.
 _DTYPES = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_CHUNK = 1 << 20  # entries checked or written at a time, which bounds the memory that an index of any size takes
+_CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype:
-    """The smallest token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
+    """Return the smallest token type for ids below ``vocab_size``: uint16 up to 65,536, else int32."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
 def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
-    """``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``: in the order they are put in place, the index last."""
+    """Return ``PREFIX.bin``, ``PREFIX.json``, ``PREFIX.idx``: in the order of renaming, the index last."""
     prefix = Path(prefix)
-    return beside(prefix, ".bin"), beside(prefix, ".json"), beside(prefix, ".idx")
+    return with_ending(prefix, ".bin"), with_ending(prefix, ".json"), with_ending(prefix, ".idx")
 
 
 class IndexedWriter:
-    """Writes a corpus token by token, in memory of 4 bytes a document.
+    """Incremental writer of a corpus, with 4 bytes of memory per document.
 
-    A context manager: leaving it puts the three files in place together, an error inside leaves what was there before.
+    A context manager: leaving it puts the three files in place together, or after an error keeps the old files.
 
         with IndexedWriter(prefix, dtype_for_vocabulary(vocab_size)) as writer:
             for tokens in documents:
-                writer.append(tokens)  # any number of times a document
+                writer.append(tokens)  # any number of times per document
                 writer.end_document()
 
     Attributes:
@@ -64,14 +64,14 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES:
-            raise ValueError(f"dtype {self.dtype} is none of {', '.join(map(str, _CODES))}")
+            raise ValueError(f"dtype {self.dtype} must be one of {', '.join(map(str, _CODES))}")
         self.num_documents = 0
         self.num_tokens = 0
         self._paths = corpus_paths(prefix)
         self._stack = ExitStack()
         self._lengths = array("i")  # of sequences
         self._boundaries = array("q", [0])
-        self._open_length = 0  # tokens of the document that is not ended yet
+        self._open_length = 0  # tokens of the current document
         self._description: dict[str, Any] = {}
         self._sum = hashlib.sha256()
         self._counter = TokenCounter()
@@ -84,13 +84,13 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._stack.__exit__(kind, error, trace)  # `replacing` sees it and withdraws
+            self._stack.__exit__(kind, error, trace)  # `replacing` discards the files
             return
         with self._stack:
             self._finish()
 
     def append(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Adds tokens to the current document.
+        """Add tokens to the current document.
 
         Raises:
             ValueError: a token does not fit the dtype.
@@ -111,7 +111,7 @@ class IndexedWriter:
         self.num_tokens += values.size
 
     def end_document(self) -> None:
-        """Ends the current document; without tokens it becomes one of length zero."""
+        """End the current document, which may be empty."""
         rest = self._open_length
         while rest > _LONGEST_SEQUENCE:
             self._lengths.append(_LONGEST_SEQUENCE)
@@ -122,13 +122,13 @@ class IndexedWriter:
         self.num_documents += 1
 
     def describe(self, **description: Any) -> None:
-        """Sets what ``PREFIX.json`` tells beside the counts: any JSON values, e.g. the tokenizer's fingerprint."""
+        """Add JSON values to ``PREFIX.json``, e.g. the tokenizer's fingerprint."""
         self._description = description
 
     def _finish(self) -> None:
         if self._open_length:
             raise ValueError(f"the last {self._open_length} tokens were appended without end_document()")
-        self._bin.flush()  # before a byte of the description: tokens newer than their counts would not be trusted
+        self._bin.flush()  # before the description: tokens newer than their counts are not trusted
         os.fsync(self._bin.fileno())
         index_sum = self._write_index(self._idx)
         description = {
@@ -139,11 +139,11 @@ class IndexedWriter:
             "sha256": {"bin": self._sum.hexdigest(), "idx": index_sum},
         }
         text = json.dumps(description, indent=2, ensure_ascii=False).removesuffix("\n}")
-        counts = json.dumps(self._counter.finish().as_json())  # a vocabulary of numbers: on one line
+        counts = json.dumps(self._counter.finish().as_json())  # on one line
         self._json.write(f'{text},\n  "counts": {counts}\n}}\n'.encode())
 
     def _write_index(self, file: BinaryIO) -> str:
-        """Writes the index and returns its SHA-256."""
+        """Write the index and return its SHA-256."""
         digest = hashlib.sha256()
 
         def write(data: bytes) -> None:
@@ -164,26 +164,25 @@ class IndexedWriter:
 
 
 class IndexedCorpus:
-    """Reads a corpus where it lies (memory mapped), Megatron's own files included.
+    """Memory-mapped corpus, written here or by Megatron.
 
-    Everything in the index is checked against the files' sizes and against itself before it is used, and the index
-    against the checksum in ``PREFIX.json`` where there is one.
+    The index is checked against the files' sizes, itself, and its checksum in ``PREFIX.json`` if there is one.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
         dtype: of the tokens.
-        num_documents: documents, empty ones included.
+        num_documents: documents, including empty ones.
         num_tokens: tokens of all documents.
         flat: all tokens, document after document, [num_tokens].
         sequence_lengths: tokens of each sequence, int32 [num_sequences].
         document_boundaries: document i is the sequences boundaries[i] to boundaries[i + 1], int64 [num_documents + 1].
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
-        counts: occurrences of each token id, counted earlier; None if the tokens are uncounted or newer than their
-            counts, until a caller sets them.
-        tokenizer_fingerprint: SHA-256 of the tokenizer's model file according to it, or None.
+        counts: occurrences of each token id; None if the tokens are uncounted or newer than their counts, until a
+            caller sets them.
+        tokenizer_fingerprint: SHA-256 of the tokenizer's model file by the description, or None.
 
     Raises:
-        UserError: a file is missing or contradicts another or itself.
+        UserError: a file is missing or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -191,7 +190,7 @@ class IndexedCorpus:
         bin_path, json_path, idx_path = corpus_paths(self.prefix)
         for path in (idx_path, bin_path):
             if not path.is_file():
-                hint = "; name the prefix, without .bin or .idx" if self.prefix.suffix in (".bin", ".idx") else ""
+                hint = "; pass the prefix, without .bin or .idx" if self.prefix.suffix in (".bin", ".idx") else ""
                 raise UserError(f"no corpus at {self.prefix}: {path} does not exist{hint}")
         try:
             self._read_index(idx_path, bin_path)
@@ -209,7 +208,7 @@ class IndexedCorpus:
         return np.diff(self._starts(self.document_boundaries))
 
     def document(self, i: int) -> np.ndarray:
-        """All tokens of document ``i``, a read-only view [length].
+        """Return all tokens of document ``i``, a read-only view [length].
 
         Raises:
             IndexError: not ``0 <= i < num_documents``.
@@ -218,7 +217,7 @@ class IndexedCorpus:
         return self.flat[start:stop]
 
     def tokens(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of document ``i``, a read-only view [stop - start].
+        """Return tokens ``start`` to ``stop`` of document ``i``, a read-only view [stop - start].
 
         Raises:
             IndexError: not ``0 <= i < num_documents`` or not ``0 <= start <= stop <= length``.
@@ -229,7 +228,7 @@ class IndexedCorpus:
         return self.flat[first + start : first + stop]
 
     def verify(self) -> None:
-        """Reads all tokens and compares them with the checksum of ``PREFIX.json``.
+        """Read all tokens and compare them with the checksum of ``PREFIX.json``.
 
         Raises:
             UserError: they differ, or there is no checksum.
@@ -243,7 +242,7 @@ class IndexedCorpus:
 
     def _read_counts(self, bin_path: Path, json_path: Path) -> TokenCounts | None:
         values = self.description.pop("counts", None)
-        # As with make: tokens that are newer than what was said of them may be others.
+        # As with make: tokens newer than their description may differ from it.
         if values is not None and bin_path.stat().st_mtime_ns <= json_path.stat().st_mtime_ns:
             try:
                 if (counts := TokenCounts.from_json(values, self.num_tokens)) is not None:
@@ -253,7 +252,7 @@ class IndexedCorpus:
         return kept(self.prefix, bin_path, self.num_tokens)
 
     def keep_counts(self) -> str | None:
-        """Keep `counts` next to the corpus if they are new; return why that is impossible, or None."""
+        """Write `counts` next to the corpus if they are new; return the reason if that fails, or None."""
         if self._has_kept_counts or self.counts is None:
             return None
         reason = keep(self.prefix, corpus_paths(self.prefix)[0], self.counts)
@@ -262,12 +261,12 @@ class IndexedCorpus:
 
     def _span(self, i: int) -> tuple[int, int]:
         if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} of {self.num_documents} in {self.prefix}")
+            raise IndexError(f"document {i} is out of range: {self.prefix} has {self.num_documents}")
         start, stop = self._starts(self.document_boundaries[i : i + 2])
         return int(start), int(stop)
 
     def _starts(self, sequences: np.ndarray) -> np.ndarray:
-        """The token at which each of these sequences begins; the end of all tokens for the one past the last."""
+        """Return the offset in tokens of each of these sequences; for the one past the last, the total."""
         starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
         inside = sequences < len(self._pointers)
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
@@ -283,14 +282,14 @@ class IndexedCorpus:
         if magic != _MAGIC:
             raise UserError(f"{path} is not an index: it begins with {magic!r}, not {_MAGIC!r}")
         if version != _VERSION:
-            raise UserError(f"{path} has version {version}; only {_VERSION} can be read")
+            raise UserError(f"{path} has version {version}; only {_VERSION} is supported")
         if code not in _DTYPES:
             known = ", ".join(f"{known} ({dtype.name})" for known, dtype in _DTYPES.items())
             raise UserError(f"{path} has the type code {code}, none of {known}")
         self.dtype = _DTYPES[code]
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries  # of any size: not an allocation yet
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries  # may be huge: nothing is allocated yet
         if size == expected + num_sequences and num_sequences:
-            raise UserError(f"{path} is a multimodal index, with a mode for each sequence: not a corpus of text")
+            raise UserError(f"{path} is a multimodal index, with a mode per sequence: not a text corpus")
         if size != expected:
             raise UserError(
                 f"{path} has {size} bytes; {num_sequences} sequences and {num_boundaries} boundaries take {expected}"
@@ -308,7 +307,7 @@ class IndexedCorpus:
             raise UserError(f"{bin_path} has {size} bytes; its index {path.name} describes {expected}")
 
     def _check_sequences(self, path: Path) -> int:
-        """Checks that each sequence begins where the one before ends; returns the number of tokens."""
+        """Check that each sequence begins where the one before ends; return the number of tokens."""
         end = 0
         for start in range(0, len(self.sequence_lengths), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
@@ -318,7 +317,7 @@ class IndexedCorpus:
             wrong = self._pointers[start : start + _CHUNK] != (ends - lengths) * self.dtype.itemsize
             if wrong.any():
                 first = start + int(wrong.argmax())
-                raise UserError(f"{path}: sequence {first} does not begin where the one before it ends")
+                raise UserError(f"{path}: sequence {first} does not begin where the one before ends")
             end = int(ends[-1])
         return end
 
@@ -328,12 +327,12 @@ class IndexedCorpus:
             raise UserError(f"{path}: the document boundaries do not go from 0 to the {num_sequences} sequences")
         for start in range(0, len(boundaries), _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
-            if (part[1:] < part[:-1]).any():  # a difference of damaged values could overflow
-                raise UserError(f"{path}: the document boundaries go backwards")
+            if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
+                raise UserError(f"{path}: the document boundaries are not ascending")
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """The file as a read-only plain array [count]; an empty file cannot be mapped, and needs no map."""
+    """Map the file as a read-only plain array [count]; an empty file cannot be mapped."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else np.empty(0, dtype)
 
 
@@ -348,7 +347,7 @@ def _read_description(json_path: Path, idx_path: Path) -> dict[str, Any]:
         raise UserError(f"{json_path} is damaged, or not the description of a corpus") from error
     if _sha256(idx_path) != expected:
         raise UserError(
-            f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged, or not the index this file describes"
+            f"{idx_path} differs from its SHA-256 in {json_path}: it is damaged, or belongs to another corpus"
         )
     return description
 

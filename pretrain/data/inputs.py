@@ -1,4 +1,4 @@
-"""The files that a run reads, opened and checked against the recipe before anything else happens."""
+"""Input files of a run, opened and checked against the recipe before training."""
 
 import contextlib
 import logging
@@ -21,9 +21,9 @@ from pretrain.data.samples import Samples, count_tokens, unigram_entropy
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.tracking.trackio import check_installed
 
-# The same sequences for every run: a random choice, so that a few of them stand for all documents.
+# The same sequences for every run, chosen at random so that a few represent all documents.
 VALIDATION_SEED = 0
-# Read in a tenth of a second. Counted by each rank before all agree again: none waits for long.
+# A tenth of a second of reading per rank between agreements, so that none waits for long.
 _TOKENS_A_ROUND = 1 << 26
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Inputs:
     """Training and validation samples (None: no validation), the training corpora and their unigram entropy in nats
-    (None: a corpus has no counts, see `with_counts`), and the SHA-256 of their tokens, of the validation tokens, a
-    file each, and of the tokenizer; None where a corpus was prepared without."""
+    (None: a corpus has no counts, see `with_counts`), and the SHA-256 of their tokens, of the tokens of each validation
+    file, and of the tokenizer; None for a corpus without."""
 
     train: Samples
     validation: Samples | None
@@ -43,18 +43,18 @@ class Inputs:
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
     epochs_per_sample: tuple[float, ...] = ()
-    """One for each training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
+    """One per training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
     warnings: tuple[str, ...] = ()
-    """Probable mistakes in the data, a line each."""
+    """Probable mistakes in the data, one line each."""
 
 
 def open_inputs(recipe: Recipe) -> Inputs:
-    """Opens tokenizer and corpora.
+    """Open tokenizer and corpora.
 
     Raises:
         UserError: a file is missing or damaged, a corpus is empty or shorter than a sequence, the tokenizer's
-            vocabulary or a token id is larger than the model's vocabulary (of a large corpus without counts,
-            `with_counts` finds it), the tokenizer lacks a special piece that the kind of model takes.
+            vocabulary or a token id exceeds the model's vocabulary (checked in `with_counts` for a large corpus without
+            counts), or the tokenizer lacks a special piece of the kind of model.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -107,22 +107,22 @@ def _is_same(prefix: str, sum_: str | None, other: str, other_sum: str | None) -
 
 
 def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
-    """The inputs with their unigram entropy; the tokens of corpora that come without counts are counted for it.
+    """Return the inputs with their unigram entropy, counting tokens of corpora without counts.
 
-    Collective: each rank reads its share of such a corpus, and rank 0 keeps the counts next to it if it can.
+    Collective: each rank reads its share of such a corpus, and rank 0 writes the counts next to it if it can.
 
     Raises:
         UserError: on every rank; a token id is outside the model's vocabulary.
     """
     ranks = Ranks()
     for corpus in inputs.corpora:
-        # The files of several machines may differ in their times: rank 0 decides.
+        # Files may differ in their times between machines: rank 0 decides.
         if ranks.total(int(ranks.rank == 0 and corpus.counts is None)):
             if ranks.rank == 0:
-                logger.warning("%s has no token counts: its %d tokens are read once", corpus.prefix, corpus.num_tokens)
+                logger.warning("%s has no token counts: reading its %d tokens once", corpus.prefix, corpus.num_tokens)
             corpus.counts = _count_together(corpus, vocab_size, ranks)
         if ranks.rank == 0 and (reason := corpus.keep_counts()) is not None:
-            logger.warning("the token counts of %s are not kept, each new run reads it: %s", corpus.prefix, reason)
+            logger.warning("token counts of %s are not saved, each new run counts again: %s", corpus.prefix, reason)
     with naming("data.train"):
         return replace(inputs, unigram_entropy=unigram_entropy(inputs.corpora, vocab_size))
 
@@ -148,8 +148,7 @@ def _count_together(corpus: IndexedCorpus, vocab_size: int, ranks: Ranks) -> Tok
 
 
 def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
-    """Raises UserError if one of the corpora holds a token id outside the vocabulary; a large one that comes without
-    counts may."""
+    """Raise UserError for a token id outside the vocabulary, except in a large corpus without counts."""
     for corpus in corpora:
         if corpus.counts is None and corpus.num_tokens <= _TOKENS_A_ROUND:
             corpus.counts = count_tokens(corpus)
@@ -158,13 +157,13 @@ def _check_ids(corpora: Sequence[IndexedCorpus], vocab_size: int) -> None:
 
 
 def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str | None = None) -> Tokenizer:
-    """``data.tokenizer``, or the same file at another path.
+    """Open ``data.tokenizer``, or the same file at another path.
 
     Args:
-        sha256: that it must have; None for any.
+        sha256: required digest; None for any.
 
     Raises:
-        UserError: missing, damaged or another one; its vocabulary is larger than the model's.
+        UserError: it is missing, damaged or another one, or its vocabulary exceeds the model's.
     """
     data, model = recipe.data, recipe.model
     with naming("data.tokenizer" if path is None else "--tokenizer"):
@@ -173,19 +172,19 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
         tokenizer = load_tokenizer(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"trained with another tokenizer than {tokenizer.path}: the SHA-256 of that one begins with {sha256[:12]}, "
-            f"of this one with {tokenizer.fingerprint[:12]}"
+            f"trained with another tokenizer than {tokenizer.path}: the SHA-256 begins with {sha256[:12]}, that of "
+            f"this file with {tokenizer.fingerprint[:12]}"
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the vocabulary of data.tokenizer={tokenizer.path} has {tokenizer.vocab_size} entries, "
-            f"more than model.vocab_size={model.vocab_size}"
+            f"which exceeds model.vocab_size={model.vocab_size}"
         )
     return tokenizer
 
 
 def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tuple[str | None, ...]]:
-    """The samples that a run is validated on, and the SHA-256 of each corpus.
+    """Return the samples that a run is validated on, and the SHA-256 of each corpus.
 
     Raises:
         UserError: as `open_inputs`; begins with the key.
@@ -199,7 +198,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """An error of what the key names begins with the key."""
+    """Prefix a UserError of the block with the key."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -207,7 +206,7 @@ def naming(key: str) -> Iterator[None]:
 
 
 def _check_machine(recipe: Recipe) -> None:
-    """Optional packages and devices that the recipe asks for, before anything is done."""
+    """Check for optional packages and devices that the recipe needs."""
     if recipe.tracking.wandb:
         require("wandb", "pretrain", "tracking.wandb=true")
     if recipe.tracking.tensorboard:
@@ -216,8 +215,8 @@ def _check_machine(recipe: Recipe) -> None:
         check_installed("tracking.trackio=true")
     if recipe.optimizer.cpu_offload and not torch.cuda.is_available():
         raise UserError(
-            f"optimizer.cpu_offload={recipe.optimizer.cpu_offload}: torch sees no GPU here, and all state is in host "
-            "memory already: use 0"
+            f"optimizer.cpu_offload={recipe.optimizer.cpu_offload} needs a GPU, and torch finds none: use 0, since all "
+            "state is in host memory already"
         )
     if recipe.optimizer.name == "adamw8bit":
         require("torchao", "adamw8bit", "optimizer.name=adamw8bit")
@@ -228,7 +227,7 @@ def _fingerprints(corpora: list[IndexedCorpus]) -> tuple[str | None, ...]:
 
 
 def open_corpus(prefix: str | Path, tokenizer: Tokenizer) -> IndexedCorpus:
-    """The corpus at a prefix. Raises UserError where there is none, or one of another tokenizer."""
+    """Open the corpus at a prefix. Raises UserError if it is missing or of another tokenizer."""
     corpus = IndexedCorpus(prefix)
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
         raise UserError(f"{prefix} was prepared with another tokenizer than data.tokenizer={tokenizer.path}")

@@ -22,13 +22,13 @@ def build_samples(
     seed: int,
     weights: Sequence[float] = (),
 ) -> Samples:
-    """What a recipe's model is trained on, in the order of ``seed``.
+    """Build the samples of a recipe's model, in the order of ``seed``.
 
     Args:
         weights: shares of the corpora; empty to read them as one.
 
     Raises:
-        UserError: a corpus is too short, the tokenizer lacks a special piece.
+        UserError: a corpus is too short, or the tokenizer lacks a special piece.
     """
     model, data = recipe.model, recipe.data
     blocks = _blocks(corpora, block_length(recipe), seed, weights)
@@ -41,7 +41,7 @@ def build_samples(
 
 
 def block_length(recipe: Recipe) -> int:
-    """Tokens of text by which one sample is further than another; a block has one more, the next one's first."""
+    """Return the stride of blocks in tokens; a block has one more, which the next one begins with."""
     if recipe.model.kind == "t5":
         return recipe.spans.block
     return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
@@ -50,7 +50,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the share of an epoch of each corpus that one sample of the blend is on average; empty without a blend."""
+    """Return the mean share of an epoch of each corpus per sample of the blend; empty without a blend."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)
@@ -61,7 +61,7 @@ def epochs_per_sample(
 def build_masking(
     blocks: Samples, sequence_length: int, noise_density: float, tokenizer: Tokenizer, seed: int
 ) -> Masking:
-    """A BERT's samples out of blocks.
+    """Build a BERT's samples from blocks.
 
     Raises:
         UserError: the tokenizer lacks a special piece.
@@ -82,6 +82,6 @@ def build_masking(
 def _blocks(corpora: Sequence[IndexedCorpus], length: int, seed: int, weights: Sequence[float]) -> Samples:
     if not weights:
         return GPTSamples(corpora, length, seed)
-    # Each in an order of its own, and not in the same one if a corpus is named twice.
+    # Different orders, also if a corpus is named twice.
     keys = [random.key("blend", seed, number) for number in range(len(corpora))]
     return Blend([GPTSamples([corpus], length, key) for corpus, key in zip(corpora, keys, strict=True)], weights)

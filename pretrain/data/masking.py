@@ -1,9 +1,8 @@
-"""Masked language modelling: what a BERT learns (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
+"""Masked language modelling, the objective of BERT (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
-A sequence is CLS, text, SEP; the text goes over the ends of documents, and there is no second segment and no question
-whether one follows the other (RoBERTa's FULL-SENTENCES without next sentence prediction, arXiv 1907.11692). A fixed
-number of its tokens is chosen; of these 8 in 10 are replaced by MASK, 1 in 10 by any token of text, 1 in 10 by none.
-Each time that a block comes, other tokens are chosen.
+A sequence is CLS, text, SEP; the text crosses ends of documents, and there is no second segment and no next sentence
+prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of its tokens is chosen; of these 8 in 10 become
+MASK, 1 in 10 a random token of text, and 1 in 10 stay. The choice differs each time that a block is used.
 """
 
 import numpy as np
@@ -13,18 +12,18 @@ from pretrain.data.samples import Samples
 
 
 class Masking:
-    """Samples of a BERT out of blocks of text: ``tokens`` [s], ``labels`` [s], the tokens before the masking, and
-    ``loss_mask`` [s], 1 at the chosen ones; int64.
+    """Samples of a BERT: ``tokens`` [s], ``labels`` [s], the tokens before the masking, and ``loss_mask`` [s], 1 at the
+    chosen ones; int64.
 
     Args:
         blocks: sample n has at least s - 2 tokens; more are not used.
         sequence_length: s.
-        density: share of the s - 2 tokens of text that are chosen, rounded to a whole number, at least one. Ends of
-            documents are never among them: fewer are chosen where hardly anything else is there.
+        density: share of the s - 2 tokens of text that are chosen, rounded to an integer, at least one. Ends of
+            documents are never chosen: fewer are chosen if there is hardly anything else.
         cls, sep, mask: ids.
         end: id of the end of a document.
-        text: ids of text, int64, of which the random tokens are.
-        seed: of the choice; sample n has that of (seed, n).
+        text: ids to draw random tokens from, int64.
+        seed: of the choice; sample n uses (seed, n).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Blocks whose documents do not see each other."""
+"""Blocks with attention and loss confined to documents."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from pretrain.data.samples import Samples
 
 
 class DocumentMask:
-    """Samples of a GPT out of blocks of tokens [s + 1]: ``tokens`` and ``labels`` [s], and, for documents that are read
-    as if each stood alone, ``documents`` [s], the number in the sample of each token's document, ``positions`` [s] in
-    it, and ``loss_mask`` [s], 0 where the next token is another document's; int64.
+    """Samples of a GPT with separate documents: ``tokens`` and ``labels`` [s], ``documents`` [s], the index in the
+    sample of each token's document, ``positions`` [s] in it, and ``loss_mask`` [s], 0 where the next token is another
+    document's; int64.
 
-    An end of document belongs to the document that it ends. What is in front of the first one in a block is the rest of
-    a document, whose positions begin at 0 like the others'.
+    An end of document belongs to the document that it ends. A block may start with the rest of a document, whose
+    positions begin at 0 too.
 
     Args:
         blocks: sample n is [s + 1] tokens.
@@ -28,12 +28,12 @@ class DocumentMask:
 
 
 def mask_documents(block: np.ndarray, end: int) -> dict[str, np.ndarray]:
-    """What `DocumentMask` makes of one block [s + 1]."""
+    """Convert one block [s + 1] to a sample of `DocumentMask`."""
     tokens, labels = block[:-1], block[1:]
     is_end = (tokens == end).astype(np.int64)
     documents = np.cumsum(is_end) - is_end
     places = np.arange(len(tokens))
-    first = np.searchsorted(documents, documents)  # where each token's document begins
+    first = np.searchsorted(documents, documents)  # start of each token's document
     return {
         "tokens": tokens,
         "labels": labels,

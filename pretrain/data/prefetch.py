@@ -1,4 +1,4 @@
-"""Micro batches of the steps to come, collated in a thread while a step is made."""
+"""Micro batches of upcoming steps, collated in a thread during a step."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from pretrain.models.batch import Batch
 
 
 class Prefetch:
-    """Builds the batches of ``ahead`` steps beyond the one that is asked for.
+    """Thread that builds the batches of ``ahead`` steps beyond the requested one.
 
-    A thread is enough: numpy releases the interpreter's lock while it copies and while pages come from disk, and what
-    holds the lock would be done within the step otherwise. Nothing of it is saved: a run's data position is its step,
-    and a resumed run builds the batches of later steps again.
+    A thread suffices: numpy releases the GIL while it copies and while pages are read from disk, and the rest would
+    run within the step otherwise. It has no state to save: a run's data position is its step, and a resumed run builds
+    the batches again.
 
     Args:
         build: makes the batches of a step, in the thread; `take` of that step raises its errors.
-        end: the step behind the last one.
+        end: the step after the last.
         ahead: 0 builds within `take`, without a thread.
     """
 
@@ -26,7 +26,7 @@ class Prefetch:
         self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
 
     def take(self, step: int) -> list[Batch]:
-        """The batches of a step; steps are taken in order, from any first one."""
+        """Return the batches of a step; steps must be consecutive, from any first one."""
         if not self._ahead:
             return self._build(step)
         if self._pool is None:
@@ -39,7 +39,7 @@ class Prefetch:
         return self._futures.popleft()[1].result()
 
     def close(self) -> None:
-        """End the thread, which finishes the step it is at; `take` may start another."""
+        """End the thread after its current step; `take` may start another."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown()

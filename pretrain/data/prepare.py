@@ -1,4 +1,4 @@
-"""Text to an indexed corpus: tokenizes in worker processes, in the order of the text."""
+"""Conversion of text to an indexed corpus, tokenized in worker processes, in the order of the text."""
 
 import multiprocessing
 import os
@@ -27,22 +27,22 @@ from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 
 _BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
 _BATCH_PIECES = 4096
-_BATCHES_A_WORKER = 3  # in flight: bounds memory when reading is faster than tokenizing or one batch is slow
-_BYTES_A_WORKER = 8 << 20  # a process that starts for less text than this costs more time than it saves
+_BATCHES_A_WORKER = 3  # in flight: bounds memory when reading outpaces tokenizing
+_BYTES_A_WORKER = 8 << 20  # below this much text, starting a process costs more time than it saves
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote.
+    """Result of `prepare`.
 
     Attributes:
         paths: the files.
         documents: documents in the corpus.
-        tokens: tokens in the corpus, one end of document each included.
-        text_bytes: UTF-8 bytes of text behind them.
-        empty_documents: documents without text, which are left out.
-        skipped: documents that could not be read, which are left out.
-        first_skipped: the errors of the first of them.
+        tokens: tokens in the corpus, including one end of document each.
+        text_bytes: UTF-8 bytes of their text.
+        empty_documents: skipped documents without text.
+        skipped: skipped unreadable documents.
+        first_skipped: errors of the first of them.
     """
 
     paths: tuple[Path, ...]
@@ -56,13 +56,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Batch:
-    source: int  # index of the source; a batch has pieces of one only
+    source: int  # index of the source of all pieces
     pieces: list[Piece]
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    tokens: np.ndarray  # of all texts, end to end
+    tokens: np.ndarray  # of all texts, concatenated
     counts: list[int]  # tokens of each text
 
 
@@ -80,28 +80,28 @@ def prepare(
     format: str = "auto",
     skip_errors: bool = False,
 ) -> Prepared:
-    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, names of the sources).
+    """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, names of the sources).
 
     Each document's tokens end with the tokenizer's end of document. The files are the same for any ``num_workers``;
-    existing ones are replaced once the new ones are complete. Memory is bounded, whatever the size of the text.
+    existing ones are replaced once the new ones are complete. Memory is bounded for text of any size.
 
     Args:
-        inputs: files and folders as `iter_documents` reads them.
-        tokenizer_path: a sentencepiece model file.
+        inputs: files and folders, as for `iter_documents`.
+        tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column of the text in JSON lines and tables.
-        num_workers: processes that tokenize; None takes the processors of this machine, fewer for little text. With 1
-            this process does it. More start processes with "spawn": a script needs ``if __name__ == "__main__"``.
+        num_workers: processes that tokenize; None uses the processors of this machine, fewer for little text. 1 uses
+            this process. More start processes with "spawn": a script needs ``if __name__ == "__main__"``.
         progress: show progress on stderr.
         format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
-        skip_errors: leave out documents that cannot be read, and count them.
+        skip_errors: skip and count unreadable documents.
 
     Raises:
         UserError: unreadable inputs or tokenizer, an output that is one of them, no document with text, ``num_workers``
             less than 1, a dead worker.
     """
     if num_workers is not None and num_workers < 1:
-        raise UserError(f"num_workers={num_workers} is less than 1")
+        raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
     sources = find_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
@@ -116,7 +116,7 @@ def prepare(
         _encoder(tokenizer, dtype, num_workers) as encode_all,
         show_progress("tokenizing", total_bytes, progress) as report,
     ):
-        length = 0  # tokens of the document so far
+        length = 0  # tokens of the current document
         for batch, encoded in encode_all(_batches(sources, text_key, skips if skip_errors else stop)):
             start = 0
             for piece, count in zip(batch.pieces, encoded.counts, strict=True):
@@ -134,7 +134,7 @@ def prepare(
             report(counts.bytes_done, writer.num_documents, writer.num_tokens)
         if not writer.num_documents:
             names = shorten(source.name for source in sources)
-            skipped = f"; {skips.count} cannot be read, the first: {skips.first[0]}" if skips.count else ""
+            skipped = f"; {skips.count} are unreadable, the first: {skips.first[0]}" if skips.count else ""
             raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones){skipped}")
         writer.describe(
             fmoe=__version__,
@@ -162,14 +162,14 @@ def prepare(
 
 
 class _Counts:
-    """Running totals. The bytes done are those on disk, which a bar knows the total of, as near as text tells them."""
+    """Running totals. Progress is in bytes on disk, whose total is known, estimated from the text."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.text_bytes = 0
         self.empty_documents = 0
         self._sizes = [source.num_bytes for source in sources]
         self._source = 0
-        self._bytes_before = 0  # of the sources that are done
+        self._bytes_before = 0  # of finished sources
         self._bytes_inside = 0
 
     def add(self, batch: _Batch) -> None:
@@ -182,7 +182,7 @@ class _Counts:
 
     @property
     def bytes_done(self) -> int:
-        # Compressed text is larger than its file, JSON is smaller: never beyond the source at hand.
+        # Compressed text is larger than its file, JSON is smaller: never beyond the current source.
         return self._bytes_before + min(self._bytes_inside, self._sizes[self._source])
 
 
@@ -202,7 +202,7 @@ def _batches(sources: list[Source], text_key: str, on_error: OnError) -> Iterato
 
 
 def _naming(source: Source, on_error: OnError) -> OnError:
-    """Calls the source by its name: a record does not hold this machine's paths."""
+    """Replace the source's path by its name: a record does not contain this machine's paths."""
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
@@ -216,20 +216,20 @@ def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str]) -> _Encoded
 def _encoder(
     tokenizer: Tokenizer, dtype: np.dtype, num_workers: int
 ) -> Iterator[Callable[[Iterable[_Batch]], Iterator[tuple[_Batch, _Encoded]]]]:
-    """Gives a function that maps batches to (batch, encoded) in order, in this process or in ``num_workers`` others."""
+    """Yield a function that maps batches to (batch, encoded) in order, in this process or in ``num_workers`` others."""
     if num_workers == 1:
         encode = partial(_encode, tokenizer, dtype)
         yield lambda batches: ((batch, encode([piece.text for piece in batch.pieces])) for batch in batches)
         return
     executor = ProcessPoolExecutor(
         num_workers,
-        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe beside the threads of torch or a caller
+        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of torch or a caller
         initializer=_start_worker,
         initargs=(str(tokenizer.path), dtype.name),
     )
     try:
-        # An interrupt is this process's to handle: children inherit the mask. The resource tracker goes first, because
-        # starting it lifts the mask; then a call a worker, because each call starts one while none is idle.
+        # Only this process handles interrupts: children inherit the mask. The resource tracker starts first, because
+        # its start lifts the mask; then one call per worker, because each call starts one while none is idle.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -240,7 +240,7 @@ def _encoder(
         yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
     except BrokenProcessPool as error:
         raise UserError(
-            f"a tokenizing process ended by itself (killed, or out of memory); num_workers={num_workers}, try fewer"
+            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)
@@ -259,7 +259,7 @@ def _map_in_order(
         yield batch, future.result()
 
 
-_worker_encode: _Encode | None = None  # set once in a worker process, which has no other place to keep its tokenizer
+_worker_encode: _Encode | None = None  # set once per worker process
 
 
 def _start_worker(tokenizer_path: str, dtype: str) -> None:
@@ -269,7 +269,7 @@ def _start_worker(tokenizer_path: str, dtype: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is killed; it would wait for work for ever."""
+    """End this process when its parent is killed; otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -282,5 +282,5 @@ def _encode_in_worker(texts: list[str]) -> _Encoded:
 
 
 def _available_processors() -> int:
-    """Those this process may run on, where the system tells."""
+    """Return the number of processors that this process may run on, if the system reports it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

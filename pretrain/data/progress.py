@@ -1,4 +1,4 @@
-"""Progress of a long command: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time
@@ -9,13 +9,13 @@ from fmoe.errors import require
 
 _SECONDS_BETWEEN_LINES = 15.0
 
-# Called with the bytes done, the documents and the tokens so far.
+# Called with bytes, documents and tokens so far.
 Report = Callable[[int, int, int], None]
 
 
 @contextmanager
 def show_progress(purpose: str, total_bytes: int, enabled: bool) -> Iterator[Report]:
-    """Gives a function to report progress to; what it shows goes to stderr, nothing where not ``enabled``."""
+    """Yield a function to report progress to stderr; it does nothing unless ``enabled``."""
     if not enabled:
         yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():

@@ -1,9 +1,9 @@
 """The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
 
-An epoch: the documents of all corpora in a random order, end to end, cut into blocks of L + 1 tokens that overlap by
-one, the blocks in a random order. Block b holds the stream's tokens b L to b L + L, so that as inputs and shifted
-targets every token after the first is predicted at most once; the tail that fills no block, less than L tokens, is
-left out, another one each epoch.
+In an epoch, the documents of all corpora are concatenated in random order and cut into blocks of L + 1 tokens that
+overlap by one, in random order. Block b holds the stream's tokens b L to b L + L, so that as inputs and shifted targets
+every token after the first is predicted at most once. The tail of less than L tokens is dropped, a different one each
+epoch.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from pretrain.data.counts import TokenCounter, TokenCounts, chunks
 from pretrain.data.indexed import IndexedCorpus
 
 _CHUNK = 1 << 22  # tokens counted at a time
-_DOCUMENTS, _BLOCKS = 0, 1  # purposes of a permutation
+_DOCUMENTS, _BLOCKS = 0, 1  # uses of a permutation, in its key
 
 
 class Samples(Protocol):
     """An endless sequence: sample n depends on n alone. Tokens [L + 1], or arrays by name (`pretrain.models.batch`).
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is drawn anew.
+        samples_per_epoch: samples before the order repeats or is redrawn.
     """
 
     samples_per_epoch: int
@@ -36,27 +36,27 @@ class Samples(Protocol):
 class _Epoch:
     number: int
     order: np.ndarray  # document ids in this epoch's order, int64 [documents]
-    ends: np.ndarray  # where each of them ends in the stream, int64 [documents]
+    ends: np.ndarray  # the end of each of them in the stream, int64 [documents]
     blocks: np.ndarray  # block ids in this epoch's order, int64 [samples_per_epoch]
 
 
 class GPTSamples:
     """An endless sequence of blocks of tokens, the same for any number of readers.
 
-    Which tokens sample n holds depends on nothing but the arguments and n: a resume needs n alone, and a data-parallel
-    rank takes the n that are its own. In memory: 8 bytes four times a document and once a block.
+    Sample n depends only on the arguments and n: a resume needs only n, and data parallel ranks choose their own n.
+    Memory: 32 bytes per document and 8 per block.
 
     Args:
-        corpora: read as one, a document as likely as another.
+        corpora: read as one, documents sampled uniformly.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
-        shuffle: False takes documents and blocks first to last in every epoch, for validation.
+        shuffle: False keeps documents and blocks in order in every epoch, for validation.
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is drawn anew: ``(tokens - 1) // sequence_length``.
+        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``.
 
     Raises:
-        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in all.
+        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class GPTSamples:
         names = ", ".join(str(corpus.prefix) for corpus in corpora)
         num_tokens = sum(corpus.num_tokens for corpus in corpora)
         if sequence_length < 1:
-            raise UserError(f"sequence_length={sequence_length} is less than 1")
+            raise UserError(f"sequence_length={sequence_length} must be at least 1")
         if not 0 <= seed < 1 << 64:
-            raise UserError(f"seed={seed} is not in 0 to 2^64 - 1")
+            raise UserError(f"seed={seed} must be in 0 to 2^64 - 1")
         if not corpora:
-            raise UserError("no corpus to take samples from")
+            raise UserError("no corpus: pass at least one")
         if num_tokens <= sequence_length:
             raise UserError(
-                f"sequence_length={sequence_length} takes {sequence_length + 1} tokens a sample; "
+                f"sequence_length={sequence_length} needs {sequence_length + 1} tokens per sample; "
                 f"there are {num_tokens} in {names}"
             )
         self.sequence_length = sequence_length
@@ -80,14 +80,14 @@ class GPTSamples:
         self.shuffle = shuffle
         self.samples_per_epoch = (num_tokens - 1) // sequence_length
         self._flats = [corpus.flat for corpus in corpora]
-        self._first_documents = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])  # of each corpus
+        self._first_documents = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])  # per corpus
         lengths = [corpus.lengths for corpus in corpora]
         self._lengths = np.concatenate(lengths)
         self._starts = np.concatenate([np.cumsum(length) - length for length in lengths])  # in the document's corpus
-        self._epoch: _Epoch | None = None  # drawn with its first sample: a run may begin in a later one
+        self._epoch: _Epoch | None = None  # drawn on demand: a run may begin in a later one
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Sample ``n`` of the endless sequence, int64 [sequence_length + 1].
+        """Return sample ``n`` of the endless sequence, int64 [sequence_length + 1].
 
         Raises:
             IndexError: ``n`` is negative.
@@ -122,7 +122,7 @@ class GPTSamples:
 
 
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
-    """Entropy of the token frequencies in nats: the loss of a model that knows nothing but them.
+    """Entropy of the token frequencies in nats: the loss of a model that knows only them.
 
     Reads the tokens only of corpora without counts.
 
@@ -135,13 +135,13 @@ def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
         counts[: len(unigrams)] += unigrams
     total = counts.sum()
     if not total:
-        raise UserError("no tokens to take the entropy of")
+        raise UserError("the corpora have no tokens to compute the entropy of")
     share = counts[counts > 0] / total
     return float(-(share * np.log(share)).sum())
 
 
 def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
-    """Read all tokens of a corpus and count them."""
+    """Count all tokens of a corpus by reading them."""
     counter = TokenCounter()
     for chunk in chunks(corpus.flat, _CHUNK):
         counter.add(chunk)
@@ -149,10 +149,10 @@ def count_tokens(corpus: IndexedCorpus) -> TokenCounts:
 
 
 def _permutation(size: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """A random order of ``range(size)``, int64 [size].
+    """Return a random order of ``range(size)``, int64 [size].
 
-    It sorts raw Philox words: numpy promises to keep that stream, but not what ``Generator.permutation`` makes of it
-    (NEP 19), and a run must be able to resume under another numpy.
+    Sorts raw Philox words: numpy keeps that stream stable, but not ``Generator.permutation`` (NEP 19), and a run must
+    resume under another numpy.
     """
     key = np.array([seed, 2 * epoch + purpose], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -1,4 +1,4 @@
-"""Files that documents are read from: their formats, their decompressed content, and their rows of JSON."""
+"""Source files of documents: formats, decompressed content, and rows of JSON."""
 
 import codecs
 import gzip
@@ -13,10 +13,10 @@ from typing import BinaryIO
 
 from fmoe.errors import UserError
 
-PIECE_SIZE = 1 << 20  # characters, or bytes where the file is read as it is
-MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole, so an endless one must not fill the memory
+PIECE_SIZE = 1 << 20  # characters, or bytes of undecoded content
+MAX_LINE = 1 << 28  # bytes; a JSON line is parsed as a whole and must fit in memory
 _SHOWN_SKIPS = 5
-# The longer ones first: UTF-32's mark begins with UTF-16's.
+# Longest first: UTF-32's mark begins with UTF-16's.
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -27,7 +27,7 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class Format(Enum):
-    """Format in which a source is read. JSON is lines of objects like JSONL, or one array of objects."""
+    """Format of a source. JSON is lines of objects like JSONL, or one array of objects."""
 
     TEXT = "text"
     JSONL = "jsonl"
@@ -44,10 +44,10 @@ class Source:
     """A file (or a folder of ``save_to_disk``) to read.
 
     Attributes:
-        path: where it is.
-        name: how a record calls it: the path below what the user named, never this machine's full path.
-        format: how it is read.
-        num_bytes: its size on disk.
+        path: its location.
+        name: for records: the path below the one that the user named, never this machine's full path.
+        format: of the content.
+        num_bytes: size on disk.
     """
 
     path: Path
@@ -57,30 +57,30 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """The path in a message."""
+        """The path, printable."""
         return printable(str(self.path))
 
     def files(self) -> list[Path]:
-        """All files that are read."""
+        """All files of the source."""
         return [file for file in self.path.iterdir() if file.is_file()] if self.path.is_dir() else [self.path]
 
 
-# Called with what is wrong with a document, which is left out if the call returns.
+# Called with the error of a document, which is skipped if the call returns.
 OnError = Callable[[UserError], None]
 
 
 def stop(error: UserError) -> None:
-    """The `OnError` that leaves nothing out."""
+    """The `OnError` that skips nothing."""
     raise error
 
 
 @dataclass
 class Skips:
-    """The `OnError` that leaves out what cannot be read, and counts it.
+    """The `OnError` that skips and counts unreadable documents.
 
     Attributes:
-        count: documents left out; the rest of a damaged archive counts as one.
-        first: the errors of the first of them.
+        count: skipped documents; the rest of a damaged archive counts as one.
+        first: errors of the first of them.
     """
 
     count: int = 0
@@ -93,22 +93,22 @@ class Skips:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey, or UTF-8 cannot hold (bytes of a file's name)."""
+    """Escape control characters, and bytes of a file name that are not UTF-8."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(names: Iterable[str], limit: int = 10) -> str:
-    """The first names of a list, quoted, for an error message."""
+    """Quote the first names of a list for an error message."""
     names = list(names)
     quoted = ", ".join(repr(printable(name[:40])) for name in names[:limit]) or "none"
     return f"{quoted} and {len(names) - limit} more" if len(names) > limit else quoted
 
 
 def refuse_other_encoding(head: bytes, name: str) -> None:
-    """Raises a `UserError` for text whose first bytes are the byte order mark of an encoding other than UTF-8."""
+    """Raise a `UserError` for text whose first bytes are the byte order mark of an encoding other than UTF-8."""
     for mark, encoding in _OTHER_MARKS.items():
         if head.startswith(mark):
-            raise UserError(f"{name} is {encoding}, by its first bytes: iconv -f {encoding} -t UTF-8 makes UTF-8 of it")
+            raise UserError(f"{name} is {encoding}, by its first bytes: convert it with iconv -f {encoding} -t UTF-8")
 
 
 def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[tuple[bytes, int]]:
@@ -128,7 +128,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file behind its byte order mark, decompressed if its suffix asks for it; return it and its offset.
+    """Open a file after its byte order mark, decompressed by its suffix; return it and its offset.
 
     Raises:
         UserError: the mark is of another encoding.
@@ -137,7 +137,7 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
     if suffix == ".gz":
         file = gzip.open(source.path)  # noqa: SIM115 - the caller closes it
     elif suffix == ".zst":
-        from pretrain.data.zstd import open_zstd  # pyarrow, only where it is needed
+        from pretrain.data.zstd import open_zstd  # imports pyarrow
 
         file = open_zstd(source.path)
     else:
@@ -161,11 +161,11 @@ def decode(data: bytes, source: Source, offset: int) -> str:
 
 
 def json_rows(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
-    """Rows of JSON, each with its place. A file of `Format.JSON` may be an array; its items are the rows then."""
+    """Yield rows of JSON with their location: the items of an array in a file of `Format.JSON`, else its lines."""
     try:
         is_array = source.format is Format.JSON and _begins_with_bracket(source)
         yield from _items(source) if is_array else _lines(source, on_error)
-    except UserError as error:  # damage behind which nothing can be read
+    except UserError as error:  # the rest is unreadable
         on_error(error)
 
 
@@ -177,7 +177,7 @@ def _begins_with_bracket(source: Source) -> bool:
 
 
 def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
-    number, is_rest = 0, False  # whether this is the rest of a line that is too long
+    number, is_rest = 0, False  # is_rest: within a line that is too long
     for line, offset in read_blocks(source, lambda file: file.readline(MAX_LINE + 1)):
         number += not is_rest
         place = f"{source.shown}, line {number}"
@@ -188,7 +188,7 @@ def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
             if len(line) > MAX_LINE:
                 raise UserError(f"{place} is longer than {MAX_LINE} bytes")
             text = decode(line, source, offset)
-            if not text.strip():  # a blank line separates, it is not a document
+            if not text.strip():  # a blank line is a separator
                 continue
             row = _parse(text, place, source.format)
         except UserError as error:
@@ -203,21 +203,21 @@ def _parse(line: str, place: str, format: Format) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        hint = "; a .json file must hold a JSON object a line, or one array of objects" * (format is Format.JSON)
+        hint = "; a .json file must hold one JSON object per line, or one array of objects" * (format is Format.JSON)
         raise UserError(f"{place} is not JSON: {error.msg} at column {error.colno}{hint}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
-        raise UserError(f"{place} is not JSON that can be read: {error}") from error
+        raise UserError(f"{place} is not readable JSON: {error}") from error
 
 
 def _items(source: Source) -> Iterator[tuple[str, object]]:
-    """The items of an array, in memory of one of them and a piece."""
+    """Yield the items of an array, holding one of them and a piece in memory."""
     decode_part = codecs.getincrementaldecoder("utf-8")().decode
     blocks = read_blocks(source, lambda file: file.read(PIECE_SIZE))
     scan = json.JSONDecoder().raw_decode
     text, at, number, is_over = "", 0, 0, False
 
     def more() -> None:
-        """At least as much again as waits, so that an item of any length is scanned a few times."""
+        """Double the buffer, so that an item of any length is scanned only a few times."""
         nonlocal text, at, is_over
         parts, size = [text[at:]], max(len(text) - at, 1)
         while size > 0 and not is_over:
@@ -251,16 +251,16 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
         while True:
             try:
                 value, end = scan(text, at)
-                if end < len(text) or is_over:  # else a number may go on
+                if end < len(text) or is_over:  # else a number may continue
                     break
             except json.JSONDecodeError as error:
                 if is_over or len(text) - at > MAX_LINE:
                     raise UserError(f"{place} is not JSON: {error.msg}") from error
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{place} is not JSON that can be read: {error}") from error
+                raise UserError(f"{place} is not readable JSON: {error}") from error
             more()
         at = end
         yield place, value
     at += 1
     if character != "]" or next_character():
-        raise UserError(f"{source.shown} is not one JSON array: it does not end with the bracket behind item {number}")
+        raise UserError(f"{source.shown} is not one JSON array: it does not end with a bracket after item {number}")

@@ -1,9 +1,9 @@
-"""Span corruption: what a T5 learns (Raffel et al. 2020, arXiv 1910.10683, section 3.3).
+"""Span corruption, the objective of T5 (Raffel et al. 2020, arXiv 1910.10683, section 3.3).
 
-Of a block of tokens, spans are left out. The encoder gets what is left, with a sentinel in the place of each span; the
-decoder has to give each sentinel and the tokens that it stands for. Both end with an end of sequence. How much is left
-out is fixed, where is random: the left out and the kept tokens are each cut into as many parts as there are spans, all
-ways of doing so alike, and the parts alternate, a kept one first.
+Spans are removed from a block of tokens. The encoder receives the rest, with a sentinel in place of each span; the
+decoder predicts each sentinel and the tokens that it stands for. Both end with an end of sequence. The number of
+removed tokens is fixed, their position is random: removed and kept tokens are each cut into as many parts as there are
+spans, all partitions equally likely, and the parts alternate, starting with a kept one.
 """
 
 from bisect import bisect_right
@@ -20,14 +20,14 @@ from pretrain.data.samples import Samples
 
 @dataclass(frozen=True)
 class Spans:
-    """Lengths of a sample, the same for all: none is padded.
+    """Lengths of a sample, the same for all samples: nothing is padded.
 
     Attributes:
         block: tokens of text.
-        noise: those that are left out.
-        count: spans that they make.
-        inputs: tokens into the encoder: kept ones, a sentinel a span, the end.
-        targets: tokens out of the decoder: left out ones, a sentinel a span, the end.
+        noise: removed tokens.
+        count: number of spans.
+        inputs: encoder tokens: the kept ones, one sentinel per span, the end.
+        targets: decoder tokens: the removed ones, one sentinel per span, the end.
     """
 
     block: int
@@ -45,46 +45,46 @@ class Spans:
     @classmethod
     @lru_cache
     def of(cls, sequence_length: int, density: float = 0.15, mean_span: float = 3.0) -> "Spans":
-        """Those of the longest block whose inputs are ``sequence_length`` tokens.
+        """Return the lengths for the longest block whose inputs are ``sequence_length`` tokens.
 
-        As in the T5 code: of a block, ``density`` is left out, in spans of ``mean_span`` on average, both rounded to
-        whole numbers (halves to even), neither less than one. A block longer by a token has inputs longer by one or
-        none, so that the length is always met.
+        As in the T5 code: ``density`` of a block is removed, in spans of ``mean_span`` on average, both rounded to
+        integers (halves to even), at least one. A block longer by a token has inputs longer by one or none, so the
+        length is always met.
 
         Raises:
-            UserError: the sequence is too short to leave out a span and to keep a token before each.
+            UserError: the sequence is too short to remove a span and keep a token before each.
         """
-        above = 3  # a block of which the inputs are too long
+        above = 3  # a block whose inputs are too long
         while cls.of_block(above, density, mean_span).inputs <= sequence_length:
             above *= 2
         fits = bisect_right(range(2, above), sequence_length, key=lambda n: cls.of_block(n, density, mean_span).inputs)
         longest = cls.of_block(max(fits + 1, 2), density, mean_span)
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
-                f"sequence_length={sequence_length} is too short, or data.noise_density={density} too much, for spans "
-                f"of data.mean_span={mean_span}: each takes a sentinel, and a token before it that is kept"
+                f"sequence_length={sequence_length} is too short, or data.noise_density={density} too high, for spans "
+                f"of data.mean_span={mean_span}: each needs a sentinel and a kept token before it"
             )
         return longest
 
     @classmethod
     def of_block(cls, block: int, density: float, mean_span: float) -> "Spans":
-        """Those of a block of two tokens or more. Whether there are tokens enough to keep one before each span, `of`
-        tells."""
+        """Return the lengths for a block of at least two tokens. The caller checks that a token is kept before each
+        span."""
         left_out = min(max(noise.share(block, density), 1), block - 1)
         return cls(block, left_out, max(round(left_out / Fraction(repr(mean_span))), 1))
 
 
 class SpanCorruption:
-    """Samples of a T5 out of blocks of text: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels``
-    [targets], int64. The decoder's input is what it has to give, moved by one behind a first token.
+    """Samples of a T5: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels`` [targets], int64. The
+    decoder's input is its labels, shifted right behind a start token.
 
     Args:
         blocks: sample n has at least ``spans.block`` tokens; more are not used.
         spans: the lengths.
-        sentinels: ids, one for each span at least.
+        sentinels: ids, at least one per span.
         end: id that ends inputs and targets.
         start: id of the decoder's first token.
-        seed: of the choice of spans; sample n has those of (seed, n).
+        seed: of the choice of spans; sample n uses (seed, n).
 
     Raises:
         UserError: fewer sentinels than spans.
@@ -93,7 +93,7 @@ class SpanCorruption:
     def __init__(self, blocks: Samples, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
         if len(sentinels) < spans.count:
             raise UserError(
-                f"the {spans.count} spans of a sample of {spans.inputs} tokens take a sentinel each; "
+                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each; "
                 f"the tokenizer has {len(sentinels)}"
             )
         self.samples_per_epoch = blocks.samples_per_epoch
@@ -119,11 +119,11 @@ class SpanCorruption:
 def corrupt(
     tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a block whose parts, in turn, are kept and left out.
+    """Return inputs and targets of a block whose parts are kept and removed in turn.
 
     Args:
         tokens: int64 [block].
-        kept, left_out: tokens of each part, int64 [spans]; their sum is the block.
+        kept, left_out: tokens of each part, int64 [spans]; their total is the block.
         sentinels: int64 [spans].
     """
     stops = np.cumsum(np.stack([kept, left_out], axis=1).ravel())
@@ -134,8 +134,8 @@ def corrupt(
 
 
 def _parts(total: int, count: int, words: np.ndarray) -> np.ndarray:
-    """``total`` as a sum of ``count`` whole numbers from 1, every such sum alike; int64 [count].
+    """Draw ``total`` as a sum of ``count`` positive integers, uniformly among all such sums; int64 [count].
 
-    ``words`` are ``total - 1`` random ones: of the places between two tokens, ``count - 1`` are cuts."""
+    ``words`` are ``total - 1`` random ones: of the gaps between two tokens, ``count - 1`` are cuts."""
     cuts = noise.choose(words, count - 1) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

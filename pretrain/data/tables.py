@@ -7,16 +7,16 @@ from pathlib import Path
 from fmoe.errors import UserError, require
 from pretrain.data.sources import shorten
 
-_ROWS = 256  # rows in memory at a time: documents of a web corpus are some kilobytes each
+_ROWS = 256  # rows in memory at a time: documents of a web corpus have some kilobytes each
 
 
 def read_parquet(path: Path, column: str) -> Iterator[object]:
-    """The values of one column of a Parquet file, in order.
+    """Yield the values of one column of a Parquet file, in order.
 
-    pyarrow reads the file where it lies; ``datasets.load_dataset`` would first copy all of it into its cache.
+    pyarrow reads the file in place; ``datasets.load_dataset`` would first copy it into its cache.
 
     Raises:
-        UserError: not a Parquet file or without the column; while it is read, damaged.
+        UserError: not a Parquet file or without the column; during iteration, damaged.
     """
     parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
     with _one_line_errors(path, "a Parquet file"):
@@ -33,10 +33,10 @@ def read_parquet(path: Path, column: str) -> Iterator[object]:
 
 
 def read_saved(path: Path, column: str) -> Iterator[object]:
-    """The values of one column of a folder written by ``Dataset.save_to_disk``, in order.
+    """Yield the values of one column of a folder written by ``Dataset.save_to_disk``, in order.
 
     Raises:
-        UserError: not such a folder or without the column; while it is read, damaged.
+        UserError: not such a folder or without the column; during iteration, damaged.
     """
     datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
     with _one_line_errors(path, "a folder of datasets.save_to_disk"):
@@ -58,7 +58,7 @@ def _check_column(path: Path, column: str, names: list[str]) -> None:
 
 @contextmanager
 def _one_line_errors(path: Path, what: str) -> Iterator[None]:
-    """Arrow reports damage as OSError or as one of several subclasses of ValueError, TypeError and KeyError."""
+    """Convert Arrow's errors about damage: OSError or subclasses of ValueError, TypeError and KeyError."""
     try:
         yield
     except UserError:

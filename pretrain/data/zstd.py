@@ -8,7 +8,7 @@ from fmoe.errors import UserError, require
 
 
 class _Stream(io.RawIOBase):
-    """What Arrow decompresses, with errors that name the file."""
+    """Arrow's decompressed stream, with errors that name the file."""
 
     def __init__(self, path: Path):
         arrow = require("pyarrow", "pretrain", "reading files compressed with zstd")
@@ -35,10 +35,10 @@ class _Stream(io.RawIOBase):
 
 
 def open_zstd(path: Path) -> BinaryIO:
-    """The decompressed content; one frame or several.
+    """Open the decompressed content of one or several frames.
 
     Raises:
-        UserError: while it is read, that the file is damaged or no zstd file.
+        UserError: during reading, if the file is damaged or not a zstd file.
         OSError: it cannot be opened.
     """
     return io.BufferedReader(_Stream(path), buffer_size=1 << 16)

@@ -1,7 +1,7 @@
-"""What a run would be, without running it: its process grid, and what every kind of rank would hold.
+"""Plan of a run without running it: its process grid, and the memory of each kind of rank.
 
-`make_plan` builds the trainer's own engine of one rank of each kind, on the meta device and over process groups that do
-not communicate, so that what is counted are its modules, its gradient buffers and its optimizer's shards.
+`make_plan` builds the trainer's own engine for one rank of each kind, on the meta device and over process groups that
+do not communicate: it counts the actual modules, gradient buffers and optimizer shards.
 """
 
 from pretrain.dryrun.plan import Grid, Plan, RankKind, make_plan

@@ -1,4 +1,4 @@
-"""What one rank of a run holds, counted on the trainer's own engine, built on the meta device."""
+"""Memory of one rank, counted on the trainer's own engine, built on the meta device."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from pretrain.engine import Engine
 from pretrain.engine.optimizer import state_tensors
 from pretrain.process import Processes
 
-# torchao's 8-bit moments: codes with a scale for each block, of tensors from `_MIN_8_BIT` elements, and the map of all
-# codes with each tensor.
+# torchao's 8-bit moments: codes with a scale per block, for tensors of at least `_MIN_8_BIT` elements, and a table of
+# all codes per tensor.
 _BLOCK, _MIN_8_BIT, _CODES = 256, 4096, 256
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Sizes of the process groups that a rank is in, of the dense part of the model and of its experts."""
+    """Sizes of the process groups of a rank, for the dense layers and for the experts."""
 
     tensor: int
     context: int
@@ -38,16 +38,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class Holding:
-    """What lives on a rank from step to step, activations and what lives within a step aside.
+    """Persistent memory of a rank: without activations and other memory within a step.
 
     Attributes:
         layers: numbers of the layers, from 1.
-        experts: of a layer with experts.
-        parameters: of its modules, replicas included.
+        experts: per layer with experts.
+        parameters: number in its modules, replicas included.
         weights, gradients, masters, moments: bytes.
-        distinct: parameters that all ranks with these layers hold together, each counted once, and a copy that a
-            pipeline's last stage has of the embedding not at all.
-        saved: bytes of these in a checkpoint: weights, masters, moments.
+        distinct: parameters of all ranks with these layers together, each counted once, without the copy of the
+            embedding on a pipeline's last stage.
+        saved: bytes of weights, masters and moments in a checkpoint.
     """
 
     layers: tuple[int, ...]
@@ -62,12 +62,12 @@ class Holding:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Total bytes."""
         return self.weights + self.gradients + self.masters + self.moments
 
 
 def groups() -> Groups:
-    """Those of the rank that this process is."""
+    """Return the group sizes of this process' rank."""
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),
@@ -80,16 +80,15 @@ def groups() -> Groups:
 
 
 def build(recipe: Recipe, processes: Processes) -> Engine:
-    """The engine of the rank that this process is, on the meta device."""
-    # Moments that would be in host memory are counted as if they were not: what is on the host is pinned memory, made
-    # at once.
+    """Build the engine of this process' rank on the meta device."""
+    # Offloaded moments would be allocated at once as pinned host memory: count them as if on the device.
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, cpu_offload=0.0))
     with cpu.on_meta():
         return Engine(recipe, processes)
 
 
 def hold(engine: Engine) -> Holding:
-    """What the engine's rank holds."""
+    """Count the memory of the engine's rank."""
     parameters = list(engine.gpt.parameters())
     found = list(shards(engine.optimizer))
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -116,7 +115,7 @@ def _layers(engine: Engine) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _parts(parameter: Tensor) -> int:
-    """Ranks of a pipeline stage that hold other parts of the whole than this one, itself included."""
+    """Return the number of ranks of a pipeline stage that hold different slices of the parameter's layer."""
     if is_expert(parameter):
         cut = parallel_state.get_expert_tensor_parallel_world_size()
         return parallel_state.get_expert_model_parallel_world_size() * cut
@@ -136,7 +135,7 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
-    """Of a parameter in a checkpoint, where 8-bit moments are the numbers that they stand for."""
+    """Bytes of a parameter in a checkpoint, which holds 8-bit moments dequantized."""
     master = 0 if parameter.dtype == torch.float32 else 4 * parameter.numel()
     optimizer = optimizers(engine.optimizer)[0].optimizer
     whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)

@@ -1,4 +1,4 @@
-"""All kinds of ranks of a run, and what they are together."""
+"""All kinds of ranks of a run, and their totals."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from pretrain.engine.model import check_parts
 
 @dataclass(frozen=True)
 class Grid:
-    """The processes of a run.
+    """The ranks of a run.
 
     Attributes:
-        world_size: processes.
-        nodes, processes_per_node: machines, and processes on each.
-        groups: the axes.
-        micro_batches: of a step, on every data parallel rank.
+        world_size: number of ranks.
+        nodes, processes_per_node: machines, and ranks on each.
+        groups: sizes of the axes.
+        micro_batches: per step and data parallel rank.
     """
 
     world_size: int
@@ -29,13 +29,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks that hold as much as one another.
+    """Ranks with equal memory.
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
-        rank: the first of its ranks, which `holding` is of. Data parallel ranks' shards of the optimizer's state differ
-            by what aligns parameters in them, and by padding at the end.
-        count: ranks.
+        rank: the first of its ranks, whose memory `holding` is. Optimizer shards of data parallel ranks differ by
+            alignment of parameters and by padding at the end.
+        count: number of ranks.
     """
 
     stages: tuple[int, ...]
@@ -46,13 +46,13 @@ class RankKind:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, as far as it shows before it runs.
+    """Memory, size and FLOPs of a run.
 
     Attributes:
-        parameters, active_parameters: of the model, and those that a token meets.
+        parameters, active_parameters: of the model, and those that a token uses.
         flops_per_token: of a training step, forward and backward.
-        tokens_per_step: that go into the model; with a batch that grows, in the end.
-        checkpoint_bytes: of one checkpoint; of its tensors, that is, names and checksums aside.
+        tokens_per_step: that enter the model, at the final batch size.
+        checkpoint_bytes: of the tensors of one checkpoint, without names and checksums.
     """
 
     recipe: Recipe
@@ -66,18 +66,18 @@ class Plan:
 
     @property
     def largest(self) -> RankKind:
-        """The kind whose ranks hold most bytes, the first of several."""
+        """The kind whose ranks hold the most bytes, the first of several."""
         return max(self.kinds, key=lambda kind: kind.holding.total)
 
 
 def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
-    """The plan of a recipe, on a machine without data, tokenizer or GPU. Nothing is written.
+    """Plan a recipe on a machine without data, tokenizer or GPU. Nothing is written.
 
     Args:
-        nodes: that the processes are spread over.
+        nodes: number of machines that the ranks are spread over.
 
     Raises:
-        UserError: the model cannot be built so.
+        UserError: the model cannot be built with this recipe.
         RuntimeError: torch sees a GPU, or this process is in a process group.
     """
     cpu.install()
@@ -104,7 +104,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Pipeline stages, those together that have as many layers of each sort in the same order."""
+    """Group pipeline stages that have the same sequence of layer types."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline
     if stages == 1:

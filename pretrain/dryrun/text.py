@@ -1,4 +1,4 @@
-"""A plan, to be read, or as JSON."""
+"""A plan as text or JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,25 +7,26 @@ from typing import Any
 from pretrain.config.load import recipe_text
 from pretrain.dryrun.plan import Plan, RankKind
 
-_HEADER = ("stages", "ranks", "layers", "experts", "parameters", "weights", "gradients", "masters", "moments", "in all")
+_HEADER = ("stages", "ranks", "layers", "experts", "parameters", "weights", "gradients", "masters", "moments", "total")
 
 
 def describe(plan: Plan) -> str:
-    """The resolved recipe as TOML, then what it comes to."""
+    """Format the resolved recipe as TOML, then the plan's summary."""
     return f"{recipe_text(plan.recipe)}\n{summary(plan)}"
 
 
 def summary(plan: Plan) -> str:
-    """What a plan comes to: model, process grid, bytes of every kind of rank, and those of the largest."""
+    """Format a plan: model, process grid, bytes of each kind of rank, and those of the largest."""
     grid, axes, train = plan.grid, plan.grid.groups, plan.recipe.train
     largest = plan.largest
     held = largest.holding
     lines = [
         f"{short(plan.parameters)} parameters in total ({plan.parameters:,}), "
-        f"{short(plan.active_parameters)} active a token ({plan.active_parameters:,})",
-        f"{short(plan.flops_per_token)} FLOPs a token, forward and backward; "
-        f"{plan.tokens_per_step:,} tokens a step, {short(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
-        f"{size_of(plan.checkpoint_bytes)} a checkpoint",
+        f"{short(plan.active_parameters)} active per token ({plan.active_parameters:,})",
+        f"{short(plan.flops_per_token)} FLOPs per token, forward and backward; "
+        f"{plan.tokens_per_step:,} tokens per step, "
+        f"{short(plan.tokens_per_step * train.steps)} in {train.steps:,} steps",
+        f"{size_of(plan.checkpoint_bytes)} per checkpoint",
         "",
         f"process grid: world size {grid.world_size:,}, {grid.nodes:,} {_plural(grid.nodes, 'node')} of "
         f"{grid.processes_per_node:,}",
@@ -41,26 +42,26 @@ def summary(plan: Plan) -> str:
     if chunks > 1:
         lines.append(f"  each pipeline stage has {chunks} chunks of layers")
     lines += [
-        f"  a step: {train.global_batch:,} sequences = data {axes.data:,} x accumulated {grid.micro_batches:,} x "
+        f"  one step: {train.global_batch:,} sequences = data {axes.data:,} x accumulated {grid.micro_batches:,} x "
         f"micro batch {train.micro_batch:,}",
         "",
-        "on a rank, without activations:",
+        "per rank, without activations:",
         *table([_HEADER, *map(_row, plan.kinds)]),
         "",
-        f"largest rank: {largest.rank:,}, {short(held.parameters)} parameters a rank ({held.parameters:,})",
-        f"  optimizer (masters and moments) {size_of(held.masters + held.moments)}, in all {size_of(held.total)} "
+        f"largest rank: {largest.rank:,}, {short(held.parameters)} parameters ({held.parameters:,})",
+        f"  optimizer (masters and moments) {size_of(held.masters + held.moments)}, total {size_of(held.total)} "
         f"({held.total:,} bytes)",
     ]
     if plan.recipe.optimizer.cpu_offload:
         lines.append(
             f"optimizer.cpu_offload={plan.recipe.optimizer.cpu_offload:g}: at least this share of the moments, with "
-            "masters of their own, is in host memory"
+            "their masters, is in host memory"
         )
     return "\n".join(lines) + "\n"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan with all its figures; bytes of a rank by name."""
+    """Return the plan with all figures; bytes of a rank by name."""
     values = asdict(plan)
     for kind, of in zip(values["kinds"], plan.kinds, strict=True):
         kind["holding"]["total"] = of.holding.total
@@ -82,7 +83,7 @@ def _row(kind: RankKind) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns, the first to the left."""
+    """Align columns, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     out = []
     for first, *rest in rows:
@@ -92,7 +93,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def short(count: float) -> str:
-    """Three digits and a thousands' letter: 1.57T."""
+    """Format with three digits and a letter for the power of 1,000: 1.57T."""
     for letter, unit in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= unit:
             return f"{_three(count / unit)}{letter}"
@@ -100,7 +101,7 @@ def short(count: float) -> str:
 
 
 def size_of(count: int) -> str:
-    """Bytes in binary units: 12.3 GiB."""
+    """Format bytes in binary units: 12.3 GiB."""
     for name, unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= unit:
             return f"{_three(count / unit)} {name}"
@@ -116,7 +117,7 @@ def _plural(count: int, name: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 5."""
+    """Format ascending numbers as ranges: 0-3, 5."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][1] == number - 1:

@@ -1,5 +1,4 @@
-"""The optimizer step: the recipe's model and optimizer on Megatron-core, what a checkpoint holds of them, what a step
-reports."""
+"""The optimizer step on Megatron-core: model and optimizer of a recipe, their checkpoint state, and step metrics."""
 
 import megatron_patch  # noqa: F401 - first: it silences the warnings of megatron-core's imports
 from pretrain.engine.engine import Engine, StepResult, init_parallel, stop_parallel

@@ -42,10 +42,10 @@ class StepResult:
         loss: mean of the global batch, in nats per token.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the step.
-        skipped: why the step was skipped; None if it was made.
-        asks_to_stop: any rank asks to stop.
+        skipped: reason for which the step was skipped; None if it was made.
+        asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
-        has_overflowed: the step was skipped because a lower scale of the loss will be tried.
+        has_overflowed: True if the step was skipped and a lower loss scale will be tried.
     """
 
     loss: float
@@ -79,21 +79,21 @@ def stop_parallel() -> None:
 
 
 class Engine:
-    """The model, its optimizer and its learning rate, spread as the recipe says.
+    """The model, its optimizer and its learning rate, split as in the recipe.
 
     Args:
         recipe: checked.
         processes: joined already, and `init_parallel` called.
-        build: makes the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks put another here.
+        build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
 
     Attributes:
-        chunks: this rank's parts of the model, one but for virtual pipeline stages, as they were built.
+        chunks: this rank's parts of the model, unwrapped; several with virtual pipeline stages.
         gpt: the only chunk, or a list of them.
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
-        asks_to_stop: set on any rank, e.g. by a signal, and found in the next `StepResult` of all ranks.
-        on_progress: called at the begin of each micro batch, in training and validation.
+        asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
+        on_progress: called at the beginning of each micro batch, in training and validation.
         last_loss: mean loss of this rank's sequences in the last training step; zero before the last pipeline stage.
-        grad_scaler: of fp16; None in other precisions.
+        grad_scaler: for fp16; None in other precisions.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, build: Callable[..., nn.Module] = build_model):
@@ -148,7 +148,7 @@ class Engine:
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
         for module in chunk.modules():
-            if isinstance(module, FFNExperts):  # nobody but their own operation has a gradient of them, unless lent
+            if isinstance(module, FFNExperts):  # only their own operation has a gradient of them, unless lent
                 module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
@@ -157,7 +157,7 @@ class Engine:
             overlap_grad_reduce=recipe.parallel.overlap_gradients,
             overlap_param_gather=recipe.parallel.overlap_parameters,
         )
-        # Later chunks' reductions are hidden by the pipeline anyway, as in Megatron-LM.
+        # The pipeline hides the reductions of later chunks, as in Megatron-LM.
         return DistributedDataParallel(config, options, wrapped, disable_bucketing=index > 0)
 
     def _optimizer_config(self) -> OptimizerConfig:
@@ -183,14 +183,14 @@ class Engine:
         )
 
     def train_step(self, step: int, samples: Samples | list[Batch], check: CheckStep | None = None) -> StepResult:
-        """Step number ``step``, counted from 0: the global batch is that of ``recipe.batches``.
+        """Make step number ``step``, counted from 0, on the global batch given by ``recipe.batches``.
 
         Args:
-            samples: of which it takes the step's; or those already, as `collate_step` makes them.
-            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changed.
-                Returns why the step is to be skipped, or None; what it raises leaves the model as it was. A skipped
-                step changes no weight, no moment and no buffer of a gate; the learning rate's place is the step's. It
-                is not asked about an overflow of fp16 that a lower scale of the loss may cure.
+            samples: the endless sequence, or the step's batches from `collate_step`.
+            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changes.
+                Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped step
+                changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for an
+                fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler
@@ -201,7 +201,7 @@ class Engine:
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
         found_inf = self.optimizer.prepare_grads()  # the same on every rank
         own_norm = float("inf") if found_inf else self.optimizer.get_grad_norm()
-        # One reduction for all that ranks have to agree on. Sums keep what is not finite on any of them.
+        # One reduction for all that ranks must agree on. Sums keep non-finite values of any rank.
         sums = torch.cat([loss.view(1), loss.new_tensor([own_norm, self.asks_to_stop])])
         dist.all_reduce(sums)
         loss_sum, norm_sum, asks_to_stop = sums.tolist()
@@ -209,7 +209,7 @@ class Engine:
         has_overflowed = found_inf and can_fall
         if has_overflowed:
             what = "an overflow" if math.isfinite(mean_loss) else "the loss is not finite"
-            reason = f"{what} at loss scale {loss_scale:g}, which is {float(scaler.scale):g} from here on"
+            reason = f"{what} at loss scale {loss_scale:g}, now {float(scaler.scale):g}"
         else:
             reason = check(mean_loss, grad_norm) if check is not None else None
             if reason is None and found_inf:
@@ -223,7 +223,7 @@ class Engine:
 
     @property
     def scale_limit(self) -> str:
-        """Text after "not finite" where no lower scale of the loss is left to try; else empty."""
+        """Text after "not finite" when the loss scale cannot be lowered; else empty."""
         if self.grad_scaler is None or self.grad_scaler.can_fall:
             return ""
         own = self.recipe.optimizer
@@ -233,8 +233,8 @@ class Engine:
         return f" at loss scale {float(self.grad_scaler.scale):g}, the lowest (optimizer.min_loss_scale={lowest:g})"
 
     def backward(self, step: int, samples: Samples | list[Batch], *, reduce: bool = True) -> Tensor:
-        """Gradients of a training step, reduced over ranks unless told otherwise, in place of those that were there;
-        this rank's loss."""
+        """Compute the gradients of a training step, replacing earlier ones, and by default reduce them over ranks;
+        return this rank's loss."""
         batches = self.recipe.batches
         size = batches.sequences(step)
         for chunk in self.model:
@@ -247,7 +247,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _unreduced(self) -> Iterator[None]:
-        """Within, gradients stay this rank's own, also those that would be reduced while the backward pass goes on."""
+        """Disable the reduction of gradients in the block, also the one that overlaps with the backward pass."""
         config = self.config
         finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
         config.finalize_model_grads_func = config.no_sync_func = None
@@ -261,14 +261,14 @@ class Engine:
 
     @torch.no_grad()
     def _update(self, grad_norm: float) -> None:
-        """The second half of Megatron's ``ChainedOptimizer.step``, which has no room for a decision in between."""
+        """Run the second half of Megatron's ``ChainedOptimizer.step``, which allows no decision in between."""
         for part in self.optimizer.chained_optimizers:
             if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_gradients(parameters, part.config.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
 
     def evaluate(self, samples: Samples, count: int) -> float:
-        """Mean loss of the first ``count`` samples, nats a token."""
+        """Return the mean loss of the first ``count`` samples, in nats per token."""
         for chunk in self.model:
             chunk.eval()
         loss = self.accumulate(samples, 0, count)
@@ -277,15 +277,15 @@ class Engine:
 
     @property
     def _num_losses(self) -> int:
-        """Ranks of which each has the mean loss of its sequences: those of the last pipeline stage."""
+        """Number of ranks with a loss: those of the last pipeline stage."""
         return self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
-        """Runs the schedule over samples ``first ... first + count - 1``, backward too if there is a ``step``, whose
-        gradients are added to those that are there and reduced over ranks.
+        """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward, adding to
+        the present gradients and reducing them over ranks.
 
         Returns:
-            The mean loss of this rank's; zero before the last pipeline stage.
+            This rank's mean loss; zero before the last pipeline stage.
         """
         train = self.recipe.train
         iterators = self._micro_batches(samples, first, count, step)
@@ -303,14 +303,14 @@ class Engine:
         return torch.stack([result["loss"] for result in results]).mean()
 
     def sync_parameters(self) -> None:
-        """Waits for updated parameters that are still being gathered: before anything but a forward pass reads them."""
+        """Wait for updated parameters that are still being gathered; needed before reading them outside a forward."""
         if self.recipe.parallel.overlap_parameters:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
     def collate_step(self, step: int, samples: Samples) -> list[Batch]:
-        """This rank's micro batches of a training step. Reads samples and nothing that a step changes: any thread may
-        call it.
+        """Return this rank's micro batches of a training step. Reads only samples and no state of a step, so any
+        thread may call it.
 
         Raises:
             UserError: a sample has a token id outside the vocabulary.
@@ -330,8 +330,8 @@ class Engine:
     def _micro_batches(
         self, samples: Samples | list[Batch], first: int, count: int, step: int | None
     ) -> list[Iterator[Batch]]:
-        """This rank's share of samples ``first ... first + count - 1``, once for each chunk of the model, whose turns
-        the schedule mixes; each sets the position of noise if ``step`` is."""
+        """This rank's share of samples ``first ... first + count - 1``, once per chunk of the model, since the schedule
+        interleaves chunks; each batch sets the position of noise if ``step`` is given."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self._begins(count)
@@ -340,7 +340,7 @@ class Engine:
     def _in_position(
         self, begins: Iterable[int], batches: Iterable[Batch], step: int | None, chunk: int
     ) -> Iterator[Batch]:
-        # What stages drop must differ: they hold other layers of the same tokens.
+        # Stages hold different layers of the same tokens: their dropout must differ.
         stream = chunk * self.recipe.parallel.pipeline + parallel_state.get_pipeline_model_parallel_rank()
         for begin, batch in zip(begins, batches, strict=True):
             self.on_progress()

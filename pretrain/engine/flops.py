@@ -18,15 +18,15 @@ _GPUS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the peak FLOP/s of all processes together: from a table for known GPUs, else the rate of a matrix product
-    of size 1,024 (fp16 on a CPU: 256) that all processes run at the same time."""
+    """Return the peak FLOP/s of all ranks together: from a table for known GPUs, else the measured rate of a matrix
+    product of size 1,024 (fp16 on a CPU: 256) that all ranks run at the same time."""
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = next((rates[precision] for gpu, rates in _GPUS.items() if gpu in name), None)
-    # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 20 seconds for what tells no more.
+    # CPUs multiply fp16 matrices some forty times slower than fp32 ones: 1,024 would take 20 seconds.
     size = 256 if device.type == "cpu" and precision == "fp16" else 1024
-    # Where bf16 has no instructions, its matrices are multiplied in float32.
+    # CPUs without bf16 instructions multiply bf16 matrices in float32.
     dtype = torch.float32 if precision == "bf16" and bf16_linear.is_needed() else DTYPES[precision]
     rate = known or _measure(device, dtype, size)
     total = torch.tensor([rate], dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Models on the meta device: every shape of them, without memory, data, other processes or a GPU."""
+"""Models on the meta device: all shapes, without memory, data, other processes or a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from pretrain.process import Processes
 
 @contextlib.contextmanager
 def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
-    """Within, this process is ``rank`` of the recipe's run, in process groups that do not communicate.
+    """Make this process ``rank`` of the recipe's run within the block, in process groups that do not communicate.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("process groups that do not communicate cannot be made beside others: this process has some")
+        raise RuntimeError("torch.distributed is initialised already: fake process groups need a fresh process")
     size = recipe.parallel.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -39,7 +39,7 @@ def as_rank(recipe: Recipe, rank: int) -> Iterator[Processes]:
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """Return the whole model of a recipe, as one process without splits has it, on the meta device.
+    """Return the whole model of a recipe, without splits, on the meta device.
 
     Raises:
         RuntimeError: torch sees a GPU, or this process is in a process group.
@@ -49,7 +49,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
 
 def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
-    """Return the pipeline chunks of the model that a rank of the recipe's run holds, on the meta device.
+    """Return the pipeline chunks of a rank of the recipe's run, on the meta device.
 
     Raises:
         RuntimeError: as `build_on_meta`.

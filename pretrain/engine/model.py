@@ -15,16 +15,16 @@ from megatron_patch.dropout import key_dropout
 from pretrain.config import ModelConfig, ParallelConfig, Recipe
 from pretrain.models import kind_of
 
-# Keys of [model] that not every gate has, by their names there.
+# Keys of [model] that only some gates accept, under the same names.
 _OF_SOME = ("score", "normalize", "routed_scale", "bias_step")
 
 
 def build_model(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> nn.Module:
-    """The model, or a pipeline chunk of it, on the device it trains on, not yet wrapped for data parallelism."""
+    """Build the model, or a pipeline chunk of it, on its training device, not yet wrapped for data parallelism."""
     model = recipe.model
-    # Megatron-core warns about every module that it does not know.
+    # Megatron-core warns about every unknown module.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     module = kind_of(recipe).build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if model.dropout:
@@ -49,7 +49,7 @@ def build_model(
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raises UserError where the recipe's gate or exchange cannot be."""
+    """Raise UserError for an invalid gate or exchange."""
     model = recipe.model
     if model.num_experts:
         options = gate_options(model)
@@ -64,7 +64,7 @@ def check_parts(recipe: Recipe) -> None:
 
 
 def gate_options(model: ModelConfig) -> dict[str, Any]:
-    """Keywords of the gate: capacity, and those that the recipe sets.
+    """Keywords of the gate: capacity, and those set by the recipe.
 
     Raises:
         UserError: the gate has no such option.
@@ -88,14 +88,14 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def _keywords(gate: Any) -> set[str]:
-    """Names that the constructor of a gate takes, those that it passes on to the classes it is derived from too."""
+    """Return the parameter names of a gate's constructor, including those passed on to base classes."""
     if not isinstance(gate, type):
         return set()
     return {name for cls in gate.__mro__ if "__init__" in vars(cls) for name in inspect.signature(cls).parameters}
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Keywords of the exchange: those that the recipe sets, since not every exchange has all of them."""
+    """Return the keywords set by the recipe: not every exchange has all of them."""
     names = ("chunks", "max_rows", "shadow", "node_size")
     options = {name: getattr(parallel, name) for name in names}
     options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}

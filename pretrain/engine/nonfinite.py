@@ -1,4 +1,4 @@
-"""Report of a step that is not finite: which ranks, and which tensor first."""
+"""Report of a non-finite step: the ranks, and the first bad tensor."""
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,11 @@ _NAME_BYTES = 256
 
 
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
-    """Return the ranks and first bad tensors of a step whose loss or gradient is not finite. Collective.
+    """Return the ranks and first bad tensors of a step with a non-finite loss or gradient. Collective.
 
-    Reduced gradients are bad on all ranks, so the step is computed once more without reduction: the ranks on which it
-    is bad again are named, with the first bad gradient in the order of the backward pass, which begins at the last
-    layer. A step that is finite this time had no reason in weights and data.
+    Reduced gradients are bad on all ranks, so the step is computed again without reduction. The report names the ranks
+    on which it is bad again, with the first bad gradient in the order of the backward pass, which begins at the last
+    layer. If the step is finite this time, weights and data were not the cause.
     """
     found = _gather(None if engine.last_loss.isfinite().item() else "loss")
     if found:
@@ -24,7 +24,7 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     found = _gather(_first_bad(engine.gpt) if loss.isfinite().item() else "loss")
     if found:
         return found
-    return f"{reduced or 'the norm of the gradient'} (finite when computed again: look at the machine)"
+    return f"{reduced or 'the norm of the gradient'} (finite when computed again: suspect the machine)"
 
 
 def _first_bad(gpt: torch.nn.Module) -> str | None:
@@ -36,7 +36,7 @@ def _first_bad(gpt: torch.nn.Module) -> str | None:
 
 
 def _gather(mine: str | None) -> str:
-    """``NAME on rank R, ...`` of all ranks that have a name."""
+    """Gather ``NAME on rank R, ...`` from all ranks with a name."""
     size = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     letters = list((mine or "").encode()[:_NAME_BYTES])

@@ -16,10 +16,10 @@ from pretrain.config import Recipe
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU, or partly there, which
+    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU, fully or in part, which
     Megatron-core builds itself.
 
-    On a CPU, Megatron-core takes torch's loop, which reads and writes each tensor ten times; the fused one once.
+    On a CPU, Megatron-core uses torch's loop, which reads and writes each tensor ten times; the fused one does it once.
     """
     own = recipe.optimizer
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
@@ -44,14 +44,14 @@ class StateTensor:
 
     Attributes:
         name: its key in the state.
-        axis: along which it has one element where the parameter has many; None where it has the parameter's shape.
+        axis: the axis along which it has one element per slice of the parameter; None if it has the parameter's shape.
     """
 
     name: str
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """A parameter's shape or offset with ``value`` along the axis."""
+        """Replace a parameter's size or offset along the axis by ``value``."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)
@@ -59,7 +59,7 @@ class StateTensor:
 
 
 def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
-    """Return the tensors that the optimizer keeps for a shard; the number of steps is none of them."""
+    """Return the tensors that the optimizer keeps for a shard, without the step count."""
     optimizer = shard.optimizer
     if isinstance(optimizer, TrustOptimizer):
         return tuple(map(StateTensor, optimizer.state_names))
@@ -72,25 +72,25 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
 
 
 def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
-    """Yield the state of a shard as plain tensors; zeros where no step was made, or all of them were skipped."""
+    """Yield the state of a shard as plain tensors; zeros if no step was made, or all were skipped."""
     state = shard.optimizer.state.get(shard.main) or {}
     for entry in state_tensors(shard):
         value = state.get(entry.name)
         if value is None:
             value = torch.zeros(entry.along(shard.main.shape, 1), device=shard.main.device, dtype=torch.float32)
-        # 8-bit codes travel as the numbers they stand for: they are found again from them.
+        # 8-bit codes are saved as the values they represent, from which they are recomputed.
         yield entry, value.dequantize() if hasattr(value, "codes") else value
 
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
-    """Return the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
+    """Build the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
     optimizer, main = shard.optimizer, shard.main
     state = {}
     for entry in state_tensors(shard):
         value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
         state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value
     if "step" in optimizer.param_groups[0]:
-        optimizer.param_groups[0]["step"] = int(step)  # Transformer Engine's and apex's
+        optimizer.param_groups[0]["step"] = int(step)  # where Transformer Engine and apex keep it
     elif not isinstance(optimizer, Lars | torch.optim.SGD):
         # Each parameter has its own step tensor: torch's optimizers advance it in place.
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")

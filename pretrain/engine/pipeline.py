@@ -1,4 +1,4 @@
-"""Pipeline stages of a model, and the order in which they work on micro batches."""
+"""Pipeline stages of a model, and their schedules of micro batches."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Schedule = Callable[..., list[dict[str, Any]]]
 
 
 def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
-    """Keywords of `pretrain.engine.model.build_model` for each chunk of the model that this rank holds."""
+    """Return the keywords of `pretrain.engine.model.build_model` for each chunk of the model on this rank."""
     if parallel.pipeline == 1:
         return [{}]
     numbers = [None] if parallel.model_chunks == 1 else range(parallel.model_chunks)
@@ -33,7 +33,7 @@ def stages(parallel: ParallelConfig) -> list[dict[str, Any]]:
 
 
 def get_schedule(parallel: ParallelConfig) -> Schedule:
-    """Megatron-core's, or `fill_drain`; called as Megatron's are."""
+    """Return Megatron-core's schedule, or `fill_drain` with the same signature."""
     if parallel.pipeline > 1 and parallel.schedule == "gpipe":
         return fill_drain
     return get_forward_backward_func()
@@ -50,11 +50,11 @@ def fill_drain(
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
     """GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward, so that a stage
-    holds the activations of all of them. For comparison with 1F1B, whose results it gives: backward passes run in the
-    order of the micro batches here too.
+    holds the activations of all of them. For comparison with 1F1B, with equal results: backward passes run in the order
+    of the micro batches here too.
 
     Returns:
-        What the loss function returned for each micro batch, on the last stage.
+        The loss function's results for each micro batch, on the last stage.
     """
     if forward_only:
         return get_forward_backward_func()(

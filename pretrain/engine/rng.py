@@ -1,4 +1,4 @@
-"""States of all random number generators of a process, as values that a checkpoint holds without pickle."""
+"""States of all random number generators of a process, as values for a checkpoint without pickle."""
 
 import random
 from typing import Any
@@ -10,9 +10,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 
 
 def seed(value: int) -> None:
-    """Seed all of them, so that a run is reproducible also where libraries draw from them.
+    """Seed all generators, including those that libraries draw from.
 
-    Megatron's tracker, for the dropout of tensor parallel ranks, differs between pipeline stages too.
+    Megatron's tracker, for the dropout of tensor parallel ranks, also differs between pipeline stages.
     """
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global one
@@ -36,7 +36,7 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Restore `states`. Those of a missing device are ignored: a run may resume without a GPU."""
+    """Restore `states`, except those of a missing device: a run may resume without a GPU."""
     random.setstate(found["python"])
     key = found["numpy"]["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**found["numpy"], "state": {**found["numpy"]["state"], "key": key}})  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Routing statistics of all layers and pipeline stages, as if one process had counted them."""
+"""Routing statistics over all layers and ranks, as a single process would count them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatron_patch import MegatronMoE
 
 @dataclass(frozen=True)
 class StepReport(LayerReport):
-    """Report of one layer.
+    """Routing report of one layer.
 
     Attributes:
         exchange_bytes: bytes that a rank sent in the layer's exchange, mean over data parallel ranks: rows and counts,
@@ -27,12 +27,12 @@ class StepReport(LayerReport):
 class RoutingReports:
     """Sums of the layers' metrics over data parallel ranks and pipeline stages. Collective, the constructor too.
 
-    Tensor parallel ranks have counted the same tokens, so nothing is summed over them.
+    Tensor parallel ranks count the same tokens, so nothing is summed over them.
 
     Args:
-        layers: of this rank.
+        layers: on this rank.
         num_layers: of the whole model; they are numbered from 1.
-        data_group: ranks with other sequences.
+        data_group: ranks with different sequences.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class RoutingReports:
             self._agree()
 
     def begin(self) -> None:
-        """Start the count of exchanged bytes for the next report."""
+        """Start counting exchanged bytes for the next report."""
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
     def _agree(self) -> None:
-        """Agree with stages that have no experts on the width of the statistics and the names of the losses."""
+        """Share the width of the statistics and the names of the losses with stages without experts."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()
@@ -65,11 +65,11 @@ class RoutingReports:
         self._loss_names = tuple(names.split(",")) if names else ()
 
     def collect(self) -> dict[int, StepReport]:
-        """Reports by layer number, of what was counted since the last call, and exchanged since `begin`; the same on
+        """Return reports by layer number: statistics since the last call, exchanged bytes since `begin`. The same on
         every rank."""
         if not self._num_experts:
             return {}
-        # After the sums of a layer: which losses it has, what it sent, and how many ranks have it.
+        # After a layer's sums: flags of its losses, the bytes that it sent, and the number of ranks with the layer.
         width = self._width + len(self._loss_names) + 2
         rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
         for layer, sent in zip(self._layers, self._sent, strict=True):

@@ -1,8 +1,8 @@
 """State of a Megatron model and optimizer in a checkpoint, under global names and global offsets.
 
-Megatron's ``sharded_state_dict`` serves as the index: it knows each parameter's global name, shape and offset.
-Optimizer state is addressed by the parameter it belongs to and the flat range of it that this rank steps, so that it
-loads at any split, sharded over data parallel ranks or not.
+Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset. Optimizer
+state is addressed by its parameter and the flat range of it that this rank steps, so that it loads at any split,
+sharded over data parallel ranks or not.
 """
 
 import math
@@ -25,7 +25,7 @@ from pretrain.engine import rng
 from pretrain.engine.engine import Engine
 from pretrain.engine.optimizer import StateTensor, restored_state, saved_state
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"  # what names of tensors in a checkpoint begin with
+_MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of tensor names in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ShardLocation:
     Most parameters are one piece; the two halves of a gated linear map are not adjacent in the global tensor.
 
     Attributes:
-        begin: of the piece in the flattened parameter.
-        is_main: on the one rank that writes it.
-        is_main_shard: on the ranks whose data parallel group writes it together, each its shard.
+        begin: offset of the piece in the flattened parameter.
+        is_main: True on the one rank that writes it.
+        is_main_shard: True on the ranks of the data parallel group that writes it together, each its shard.
     """
 
     name: str
@@ -53,12 +53,12 @@ class ShardLocation:
         return self.begin + math.prod(self.block)
 
     def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-        """Return what a checkpoint stores of it: the block, or the range [start, stop) of the flattened block."""
+        """Return its piece in a checkpoint: the block, or the range [start, stop) of the flattened block."""
         return Piece(f"{prefix}{self.name}", self.shape, self.offset, self.block, data, start, stop)
 
 
 def _locations(chunks) -> dict[int, list[ShardLocation]]:
-    """Return locations by id of the parameter or buffer, for all chunks of the model that this rank holds."""
+    """Return locations by id of the parameter or buffer, for all chunks of the model on this rank."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     locations = {}
     for chunk in chunks:
@@ -90,7 +90,7 @@ def _location_of(piece: ShardedTensor, parameter: Tensor) -> ShardLocation:
 
 
 def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers (a gate's bias, a hash gate's table) of chunks of a model."""
+    """Yield the parameters and persistent buffers (a gate's bias, a hash gate's table) of the chunks."""
     for chunk in chunks:
         yield from chunk.named_parameters()
         for prefix, module in chunk.named_modules():
@@ -100,7 +100,7 @@ def _tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pieces(engine: Engine) -> Iterator[Piece]:
-    """Yield what this rank writes of parameters, buffers, masters and optimizer state."""
+    """Yield this rank's share of parameters, buffers, master weights and optimizer state."""
     engine.sync_parameters()
     locations = _locations(engine.chunks)
     for name, tensor in _tensors(engine.chunks):
@@ -130,7 +130,7 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 def _factor_views(
     entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
 ) -> Iterator[tuple[ShardLocation, Tensor]]:
-    """Yield locations and values of a state tensor that has one element along an axis of its parameter.
+    """Yield locations and values of a state tensor with one element along an axis of its parameter.
 
     Pieces of the parameter that differ only along that axis share one.
     """
@@ -158,7 +158,7 @@ def _locations_of(locations: dict[int, list[ShardLocation]], parameter: Tensor, 
 
 
 def optimizer_state(engine: Engine) -> dict[str, Any]:
-    """Return the optimizer state that is one number for all parameters: steps, and the loss scale."""
+    """Return the optimizer state with one value for all parameters: steps, and the loss scale."""
     steps = {
         float(state["step"])
         for part in optimizers(engine.optimizer)
@@ -169,7 +169,7 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
         float(g["step"]) for part in optimizers(engine.optimizer) for g in part.optimizer.param_groups if "step" in g
     }
     if len(steps) > 1:
-        raise RuntimeError(f"parameters were stepped {sorted(steps)} times; one number is saved for all of them")
+        raise RuntimeError(f"parameters have different step counts {sorted(steps)}; only one is saved for all of them")
     found: dict[str, Any] = {"step": steps.pop() if steps else 0.0}
     if engine.grad_scaler is not None:
         found["loss_scale"] = engine.grad_scaler.state_dict()
@@ -177,12 +177,12 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
 
 
 def schedule_state(engine: Engine) -> dict[str, Any]:
-    """Return the state of the learning rate's schedule: its step and its rule."""
+    """Return the state of the learning rate schedule: its step and its rule."""
     return engine.scheduler.state_dict()
 
 
 def rank_state() -> dict[str, Any]:
-    """Return the state that only this rank has: its random number generators."""
+    """Return the state of this rank alone: its random number generators."""
     return {"rng": rng.states()}
 
 
@@ -190,7 +190,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into the model and the optimizer, at any split.
 
     Raises:
-        UserError: the checkpoint lacks a tensor or has it in another shape.
+        UserError: the checkpoint lacks a tensor, or one differs in shape.
     """
     locations = _locations(engine.chunks)
     step = checkpoint.state["optimizer"]["step"]
@@ -214,7 +214,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
             renew(shard, restored_state(shard, step, cut))
     if engine.grad_scaler is not None:
         engine.grad_scaler.load_state_dict(checkpoint.state["optimizer"]["loss_scale"])
-    # The rule is the recipe's, which may have another one now; how far it is comes from the checkpoint.
+    # The rule is the recipe's, which may have changed; the progress comes from the checkpoint.
     engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
     _load_rank_state(engine, checkpoint)
 
@@ -223,7 +223,7 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load only weights and buffers into the model, at any split; the optimizer stays new.
 
     Raises:
-        UserError: a tensor is there in another shape, is missing, or is not in the model.
+        UserError: a tensor is missing, differs in shape, or is not in the model.
     """
     load_model(engine.chunks, checkpoint, engine.processes.device)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
     """Load the weights and buffers of a model without an optimizer. Collective.
 
     Args:
-        chunks: this rank's parts of the model.
+        chunks: this rank's chunks of the model.
         device: of the process group.
     """
     locations = _locations(chunks)
@@ -247,7 +247,7 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
     dist.all_reduce(known, dist.ReduceOp.MAX)  # on any stage of the pipeline
     for name, is_known in zip(theirs, known.tolist(), strict=True):
         if not is_known:
-            raise UserError(f"{checkpoint.path} has {name}, for which the model has no place")
+            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not in the model")
     _load_model(chunks, checkpoint, locations)
 
 
@@ -260,14 +260,12 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
 
 
 def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
-    """Return the range of a flattened parameter that is stored at ``locations``, in their order."""
+    """Return the range of a flattened parameter stored at ``locations``, in their order."""
     parts = []
     for location in locations:
         name = f"{prefix}{location.name}"
         if checkpoint.shape(name) != location.shape:
-            raise UserError(
-                f"{checkpoint.path} has {name} of shape {checkpoint.shape(name)}, the model {location.shape}"
-            )
+            raise UserError(f"{checkpoint.path}: {name} has shape {checkpoint.shape(name)}, expected {location.shape}")
         first, last = max(start, location.begin), min(stop, location.end)
         if first < last:
             values = checkpoint.read(
@@ -278,11 +276,11 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore the generators of the rank that held the same part of the model and, if there was one, of the data."""
+    """Restore the generators of the rank with the same part of the model and, if there was one, of the data."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):
-        # Megatron's own generators differ between parts of the model: those of other parts are nothing to go on with.
+        # Megatron's generators differ between parts of the model: those of other parts must not be reused.
         states = checkpoint.rank_state(0)["rng"]
         rng.restore({name: state for name, state in states.items() if name != "megatron"})
         return

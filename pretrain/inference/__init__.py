@@ -1,6 +1,6 @@
-"""Trying a trained model: `generate` text with it, `evaluate` it on text. One process, whatever the split it was
-trained at; nothing is written.
+"""Use of a trained model: `generate` text with it, `evaluate` it on text. One process reads a checkpoint of any split;
+nothing is written.
 
-`open_run` finds and checks, `single_process` and `load_model` make the model, and what they give is a module in
-evaluation that `evaluate` and `generate` take.
+`open_run` finds and checks a checkpoint, `single_process` and `load_model` build its model, a module in evaluation mode
+that `evaluate` and `generate` take.
 """

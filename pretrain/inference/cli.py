@@ -22,19 +22,19 @@ from pretrain.inference.load import Trained, load_model, open_run, single_proces
 from pretrain.inference.sampling import Sampling
 from pretrain.inference.text import TextStream, encode_spans, fill, spans_of
 
-_RUN = "folder of a run, or of one of its checkpoints"
+_RUN = "folder of a run or of one of its checkpoints"
 
 
 def generate(argv: list[str]) -> int:
-    """Prints the prompt and what the model goes on with; see docs/inference.md.
+    """Print the prompt and the model's continuation; see docs/inference.md.
 
     Raises:
-        UserError: no checkpoint, another tokenizer, a prompt or a value that cannot be.
+        UserError: no checkpoint, another tokenizer, an invalid prompt or value.
     """
     arguments = _generate_parser().parse_args(argv)
     try:
         return _generate(arguments)
-    except BrokenPipeError:  # whoever read has what he wanted
+    except BrokenPipeError:  # the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -42,45 +42,45 @@ def generate(argv: list[str]) -> int:
 def _generate_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe generate",
-        description="Lets a GPT go on with a text, or a T5 fill in the spans <extra_id_0>, <extra_id_1>, ... of one. "
-        "The checkpoint may be of any split; this is one process, on a GPU where there is one.",
+        description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of one with a "
+        "T5. Reads a checkpoint of any split, in one process, on a GPU if there is one.",
         epilog='example: fmoe generate runs/quickstart --prompt "def main(" --max-tokens 200 --top-p 0.9',
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
-    parser.add_argument("--prompt", metavar="TEXT", help="text to go on with; without it standard input is read")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that is complete)")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: read standard input)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
     parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="tokens at most (default: %(default)s)"
+        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=Sampling.temperature,
         metavar="T",
-        help="logits are divided by it; 0 for the most probable token each time (default: %(default)s)",
+        help="divisor of the logits; 0 always takes the most probable token (default: %(default)s)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most probable tokens alone")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw only from the K most probable tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the fewest most probable tokens of at least P together"
+        "--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities sum to at least P"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")
-    parser.add_argument("--no-cache", action="store_true", help="compute the whole window for every token (a GPT)")
+    parser.add_argument("--no-cache", action="store_true", help="recompute the whole window for every token (GPT only)")
     _add_common(parser, "print one JSON object at the end instead of text as it comes")
     return parser
 
 
 def evaluate(argv: list[str]) -> int:
-    """Prints how well models predict; see docs/inference.md.
+    """Print how well models predict text; see docs/inference.md.
 
     Raises:
-        UserError: no checkpoint, another tokenizer, data that cannot be read.
+        UserError: no checkpoint, another tokenizer, unreadable data.
     """
     parser = Parser(
         prog="fmoe evaluate",
-        description="Loss, perplexity, accuracy and bits a byte of models, and how their experts were used: on the "
-        f"validation data of each run, or on --data. A checkpoint may be of any split.\n\n{INPUTS}",
+        description="Loss, perplexity, accuracy and bits per byte of models, and the load of their experts: on the "
+        f"validation data of each run, or on --data. Reads checkpoints of any split.\n\n{INPUTS}",
         epilog="example: fmoe evaluate runs/dense runs/moe --data book.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -92,38 +92,40 @@ def evaluate(argv: list[str]) -> int:
         action="extend",
         type=path_argument,
         metavar="INPUT",
-        help="text, or prefixes of .bin/.idx pairs, read as one and in their order (default: the run's data.validation "
-        "and the train.validation_sequences that the trainer takes)",
+        help="text, or prefixes of .bin/.idx pairs, read as one stream in the given order (default: the run's "
+        "data.validation, the first train.validation_sequences of it)",
     )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="of JSON lines and tables (default: text)")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="key of JSON lines and tables (default: text)"
+    )
     add_format(parser)
-    parser.add_argument("--max-sequences", type=int, metavar="N", help="take the first N sequences")
+    parser.add_argument("--max-sequences", type=int, metavar="N", help="evaluate only the first N sequences")
     parser.add_argument(
         "--stride",
         type=int,
         metavar="S",
-        help="with --data, of a GPT: tokens from one window to the next (default: all)",
+        help="tokens from one window to the next, for a GPT on --data (default: the window's length)",
     )
-    parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest that is complete)")
+    parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
     arguments = parser.parse_args(argv)
     for name in ("max_sequences", "stride"):
         if (value := getattr(arguments, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} is less than 1")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError("--stride is for --data: a run's own validation has the trainer's sequences")
+        raise UserError("--stride needs --data: a run's own validation has the trainer's sequences")
     return _evaluate(arguments)
 
 
 def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="where the run's data.tokenizer lies now")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="new location of the run's data.tokenizer")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     for name in ("max_tokens", "num_samples"):
         if (value := getattr(arguments, name)) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} is less than 1")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     except UserError as error:
@@ -141,7 +143,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 model, torch.tensor(ids, device=processes.device, dtype=torch.int64), arguments.num_samples
             )
             begin = [tokenizer.role("pad")]
-            # Learned positions are as many as these.
+            # The model has as many learned positions.
             max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
         else:
             decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=not arguments.no_cache)
@@ -179,7 +181,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _prompt(text: str | None) -> str:
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise UserError("no prompt: --prompt TEXT, or text on standard input")
+            raise UserError("no prompt: pass --prompt TEXT or text on standard input")
         try:
             data = sys.stdin.buffer.read()
             refuse_other_encoding(data, "the prompt on standard input")
@@ -191,7 +193,7 @@ def _prompt(text: str | None) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not UTF-8 at character {error.start}") from error
     if not text:
-        raise UserError("the prompt is empty: --prompt TEXT, or text on standard input, of one token at least")
+        raise UserError("the prompt is empty: pass --prompt TEXT or text on standard input, of at least one token")
     return text
 
 
@@ -199,15 +201,15 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     recipe, tokenizer = trained.recipe, trained.tokenizer
     kind, length = recipe.model.kind, recipe.model.sequence_length
     if kind == "bert":
-        raise UserError(f"{trained.name} is a model.kind=bert, which finds masked tokens: it does not generate text")
+        raise UserError(f"{trained.name} is a model.kind=bert: it finds masked tokens and does not generate text")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if len(ids) > length:
-        raise UserError(f"the prompt has {len(ids)} tokens, more than model.sequence_length={length}")
+        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}")
     return ids
 
 
 class _Printer:
-    """Prints the samples one after the other, the first that is not at its end as its tokens come."""
+    """Printer of samples, one after the other; the first unfinished one token by token."""
 
     def __init__(self, prompt: str, trained: Trained, ids: list[int], count: int):
         self._prompt, self._count = prompt, count
@@ -324,7 +326,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Of every id that the model has, where the model predicts text from its begin to its end."""
+    """Return the bytes of every token's text; None for a model that does not predict whole texts."""
     if trained.recipe.model.kind != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths
@@ -333,7 +335,7 @@ def _byte_lengths(trained: Trained) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int | None) -> Iterator:
-    """A bar on a terminal, nothing elsewhere; gives what to call with the sequences done."""
+    """Show a bar on a terminal, nothing elsewhere; yield its update function, which takes the number of sequences."""
     if not sys.stderr.isatty():
         yield lambda sequences: None
         return

@@ -1,4 +1,4 @@
-"""Token after token: what a GPT goes on with, what a T5 fills in.
+"""Token-by-token decoding: a GPT continues a text, a T5 fills in spans.
 
 Shape letters: N samples, S tokens of each, V vocabulary, D width.
 """
@@ -15,31 +15,30 @@ from pretrain.inference.sampling import Sampling, distribution, draw
 
 
 class Decoder(Protocol):
-    """Gives the logits, float32 [N, V], of the token after ``tokens_NS``: each time all of them, of which all but the
-    last were there the time before, if there was one."""
+    """A function from all tokens so far, [N, S], to the logits, float32 [N, V], of the next. Each call must extend the
+    previous one's tokens by one."""
 
     def __call__(self, tokens_NS: Tensor) -> Tensor: ...
 
 
 class GPTDecoder:
-    """Of a GPT, which sees a window of its sequence's last tokens.
+    """Decoder of a GPT, on a sliding window of the sequence's last tokens.
 
-    A token after n others is predicted from those in the window, whose positions count from 0. It begins with the
-    sequence while that fits; then it moves on by an eighth of its length whenever it is full. What a token is predicted
-    from is a matter of n alone, and the layers' keys and values, kept while the window stands still, are computed anew
-    for one token in so many.
+    Positions count from 0 at the window's start. The window starts at the sequence's first token; whenever it is full,
+    it advances by an eighth of its length. The context of a token therefore depends only on its index, and the cached
+    keys and values are recomputed only when the window advances.
 
     Args:
-        model: experts of which none is ever full.
+        model: without expert capacity limits (``load_model(..., drops=False)``).
         length: tokens of the window.
-        keeps: False computes the whole window for every token.
+        keeps: False recomputes the whole window for every token.
     """
 
     def __init__(self, model: nn.Module, length: int, *, keeps: bool = True):
         refuse_expert_choice(model)
         self._model, self._length, self._keeps = model, length, keeps
-        self._context = None  # Megatron-core's, which has keys and values
-        self._begin = self._end = 0  # the tokens whose keys and values are there
+        self._context = None  # Megatron-core's cache of keys and values
+        self._begin = self._end = 0  # the cached tokens
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
         num_samples, count = tokens_NS.shape
@@ -47,7 +46,7 @@ class GPTDecoder:
         if not self._keeps:
             return self._run(tokens_NS[:, begin:], 0)
         if self._context is None:
-            from megatron.core.inference.contexts import StaticInferenceContext  # here, because it is slow to import
+            from megatron.core.inference.contexts import StaticInferenceContext  # slow to import
 
             self._context = StaticInferenceContext(num_samples, self._length)
         if begin != self._begin or count != self._end + 1:
@@ -63,27 +62,27 @@ class GPTDecoder:
         positions = torch.arange(
             first, first + tokens_NS.shape[1], device=tokens_NS.device, dtype=torch.int64
         ).expand_as(tokens_NS)
-        # No mask: causal attention makes its own.
+        # Causal attention makes its own mask.
         options = {"inference_context": self._context, "runtime_gather_output": True} if self._keeps else {}
         return self._model(tokens_NS, positions, None, **options)[:, -1].float()
 
 
 def window(count: int, length: int) -> int:
-    """The first of ``count`` tokens that the next one is predicted from; at most ``length`` are."""
+    """Return the start of the window before token ``count``, which holds at most ``length`` tokens."""
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 
 
 class T5Decoder:
-    """Of a T5: the encoder runs once, the decoder over all of its tokens each time.
+    """Decoder of a T5: the encoder runs once, the decoder over all of its tokens each time.
 
     Args:
-        model: experts of which none is ever full.
-        inputs_S: what the encoder gets.
+        model: without expert capacity limits (``load_model(..., drops=False)``).
+        inputs_S: the encoder's tokens.
     """
 
     def __init__(self, model: nn.Module, inputs_S: Tensor, num_samples: int):
-        refuse_expert_choice(model.decoder)  # the encoder has all of its tokens
+        refuse_expert_choice(model.decoder)  # the encoder sees all of its tokens at once
         self._model = model
         with torch.no_grad():
             encoded_S1D = model(inputs_S.unsqueeze(0), None, None, None, None, output_encoder_hidden_only=True)
@@ -106,16 +105,16 @@ def generate(
     num_samples: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """The next token of each sample, None of those that are at their end; until all are.
+    """Yield the next token of each sample, None for samples that have ended, until all have.
 
     Args:
         prompt: ids that all samples begin with, at least one.
-        max_tokens: of each sample; its end is one of them.
-        end: the id that ends a sample; it comes as the last.
+        max_tokens: of each sample, its end included.
+        end: the id that ends a sample; it is yielded as the last.
         vocab_size: ids of the tokenizer; the model may have rows for more.
 
     Raises:
-        UserError: the model gives what is not finite.
+        UserError: the model's logits are not finite.
     """
     generators = sampling.generators(num_samples)
     tokens_NS = torch.tensor([list(prompt)] * num_samples, device=device, dtype=torch.int64)
@@ -123,7 +122,7 @@ def generate(
     for _ in range(max_tokens):
         logits_NV = decoder(tokens_NS)[:, :vocab_size]
         if not bool(logits_NV.isfinite().all()):
-            raise UserError("the model's logits are not finite: its weights are not, or precision is too low for them")
+            raise UserError("the model's logits are not finite: its weights are not, or the precision is too low")
         drawn = draw(distribution(logits_NV, sampling), generators)
         yield [None if over else token for token, over in zip(drawn, is_over, strict=True)]
         is_over = [over or token == end for token, over in zip(drawn, is_over, strict=True)]
@@ -133,9 +132,9 @@ def generate(
 
 
 def refuse_expert_choice(model: nn.Module) -> None:
-    """Raises UserError where experts choose tokens: what a token gets then depends on those that are not there yet."""
+    """Raise UserError for a gate in which experts choose tokens: the choice depends on later tokens."""
     if any(isinstance(module, ExpertChoiceRouter) for module in model.modules()):
         raise UserError(
-            "model.gate=expert_choice lets experts choose among all tokens of a sequence, also those that are still to "
-            "come: text cannot be generated token by token"
+            "model.gate=expert_choice chooses among all tokens of a sequence, later ones included: token-by-token "
+            "generation is not supported"
         )

@@ -1,4 +1,4 @@
-"""How well a model predicts: loss, accuracy, bits a byte, and where its tokens were routed."""
+"""Evaluation of a model: loss, accuracy, bits per byte, and the routing of its tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -18,14 +18,14 @@ from pretrain.models.batch import Batch, collate
 
 @dataclass
 class Evaluation:
-    """Sums over what was predicted, and what they say.
+    """Sums over predicted tokens, and the metrics computed from them.
 
     Attributes:
-        sequences: samples, the windows of a GPT.
-        tokens: predicted ones.
-        nats: minus the logarithms of their probabilities.
-        correct: those that the model held for the most probable.
-        bytes: UTF-8 bytes of their text; None of a model that does not predict a text from its begin to its end.
+        sequences: number of samples; for a GPT, windows.
+        tokens: number of predicted tokens.
+        nats: sum of their negative log-probabilities.
+        correct: tokens that the model ranked first.
+        bytes: UTF-8 bytes of their text; None for a model that does not predict whole texts.
         layers: routing by layer number.
     """
 
@@ -38,7 +38,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats a predicted token."""
+        """Mean cross-entropy in nats per predicted token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
@@ -48,12 +48,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens that were the most probable."""
+        """Share of the tokens that the model ranked first."""
         return self.correct / self.tokens if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None without bytes."""
+        """Mean cross-entropy in bits per byte of text; None without ``bytes``."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
@@ -67,13 +67,13 @@ def evaluate(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda sequences: None,
 ) -> Evaluation:
-    """The recipe's objective over samples, each predicted token once.
+    """Compute the recipe's objective over samples, each predicted token once.
 
     Args:
-        model: in evaluation.
-        samples: as the recipe's kind of model takes them; neighbours of one length make micro batches.
-        byte_lengths: of each token's text, int64 [vocabulary]; None for no bits a byte.
-        on_progress: called with the sequences done.
+        model: in evaluation mode.
+        samples: of the recipe's kind of model; neighbours of equal length form micro batches.
+        byte_lengths: of each token's text, int64 [vocabulary]; None to skip bits per byte.
+        on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
     result = Evaluation(bytes=None if byte_lengths is None else 0)
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def batches(samples: Iterable[Sample | np.ndarray], size: int, vocab_size: int | None = None) -> Iterator[Batch]:
-    """Micro batches of ``size`` neighbours, fewer before a sample of another length and at the end.
+    """Group neighbours into micro batches of ``size``, fewer before a sample of another length and at the end.
 
     Raises:
         UserError: see `collate`.
@@ -117,7 +117,7 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    """Counts one sequence; one at a time, because its logits are there in float32 a second time."""
+    """Add one sequence: one at a time, because its logits are copied to float32."""
     logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()

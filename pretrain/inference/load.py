@@ -1,4 +1,4 @@
-"""A run's or a checkpoint's model, whole, in this process."""
+"""Loading the whole model of a run or checkpoint into this process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,29 +21,29 @@ from pretrain.tracking.folder import CHECKPOINTS, CONFIG, TOLD, read_told
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with what its model was trained with.
+    """A checkpoint with the recipe and tokenizer of its model.
 
     Attributes:
-        name: as the user called it.
-        recipe: of the checkpoint, its splits all 1.
-        tokenizer: the run's, as far as SHA-256 sums are there to tell.
-        told: ``data`` of the run's ``run.json``; empty where it is not beside the checkpoint.
+        name: the path as the user spelled it.
+        recipe: of the checkpoint, with all splits 1.
+        tokenizer: the run's, verified by SHA-256 where one is recorded.
+        run_data: ``data`` of the run's ``run.json``; empty if the file is missing.
     """
 
     name: str
     checkpoint: Checkpoint
     recipe: Recipe
     tokenizer: Tokenizer
-    told: dict[str, Any]
+    run_data: dict[str, Any]
 
 
 def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None) -> Trained:
-    """Opens a run's newest complete checkpoint, or another.
+    """Open a run's newest complete checkpoint, or another one.
 
     Args:
         path: folder of a run, of its checkpoints, or of one.
         step: of the checkpoint; None for the newest, or the only one.
-        tokenizer: where ``data.tokenizer`` lies now; None for where it did.
+        tokenizer: new location of ``data.tokenizer``; None if it has not moved.
 
     Raises:
         UserError: there is none, or it is damaged; the tokenizer is missing or not the run's.
@@ -52,22 +52,22 @@ def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None)
     try:
         recipe = build_recipe(checkpoint.state["recipe"])
     except KeyError:
-        raise UserError(f"{checkpoint.path} has no recipe in its state: it is no checkpoint of a run") from None
+        raise UserError(f"{checkpoint.path} has no recipe in its state: it is not the checkpoint of a run") from None
     except UserError as error:
         raise UserError(f"the recipe of {checkpoint.path}: {error}") from error
-    told = _told(checkpoint.path)
+    run_data = _run_data(checkpoint.path)
     try:
         opened = open_tokenizer(
-            recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or told.get("tokenizer")
+            recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
         raise UserError(f"{path}: {error}{'' if tokenizer else '; --tokenizer FILE names another'}") from error
-    return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, told)
+    return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 
 def _open(path: Path, step: int | None) -> Checkpoint:
     if not path.exists():
-        raise UserError(f"{path} does not exist: name the folder of a run or of a checkpoint")
+        raise UserError(f"{path} does not exist: pass the folder of a run or of a checkpoint")
     folder = next((place for place in (path, path / CHECKPOINTS) if step_folders(place)), None)
     if folder is None:
         if step is not None and (found := open_checkpoint(path)).step != step:
@@ -79,38 +79,38 @@ def _open(path: Path, step: int | None) -> Checkpoint:
             raise UserError(f"the run {path} has no checkpoint yet") if is_run else error from error
     there = steps(folder)
     if step is None:
-        # Without a complete one, what is wrong with the newest.
+        # Without a complete one, report the damage of the newest.
         return open_checkpoint(folder / step_name(there[-1]) if there else folder)
     if step not in there:
-        raise UserError(f"--step {step}: {folder} has the steps {', '.join(map(str, there)) or 'none'}")
+        raise UserError(f"--step {step} is not in {folder}, which has: {', '.join(map(str, there)) or 'no steps'}")
     return open_checkpoint(folder / step_name(step))
 
 
-def _told(checkpoint: Path) -> dict[str, Any]:
-    """Return digests of the data of a checkpoint's run, by ``run.json``; empty without it."""
+def _run_data(checkpoint: Path) -> dict[str, Any]:
+    """Return the ``data`` record of a checkpoint's run from its ``run.json``; empty without the file."""
     run = checkpoint.parent.parent
-    if checkpoint.parent.name != CHECKPOINTS or not (told := read_told(run)):
+    if checkpoint.parent.name != CHECKPOINTS or not (info := read_told(run)):
         return {}
-    if not isinstance(data := told.get("data"), dict):
-        raise UserError(f"{run / TOLD} cannot be read: data is no JSON object")
+    if not isinstance(data := info.get("data"), dict):
+        raise UserError(f"{run / TOLD} is invalid: data is not a JSON object")
     return data
 
 
 @contextlib.contextmanager
 def single_process(seed: int = 0) -> Iterator[Processes]:
-    """This process alone with Megatron's groups, on its GPU if it has one.
+    """Set up this process with Megatron's groups of size 1, on its GPU if it has one.
 
     Args:
         seed: of the generators that libraries draw from.
 
     Raises:
-        UserError: a launcher has started several processes.
+        UserError: a launcher started several processes.
     """
     from megatron_patch import cpu
     from pretrain.engine import init_parallel, stop_parallel
 
     if process.world_size() > 1:
-        raise UserError(f"WORLD_SIZE={process.world_size()}: a checkpoint of any split is read by one process; use 1")
+        raise UserError(f"WORLD_SIZE={process.world_size()} is not supported: start a single process")
     cpu.install()
     processes = process.start()
     try:
@@ -123,14 +123,14 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
 
 
 def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Module:
-    """The model of a checkpoint, in the run's precision and in evaluation, on the device of ``processes``.
+    """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: whether experts have the recipe's ``model.eval_capacity_factor``. Without, none is ever full, and what a
-            token gets depends on no later token and on no other sequence.
+        drops: apply the recipe's ``model.eval_capacity_factor``. Without it, no expert is ever full, and the output
+            for a token depends on no later token and no other sequence.
 
     Raises:
-        UserError: the checkpoint is damaged, or holds another model than its recipe says.
+        UserError: the checkpoint is damaged, or its tensors do not fit its recipe.
     """
     from megatron_patch import bf16_linear
     from pretrain.engine import state

@@ -1,4 +1,4 @@
-"""What evaluations say, as text and as values that JSON can hold; and what they are made on."""
+"""Evaluation reports: their data, as text and as JSON values."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from pretrain.tracking.metrics import DECLARED, Metric
 
 @dataclass(frozen=True)
 class Source:
-    """What a run is evaluated on.
+    """Evaluation data of a run.
 
     Attributes:
-        paths: as they are named, by the user or in the recipe.
-        count: sequences; None where that is not known before the text was read.
-        samples: the sequences, once.
+        paths: as spelled by the user or in the recipe.
+        count: number of sequences; None if unknown before the text is read.
+        samples: iterator over the sequences.
     """
 
     paths: tuple[str, ...]
@@ -40,35 +40,35 @@ def open_source(
     max_sequences: int | None,
     format: str = "auto",
 ) -> Source:
-    """Opens ``data``, or by default the run's own validation data, of which the trainer takes the same sequences.
+    """Open ``data``, or by default the sequences of the run's own validation data that the trainer uses.
 
     Raises:
         UserError: see `pretrain.inference.windows.Text`; a run without validation data, or whose data have changed; a
-            stride that the model has no use for.
+            stride that does not apply to the model.
     """
     recipe, model = trained.recipe, trained.recipe.model
     if data is None:
         if not recipe.data.validation:
-            raise UserError(f"{trained.name} has no data.validation: name text with --data")
+            raise UserError(f"{trained.name} has no data.validation: pass text with --data")
         try:
             samples, sums = open_validation(recipe, trained.tokenizer)
         except UserError as error:
-            raise UserError(f"{trained.name}: {error}; --data names other text") from error
-        were = trained.told.get("validation") or ()
+            raise UserError(f"{trained.name}: {error}; pass other text with --data") from error
+        were = trained.run_data.get("validation") or ()
         if len(were) == len(sums) and any(a and b and a != b for a, b in zip(were, sums, strict=True)):
             raise UserError(
-                f"{trained.name}: data.validation={list(recipe.data.validation)} has other content than when the run "
-                "was made; --data evaluates on what is there now"
+                f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run; "
+                "pass --data to evaluate on its present content"
             )
         count = recipe.train.validation_sequences
         if max_sequences is not None:
             count = min(max_sequences, samples.samples_per_epoch)
         return Source(recipe.data.validation, count, (samples[n] for n in range(count)))
     if stride is not None and model.kind != "gpt":
-        raise UserError(f"--stride {stride} is for a GPT's windows; {trained.name} is a model.kind={model.kind}")
+        raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} is a model.kind={model.kind}")
     if stride is not None and stride > model.sequence_length:
         raise UserError(
-            f"--stride {stride} is more than model.sequence_length={model.sequence_length}: it skips tokens"
+            f"--stride {stride} exceeds model.sequence_length={model.sequence_length}: it would skip tokens"
         )
     text = Text(data, trained.tokenizer, model.vocab_size, text_key, format)
     count = None
@@ -78,13 +78,13 @@ def open_source(
     if max_sequences is not None:
         count = max_sequences if count is None else min(count, max_sequences)
     samples = samples_of(recipe, trained.tokenizer, text, stride)
-    first = next(samples)  # whether there is one shows before a model is made
+    first = next(samples)  # fails on empty data before the model is built
     return Source(tuple(map(str, data)), count, islice(chain([first], samples), max_sequences))
 
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation, and of what on what."""
+    """An evaluation, with its model and data."""
 
     trained: Trained
     source: Source
@@ -92,7 +92,7 @@ class Result:
 
 
 def text(results: Sequence[Result]) -> str:
-    """A table of the runs, one of each run's layers with experts, and what to mind."""
+    """Format a table of the runs, a table of each run's layers with experts, and notes."""
     rows = [["run", "step", "sequences", "tokens", "loss", "perplexity", "accuracy", "bits/byte"]]
     for result in results:
         found = result.found
@@ -125,22 +125,22 @@ def text(results: Sequence[Result]) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """What a reader has to know before comparing; one line each."""
+    """Return caveats for the comparison, one line each."""
     found = []
     first = results[0]
     if any(result.trained.recipe.model.kind != first.trained.recipe.model.kind for result in results):
-        found.append("the models are of different kinds: their losses do not mean the same")
+        found.append("the models are of different kinds: their losses are not comparable")
     elif any(result.trained.tokenizer.fingerprint != first.trained.tokenizer.fingerprint for result in results):
-        found.append("the tokenizers differ: compare bits a byte, not losses a token")
+        found.append("the tokenizers differ: compare bits per byte, not losses per token")
     if any(result.source.paths != first.source.paths for result in results):
         found.append(
-            "the runs were evaluated on their own validation data, which differ: --data takes one text for all"
+            "the runs were evaluated on their own validation data, which differ: pass --data for the same text"
         )
     return found
 
 
 def values(results: Sequence[Result]) -> dict[str, Any]:
-    """``runs`` and ``notes``; null for what a kind of model does not have, and for what is not finite."""
+    """Return ``runs`` and ``notes``; undefined and non-finite metrics are null."""
     return {"runs": [_values(result) for result in results], "notes": notes(results)}
 
 

@@ -1,4 +1,4 @@
-"""From logits to the next token.
+"""Sampling: from logits to the next token.
 
 Shape letters: N samples, V vocabulary.
 """
@@ -15,17 +15,17 @@ from fmoe.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Attributes:
-        temperature: logits are divided by it; 0 always takes the most probable token, of equals that with the lower id.
-        top_k: only so many most probable tokens; None for all. Fan et al. 2018, arXiv 1805.04833.
-        top_p: only the fewest most probable tokens that have at least this probability together, of what temperature
-            and top_k leave. Nucleus sampling, Holtzman et al. 2020, arXiv 1904.09751.
-        seed: of the draws; sample i has those of (seed, i), however many there are beside it.
+        temperature: divisor of the logits; 0 always takes the most probable token, the lowest id among equals.
+        top_k: draw only from this many most probable tokens; None for all. Fan et al. 2018, arXiv 1805.04833.
+        top_p: draw only from the fewest most probable tokens whose probabilities, after temperature and top_k, sum to
+            at least this. Nucleus sampling, Holtzman et al. 2020, arXiv 1904.09751.
+        seed: of the draws; sample i uses (seed, i), independent of the number of samples.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     temperature: float = 0.8
@@ -35,16 +35,16 @@ class Sampling:
 
     def __post_init__(self):
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature={self.temperature} is not a number from 0")
+            raise UserError(f"temperature={self.temperature} must be a finite number of at least 0")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k} is less than 1")
+            raise UserError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} is not more than 0 and at most 1")
+            raise UserError(f"top_p={self.top_p} must be more than 0 and at most 1")
         if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"seed={self.seed} is not in 0 to 2^63 - 1")
+            raise UserError(f"seed={self.seed} must be in 0 to 2^63 - 1")
 
     def generators(self, count: int) -> list[torch.Generator]:
-        """Those of samples 0 to ``count - 1``, on the host: the same draws on every device."""
+        """Generators of samples 0 to ``count - 1``, on the host: the same draws on every device."""
         return [torch.Generator().manual_seed(random.key("sample", self.seed, i)) for i in range(count)]
 
 
@@ -54,7 +54,7 @@ def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
     if not sampling.temperature:
         return torch.zeros_like(logits_NV).scatter_(1, logits_NV.argmax(1, keepdim=True), 1.0)
     logits_NV = (logits_NV - logits_NV.amax(1, keepdim=True)) / sampling.temperature
-    # Stable: of equal ones the lower id comes first, on every device.
+    # Stable: among equals the lower id comes first, on every device.
     probs_NV, order_NV = logits_NV.softmax(1).sort(dim=1, descending=True, stable=True)
     if sampling.top_k is not None:
         probs_NV[:, sampling.top_k :] = 0
@@ -67,12 +67,12 @@ def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs_NV: Tensor, generators: list[torch.Generator]) -> list[int]:
-    """A token of each row, by one number of each generator."""
+    """Draw a token from each row with one number of its generator."""
     cumulated_NV = probs_NV.cpu().cumsum(1)
     numbers_N = torch.stack(
         [torch.rand((), dtype=torch.float64, generator=generator, device="cpu") for generator in generators]
     )
     total_N = cumulated_NV[:, -1]
-    target_N = torch.minimum(numbers_N * total_N, total_N.nextafter(torch.zeros_like(total_N)))  # below, also rounded
-    # The first token at which the sum is above that has a positive probability.
+    target_N = torch.minimum(numbers_N * total_N, total_N.nextafter(torch.zeros_like(total_N)))  # < total
+    # The first token at which the sum exceeds the target has a positive probability.
     return torch.searchsorted(cumulated_NV, target_N.unsqueeze(1), right=True).squeeze(1).tolist()

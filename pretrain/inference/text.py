@@ -1,4 +1,4 @@
-"""Between text and the tokens that go in and come out."""
+"""Conversion between text and the tokens of a prompt or a sample."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,56 +8,56 @@ from pretrain.data.tokenizers import Tokenizer
 from pretrain.data.tokenizers.base import sentinel
 
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
-_CONTEXT = 8  # tokens in front, by which a tokenizer can tell whether a piece begins a text
+_CONTEXT = 8  # preceding tokens, from which a tokenizer knows whether a piece begins a text
 _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Text of tokens that come one by one, as soon as it is certain: a character may take several tokens.
+    """Incremental decoder: returns text as soon as it is certain, since a character may take several tokens.
 
     Args:
-        before: tokens in front of the first, whose text is not given again.
+        before: tokens before the first, whose text is not returned again.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(before[-_CONTEXT:])
-        self._begin, self._told = 0, len(self._ids)
+        self._begin, self._shown = 0, len(self._ids)
 
     def add(self, token: int) -> str:
-        """What is new; empty while a character is not complete."""
+        """Return the new text; empty while a character is incomplete."""
         self._ids.append(token)
         return self._new(is_last=False)
 
     def close(self) -> str:
-        """What was held back, with U+FFFD for what is no character."""
+        """Return the rest, with U+FFFD for invalid bytes."""
         return self._new(is_last=True)
 
     def _new(self, is_last: bool) -> str:
-        told = self._tokenizer.decode(self._ids[self._begin : self._told])
+        shown = self._tokenizer.decode(self._ids[self._begin : self._shown])
         text = self._tokenizer.decode(self._ids[self._begin :])
-        if len(text) <= len(told) or (text.endswith(_UNFINISHED) and not is_last):
+        if len(text) <= len(shown) or (text.endswith(_UNFINISHED) and not is_last):
             return ""
-        # What was told last is the context of what comes.
-        self._begin, self._told = max(self._told - _CONTEXT, 0), len(self._ids)
-        return text[len(told) :]
+        # The last decoded tokens are the context of the next.
+        self._begin, self._shown = max(self._shown - _CONTEXT, 0), len(self._ids)
+        return text[len(shown) :]
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a text with spans to fill in, spelled <extra_id_0>, <extra_id_1>, ..., and the end that a T5's encoder
-    gets behind them.
+    """Tokens of a text with the spans <extra_id_0>, <extra_id_1>, ... to fill in, and the end that a T5's encoder
+    expects after them.
 
     Raises:
-        UserError: no sentinel in it, others than these in this order, more than the tokenizer has.
+        UserError: no sentinel, sentinels out of order, or more than the tokenizer has.
     """
     kept, numbers = _cut(text)
     if not numbers:
-        raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans that are spelled {sentinel(0)}, ...")
+        raise UserError(f"the prompt has no {sentinel(0)}: a T5 fills in spans spelled {sentinel(0)}, ...")
     if numbers != list(range(len(numbers))):
         found = ", ".join(map(sentinel, numbers))
-        raise UserError(f"the prompt has {found}: sentinels are numbered from 0 in their order")
+        raise UserError(f"the prompt has {found}: sentinels must be numbered from 0 in order")
     if len(numbers) > len(tokenizer.sentinels):
-        raise UserError(f"the prompt has {len(numbers)} sentinels, {tokenizer.path} {len(tokenizer.sentinels)}")
+        raise UserError(f"the prompt has {len(numbers)} sentinels; {tokenizer.path} has {len(tokenizer.sentinels)}")
     ids = tokenizer.encode(kept[0]) if kept[0] else []
     for number, part in zip(numbers, kept[1:], strict=True):
         ids.append(tokenizer.sentinels[number])
@@ -66,10 +66,10 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
-    """What a T5 gave for each span, by the number of its sentinel; of a sentinel that comes twice the first."""
+    """Split a T5's output into spans by the number of their sentinel; the first wins if a sentinel repeats."""
     numbers = {token: number for number, token in enumerate(tokenizer.sentinels)}
     spans: dict[int, list[int]] = {}
-    span: list[int] = []  # in front of the first sentinel: nobody's
+    span: list[int] = []  # tokens before the first sentinel are dropped
     for token in tokens:
         if token in numbers:
             span = []
@@ -80,11 +80,11 @@ def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def fill(text: str, spans: Mapping[int, str]) -> str:
-    """The text with its spans filled in; sentinels without one stay."""
+    """Replace the sentinels of a text by their spans; sentinels without one stay."""
     return _SENTINEL.sub(lambda found: spans.get(int(found[1]), found[0]), text)
 
 
 def _cut(text: str) -> tuple[list[str], list[int]]:
-    """What is between the sentinels, and their numbers."""
+    """Return the text between the sentinels, and their numbers."""
     parts = _SENTINEL.split(text)
     return parts[::2], [int(number) for number in parts[1::2]]

@@ -1,7 +1,7 @@
-"""Text and corpora as samples for an evaluation: all of it, in its order, each token once.
+"""Text and corpora as samples for an evaluation: all of it, in order, each token once.
 
-A stream is the documents one after the other, each with its end behind it. Samples are as those of training
-(`pretrain.data.kinds`); the last has the tokens that are left, and is as long as they are: nothing is padded.
+A stream is the documents in order, each followed by its end token. Samples have the form of training's
+(`pretrain.data.kinds`); the last is shorter, not padded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,24 +20,23 @@ from pretrain.data.packing import mask_documents
 from pretrain.data.spans import SpanCorruption, Spans
 from pretrain.data.tokenizers import Tokenizer
 
-_CHUNK = 1 << 20  # tokens of a corpus at a time
+_CHUNK = 1 << 20  # tokens read from a corpus at a time
 
 Sample = dict[str, np.ndarray]
 
 
 class Text:
-    """Tokens of text files and corpora, read as one.
+    """Tokens of text files and corpora, read as one stream.
 
     Args:
-        paths: prefixes of .bin/.idx pairs, or what `pretrain.data.documents.find_sources` takes.
+        paths: prefixes of .bin/.idx pairs, or inputs of `pretrain.data.documents.find_sources`.
         text_key: key or column of the text in JSON lines and tables.
-        format: of the text files, as `find_sources` takes it.
-
+        format: of the text files, as for `find_sources`.
     Attributes:
-        num_tokens: of all of it; None where there is text, which is tokenized as it is read.
+        num_tokens: total; None if there is text, which is tokenized while it is read.
 
     Raises:
-        UserError: nothing is there, a corpus of another tokenizer, a token beyond ``vocab_size``.
+        UserError: missing data, a corpus of another tokenizer, a token of ``vocab_size`` or more.
     """
 
     def __init__(
@@ -58,13 +57,13 @@ class Text:
         if path.name not in ("", "..") and all(file.is_file() for file in corpus_paths(path)[::2]):
             return open_corpus(path, self._tokenizer)
         if not path.exists():
-            raise UserError(f"{path} is neither a file or a folder of text nor the prefix of a .bin/.idx pair")
+            raise UserError(f"{path} is neither a file or folder of text nor the prefix of a .bin/.idx pair")
         if path.suffix in (".bin", ".idx"):
-            raise UserError(f"{path}: name the prefix, without {path.suffix}")
+            raise UserError(f"{path}: pass the prefix, without {path.suffix}")
         return find_sources([path], self._key, format=self._format)
 
     def tokens(self) -> Iterator[np.ndarray]:
-        """The stream, in parts of int64 [any]."""
+        """Yield the stream in chunks, int64 [any]."""
         for part in self._parts:
             yield from self._text(part) if isinstance(part, list) else self._corpus(part)
 
@@ -73,7 +72,7 @@ class Text:
             chunk = corpus.flat[start : start + _CHUNK].astype(np.int64)
             if chunk.min() < 0 or chunk.max() >= self._vocab_size:
                 wrong = chunk.min() if chunk.min() < 0 else chunk.max()
-                raise UserError(f"--data: {corpus.prefix} has the token id {wrong}, outside {self._vocab_size}")
+                raise UserError(f"--data: {corpus.prefix} has the token id {wrong}, vocabulary size {self._vocab_size}")
             yield chunk
 
     def _text(self, sources) -> Iterator[np.ndarray]:
@@ -92,7 +91,7 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
     """Samples of the recipe's kind of model.
 
     Args:
-        stride: of a GPT, tokens from one window to the next; None for as many as a window has.
+        stride: of a GPT, tokens from one window to the next; None for the window's length.
 
     Raises:
         UserError: no text.
@@ -103,7 +102,7 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
         is_empty = False
         yield sample
     if is_empty:
-        raise UserError("--data: there is nothing in it to predict")
+        raise UserError("--data has no tokens to predict")
 
 
 def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None) -> Iterator[Sample]:
@@ -118,8 +117,7 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Of a T5 or a BERT; one token that is left at the end is in no sample of a T5, which leaves out one and keeps one
-    at least."""
+    """Samples of a T5 or a BERT. A T5 drops a single last token: its samples mask one and keep one at least."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
@@ -135,7 +133,7 @@ def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int 
 
 
 class _One:
-    """A block that every sample is of."""
+    """A single block behind the interface of many."""
 
     samples_per_epoch = 1
 
@@ -147,16 +145,16 @@ class _One:
 
 
 def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Windows of a stream with an end of document in front, by which its first token is predicted like the others that
-    begin a document.
+    """Windows of a stream. An end of document is put first, so that the first token is predicted like those that begin
+    other documents.
 
     Yields:
-        A window, int64 [n + 1] with n at most ``length``, and the first of its n tokens to predict that no window
-        before has predicted.
+        A window, int64 [n + 1] with n at most ``length``, and the index of the first of its n predicted tokens that no
+        earlier window has predicted.
     """
     parts = iter(parts)
-    held = np.array([end], dtype=np.int64)  # from the window's begin on
-    begin, done = 0, 0  # places in the stream: of the window, of the last token that was predicted
+    held = np.array([end], dtype=np.int64)  # from the window's start on
+    begin, done = 0, 0  # offsets in the stream: of the window, of the last predicted token
     is_over = False
     while True:
         while len(held) < length + 1 and not is_over:
@@ -178,7 +176,7 @@ def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int)
 
 
 def cut(parts: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """A stream in blocks of ``length`` tokens; the last has what is left."""
+    """Cut a stream into blocks of ``length`` tokens; the last has the rest."""
     held = np.empty(0, dtype=np.int64)
     for part in parts:
         held = np.concatenate([held, part])

@@ -1,7 +1,7 @@
-"""Models in and out of Hugging Face's folders: ``fmoe export`` and ``fmoe import``.
+"""Conversion to and from Hugging Face model folders: ``fmoe export`` and ``fmoe import``.
 
-`tensors` has the table of names, `families` what each family is, `configs` config.json, `outgoing` and `incoming` the
-two ways.
+`tensors` maps tensor names, `families` describes the supported families, `configs` converts config.json; `outgoing`
+exports, `incoming` imports.
 """
 
 from pretrain.interchange.families import FAMILIES

@@ -1,4 +1,4 @@
-"""``fmoe export`` and ``fmoe import``: models to and from folders of Hugging Face."""
+"""``fmoe export`` and ``fmoe import``: models to and from Hugging Face folders."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MAX_SHARD_GIB = 2**20
 
 
 def export_main(argv: Sequence[str]) -> int:
-    """Writes a checkpoint as a folder that transformers loads.
+    """Write a checkpoint as a folder that transformers loads.
 
     Raises:
         UserError: see `export_checkpoint`.
@@ -23,21 +23,21 @@ def export_main(argv: Sequence[str]) -> int:
         prog="fmoe export", description="Write a checkpoint as a model folder that Hugging Face transformers loads."
     )
     parser.add_argument(
-        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint) or a step"
+        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint) or a step folder"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist, or is empty")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument(
-        "--format", default="auto", metavar="NAME", help=f"{', '.join(FAMILIES)}; auto (default) takes what holds it"
+        "--format", default="auto", metavar="NAME", help=f"{', '.join(FAMILIES)}; auto (default) picks one that fits"
     )
-    _add_tokenizer(parser, "where data.tokenizer of the run's recipe is now")
+    _add_tokenizer(parser, "new location of the recipe's data.tokenizer")
     parser.add_argument(
-        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, metavar="GIB", help="size of a file of weights (4)"
+        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, metavar="GIB", help="maximum size of a weight file (4)"
     )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too
-        raise UserError(f"--shard-gib {arguments.shard_gib} is not positive")
+        raise UserError(f"--shard-gib {arguments.shard_gib} must be positive")
     if arguments.shard_gib > MAX_SHARD_GIB:
-        raise UserError(f"--shard-gib {arguments.shard_gib} is more than {MAX_SHARD_GIB}")
+        raise UserError(f"--shard-gib {arguments.shard_gib} exceeds {MAX_SHARD_GIB}")
     done = export_checkpoint(
         arguments.source,
         arguments.out,
@@ -48,31 +48,31 @@ def export_main(argv: Sequence[str]) -> int:
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
     if "tokenizer.json" not in done.files:
-        print("  without a tokenizer: --tokenizer PATH adds one")
+        print("  without a tokenizer: pass --tokenizer PATH to add one")
     return 0
 
 
 def import_main(argv: Sequence[str]) -> int:
-    """Writes a model folder of Hugging Face as a run.
+    """Write a Hugging Face model folder as a run.
 
     Raises:
         UserError: see `import_folder`.
     """
     parser = Parser(
-        prog="fmoe import", description="Make a run of a model folder of Hugging Face: its recipe, and a checkpoint."
+        prog="fmoe import", description="Convert a Hugging Face model folder to a run: a recipe and a checkpoint."
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="config.json and safetensors")
-    parser.add_argument("out", type=Path, metavar="OUT_RUN", help="a folder that does not exist, or is empty")
-    _add_tokenizer(parser, "a tokenizer.json or a sentencepiece model in place of FOLDER's")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with config.json and safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT_RUN", help="a new or empty folder")
+    _add_tokenizer(parser, "a tokenizer.json or sentencepiece model that replaces FOLDER's")
     arguments = parser.parse_args(argv)
     done = import_folder(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
     recipe, out = done.recipe, printable(str(arguments.out))
     print(
         f"{out}: a {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
-        f"active a token, {recipe.train.precision}"
+        f"active per token, {recipe.train.precision}"
     )
     if done.tokenizer is None:
-        print("  without a tokenizer: data.tokenizer has to name one")
+        print("  without a tokenizer: set data.tokenizer before training")
     else:
         tokenizer, prefix = printable(str(done.tokenizer)), printable(recipe.data.train[0])
         print(f"  text         fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}")
@@ -81,4 +81,4 @@ def import_main(argv: Sequence[str]) -> int:
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--tokenizer", metavar="PATH", help=f"{meaning}; none for no tokenizer")
+    parser.add_argument("--tokenizer", metavar="PATH", help=f'{meaning}; "none" for no tokenizer')

@@ -1,13 +1,13 @@
-"""config.json of a model, and the model of a config.json."""
+"""Conversion between ``[model]`` and config.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.families import FAMILIES, KEYS, Family, Key, told
+from pretrain.interchange.families import FAMILIES, KEYS, Family, Key, toml
 
-# Keys of config.json, of any family, that change what a model computes, and the only values that ours has.
+# Keys of config.json, of any family, that change what a model computes, and the only values that fmoe supports.
 _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hidden_act", ("silu", None)),
     ("attention_bias", (False, None)),
@@ -19,7 +19,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a model; ``dtype`` is torch's name for that of its weights."""
+    """Return the config.json of a model; ``dtype`` is torch's name of its weights' dtype."""
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -35,25 +35,25 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": None,
         "torch_dtype": dtype,
     }
-    # transformers 5 takes the second, 4 the key of its own.
+    # transformers 5 reads rope_parameters, 4 rope_theta.
     config["rope_scaling"] = None
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
     return config
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """The family and the ``[model]`` of a config.json.
+    """Return the family and the ``[model]`` of a config.json.
 
     Raises:
         UserError: names the key.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"model_type={told(name)} is none of those that can be imported: {', '.join(FAMILIES)}")
+        raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     _check_only(family, config)
     config = {**config, "rope_theta": _rope_theta(config)}
-    if config.get("num_key_value_heads", 0) is None:  # as many as there are others
+    if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
     values = {key.ours: _value(key, config) for key in (*KEYS, *family.keys)}
@@ -81,7 +81,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 
 def _as_default(values: dict[str, Any]) -> dict[str, Any]:
-    """Without values that our keys have anyway when left open."""
+    """Remove values that equal our keys' defaults."""
     values = dict(values)
     if values["num_query_groups"] == values["num_heads"]:
         del values["num_query_groups"]
@@ -97,18 +97,18 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
     if key.kind is float and type(value) is int:
         value = float(value)
     if type(value) is not key.kind or (key.kind is int and value < 1):
-        raise UserError(f"{key.theirs}={told(value)} is not {_KINDS[key.kind]}")
+        raise UserError(f"{key.theirs}={toml(value)} must be {_KINDS[key.kind]}")
     return value
 
 
-_KINDS = {int: "a positive whole number", float: "a number", bool: "true or false"}
+_KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
 
 
 def _rope_theta(config: Mapping[str, Any]) -> Any:
-    """Of either form: a key of its own, or among the rope_parameters of transformers 5.
+    """Return rope_theta from its own key, or from the rope_parameters of transformers 5.
 
     Raises:
-        UserError: positions are scaled, or only a part of a head turns.
+        UserError: positions are scaled, or only part of a head is rotated.
     """
     theta = config.get("rope_theta")
     for key in ("rope_scaling", "rope_parameters"):
@@ -116,27 +116,27 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
         if rope is None:
             continue
         if not isinstance(rope, Mapping):
-            raise UserError(f"{key}={told(rope)} is no object")
+            raise UserError(f"{key}={toml(rope)} must be an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         others = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if kind != "default" or others:
-            raise UserError(f"{key}={told(rope)}: positions that are not scaled (rope_type=default) can be imported")
+            raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default is")
         if rope.get("partial_rotary_factor", 1) != 1:
-            raise UserError(f"{key} has partial_rotary_factor={told(rope['partial_rotary_factor'])}: only 1 can be")
+            raise UserError(f"{key}: partial_rotary_factor={toml(rope['partial_rotary_factor'])} must be 1")
         theta = rope.get("rope_theta", theta)
     return theta
 
 
 def _check_only(family: Family, config: Mapping[str, Any]) -> None:
-    """Raises UserError where the model computes what ours does not."""
+    """Raise UserError for a model that computes what fmoe does not support."""
     for key, allowed in _ONLY:
         value = config.get(key)
         if not any(value == one and type(value) is type(one) for one in allowed):
-            can_be = " or ".join(told(one) for one in allowed if one is not None) or "none"
-            raise UserError(f"{key}={told(value)}: only {can_be} can be imported")
+            can_be = " or ".join(toml(one) for one in allowed if one is not None) or "none"
+            raise UserError(f"{key}={toml(value)} is not supported: only {can_be} is")
     if family.has_window(config):
-        window = told(config.get("sliding_window"))
-        raise UserError(f"sliding_window={window}: only attention to all tokens before can be imported")
+        window = toml(config.get("sliding_window"))
+        raise UserError(f"sliding_window={window} is not supported: only full attention is")
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
-        raise UserError(f"layer_types={told(kinds)}: only full_attention can be imported")
+        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: what of a recipe their config.json says, and what their models cannot be."""
+"""Families of Hugging Face models: how recipes map to their config.json, and which recipes fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from pretrain.interchange.tensors import Entry
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that is one of ``[model]``.
+    """A key of config.json that corresponds to one of ``[model]``.
 
     Attributes:
         theirs, ours: the names.
         kind: int, float or bool.
-        other: another name that the key is read by.
-        default: of transformers, where the file does not have the key; None where it has to.
-        value: of a model that leaves our key open (None); the key's own where None.
+        other: alternative name in config.json.
+        default: of transformers for a missing key; None if the key is required.
+        value: computes the exported value where ours may be None; default the key's own.
     """
 
     theirs: str
@@ -30,18 +30,18 @@ class Key:
     other: str | None = None
 
     def of(self, model: ModelConfig) -> Any:
-        """What config.json says of the model."""
+        """Return the key's value in config.json."""
         return getattr(model, self.ours) if self.value is None else self.value(model)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a recipe has to be for a family to hold its model.
+    """A condition on recipes whose model a family can represent.
 
     Attributes:
-        ours: the key that is told.
-        holds: whether the model is so.
-        why: what the family has, after a colon.
+        ours: the key named in the error.
+        holds: tests the condition.
+        why: the allowed values, for the error.
     """
 
     ours: str
@@ -54,16 +54,16 @@ class Family:
     """One ``model_type`` of transformers.
 
     Attributes:
-        name: of the ``--format`` option, and the ``model_type``.
-        architecture: its class with a language model's head.
-        table: its tensors, as they are written.
-        tables: those that are read: in any of these forms.
-        keys: of config.json, beside those of all families.
-        demands: beside those of all families.
-        constants: keys of config.json that are the same in every export.
-        read: the values of ``[model]`` that no `Key` says, from config.json.
-        write: the keys of config.json that no `Key` says.
-        has_window: whether a config.json limits attention to a sliding window.
+        name: the ``model_type`` and value of ``--format``.
+        architecture: transformers' class for causal language models.
+        table: its tensors, in the form that export writes.
+        tables: all forms of its tensors that import reads.
+        keys: of config.json, in addition to those of all families.
+        demands: in addition to those of all families.
+        constants: keys of config.json with the same value in every export.
+        read: returns values of ``[model]`` without a `Key`, from config.json.
+        write: returns keys of config.json without a `Key`.
+        has_window: tests whether a config.json limits attention to a sliding window.
     """
 
     name: str
@@ -79,21 +79,21 @@ class Family:
 
 
 def weights_sum_to_one(model: ModelConfig) -> bool:
-    """Whether the weights of a token's experts do, in evaluation."""
+    """Return whether the weights of a token's experts sum to one in evaluation."""
     if model.gate == "switch":
         return False
     return model.normalize is not False
 
 
 def drops_in_evaluation(model: ModelConfig) -> bool:
-    """Whether an expert may be full: it takes every token of a group from a factor of E / K on."""
+    """Return whether an expert may be full in evaluation: the capacity factor is below E / K."""
     factor = model.eval_capacity_factor
     return factor is not None and factor * model.top_k < model.num_experts
 
 
-# In the order in which they are told.
+# In the order in which they are checked.
 _DEMANDS = (
-    Demand("kind", lambda m: m.kind == "gpt", "only gpt is exported"),
+    Demand("kind", lambda m: m.kind == "gpt", "gpt"),
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("norm", lambda m: m.norm == "rms", "rms"),
     Demand("position", lambda m: m.position == "rope", "rope"),
@@ -124,7 +124,7 @@ KEYS = (
     Key("tie_word_embeddings", "tie_embeddings", bool, False),
 )
 
-_EVERY_LAYER = "experts in every layer (a qwen3_moe, where some may be without, has model.qk_norm=true)"
+_EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
 
 
 def _are_all_with_experts(model: ModelConfig) -> bool:
@@ -170,11 +170,11 @@ def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     if type(step) is not int or step < 1:
-        raise UserError(f"decoder_sparse_step={step!r} is not a positive number")
+        raise UserError(f"decoder_sparse_step={step!r} must be a positive integer")
     if not isinstance(dense, list) or any(type(n) is not int or n not in layers for n in dense):
-        raise UserError(f"mlp_only_layers={dense!r} is not a list of layers from 0 to {len(layers) - 1}")
+        raise UserError(f"mlp_only_layers={dense!r} must be a list of layers from 0 to {len(layers) - 1}")
     if type(normalize := config.get("norm_topk_prob", False)) is not bool:
-        raise UserError(f"norm_topk_prob={normalize!r} is not true or false")
+        raise UserError(f"norm_topk_prob={normalize!r} must be true or false")
     with_experts = [n + 1 for n in layers if n not in dense and (n + 1) % step == 0]
     if not with_experts:
         raise UserError(f"no layer has experts with decoder_sparse_step={step} and mlp_only_layers={dense}")
@@ -186,7 +186,7 @@ def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     if len(with_experts) < len(layers):
         width = config.get("intermediate_size")
         if type(width) is not int or width < 1:
-            raise UserError(f"intermediate_size={width!r} is not a positive number")
+            raise UserError(f"intermediate_size={width!r} must be a positive integer")
         values["dense_ffn_hidden_size"] = width
     return values
 
@@ -213,25 +213,25 @@ FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:
-    """The family that a model is exported as; "auto" takes the one that holds it.
+    """Return the family to export a model as; "auto" picks one that fits.
 
     Raises:
-        UserError: it cannot be; names the key and what would be allowed.
+        UserError: none fits; names the key and its allowed values.
     """
     if name == "auto":
         name = "qwen3_moe" if model.qk_norm else "mixtral"
     if name not in FAMILIES:
-        raise UserError(f"--format {name} is none of auto, {', '.join(FAMILIES)}")
+        raise UserError(f"--format {name} is invalid: use auto, {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     for demand in (*_DEMANDS, *family.demands):
         if not demand.holds(model):
             raise UserError(
-                f"model.{demand.ours}={told(getattr(model, demand.ours))} is not in a {name}, which has: {demand.why}"
+                f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported by {name}: use {demand.why}"
             )
     return family
 
 
-def told(value: Any) -> str:
-    """A value as a message has it: TOML's spelling, not too long."""
+def toml(value: Any) -> str:
+    """Spell a value as TOML for a message, shortened."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."

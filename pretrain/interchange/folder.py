@@ -1,6 +1,6 @@
 """Hugging Face model folders on disk: config.json and safetensors, in one file or in several with an index.
 
-Nothing but safetensors and JSON is read. Writing and reading hold one tensor at a time.
+Reads only safetensors and JSON. Reading and writing hold one tensor at a time.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a folder: in which file, of which dtype and shape."""
+    """A tensor of a folder: its file, dtype and shape."""
 
     file: str
     dtype: torch.dtype
@@ -41,27 +41,27 @@ class Stored:
 
 
 class HuggingFaceFolder:
-    """A folder that transformers' ``save_pretrained`` or a download has made, read tensor by tensor.
+    """A folder made by transformers' ``save_pretrained`` or a download, read tensor by tensor.
 
     Attributes:
         path: the folder.
-        config: config.json.
+        config: the parsed config.json.
 
     Raises:
-        UserError: no such folder, no config.json, weights that are pickled, a file missing or damaged.
+        UserError: the folder or config.json is missing, weights are pickled, a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            raise UserError(f"{path} is no folder")
+            raise UserError(f"{path} is not a folder")
         self.config = self.json(CONFIG)
         if self.config is None:
-            raise UserError(f"{path} is no model of Hugging Face: it has no {CONFIG}")
+            raise UserError(f"{path} is not a Hugging Face model: it has no {CONFIG}")
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A file of the folder, an object in JSON; None where there is none."""
+        """Read a file of the folder that holds a JSON object; None if it is missing."""
         path = self.path / name
         if not path.is_file():
             return None
@@ -70,12 +70,12 @@ class HuggingFaceFolder:
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         if not isinstance(value, dict):
-            raise UserError(f"{path} cannot be read: no JSON object")
+            raise UserError(f"{path} is invalid: not a JSON object")
         return value
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor by its name; from the headers alone."""
+        """All tensors by name; reads only headers."""
         found: dict[str, Stored] = {}
         for name in self._files():
             file = self._open(name)
@@ -85,12 +85,12 @@ class HuggingFaceFolder:
                 part = file.get_slice(key)
                 code = part.get_dtype()
                 if code not in _DTYPES:
-                    raise UserError(f"{self.path / name}: {key} is of type {code}, which cannot be imported")
+                    raise UserError(f"{self.path / name}: {key} has dtype {code}, which is not supported")
                 found[key] = Stored(name, _DTYPES[code], tuple(part.get_shape()))
         return found
 
     def read(self, name: str) -> Tensor:
-        """A tensor of `tensors`."""
+        """Read one of `tensors`."""
         stored = self.tensors[name]
         try:
             return self._open(stored.file).get_tensor(name)
@@ -106,7 +106,7 @@ class HuggingFaceFolder:
                 if (self.path / name).exists():
                     raise UserError(
                         f"{self.path} has pickled weights ({name}), which can run code and are not read: "
-                        "save it as safetensors"
+                        "convert them to safetensors"
                     )
             raise UserError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX}")
         places = index.get("weight_map")
@@ -115,9 +115,9 @@ class HuggingFaceFolder:
         files = sorted(set(map(str, places.values())))
         for name in files:
             if not _PLAIN_NAME.fullmatch(name):
-                raise UserError(f"{self.path / INDEX} names {name!r}, which is no safetensors file of the folder")
+                raise UserError(f"{self.path / INDEX} names {name!r}, which is not a safetensors file of the folder")
             if not (self.path / name).is_file():
-                raise UserError(f"{self.path / name} is missing, which {INDEX} names")
+                raise UserError(f"{self.path / name} is missing; {INDEX} names it")
         return files
 
     def _open_anew(self, name: str) -> safe_open:
@@ -130,7 +130,7 @@ class HuggingFaceFolder:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -142,14 +142,14 @@ class Planned:
 
 
 def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
-    """Writes safetensors, several files of at most ``max_bytes`` (or one tensor) with an index, or one; synced.
+    """Write safetensors, one file or, with an index, several of at most ``max_bytes`` (or one tensor); synced.
 
     Args:
-        plan: what comes, in its order.
-        tensors: as planned, contiguous or not, on any device; asked for one by one.
+        plan: the tensors in order.
+        tensors: as planned, contiguous or not, on any device; consumed one by one.
 
     Returns:
-        The names of the files.
+        Names of the files.
     """
     shards: list[list[Planned]] = [[]]
     size = 0
@@ -198,13 +198,13 @@ def _write_shard(file: BinaryIO, shard: Sequence[Planned], tensors: Iterator[Ten
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes and syncs."""
+    """Write and sync a JSON file."""
     with _created(path) as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def write_bytes(path: Path, value: bytes) -> None:
-    """Writes and syncs."""
+    """Write and sync a file."""
     with _created(path) as file:
         file.write(value)
 
@@ -218,22 +218,22 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 
 def refuse_output(out: Path) -> None:
-    """Raises UserError unless ``out`` does not exist, or is an empty folder."""
+    """Raise UserError unless ``out`` is missing or an empty folder."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"{out} exists and is no folder: name another")
+        raise UserError(f"{out} is not a folder: pass another path")
     if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"{out} exists and is not empty: name another folder")
+        raise UserError(f"{out} is not empty: pass another folder")
 
 
 @contextlib.contextmanager
 def appearing(out: Path, needed: int) -> Iterator[Path]:
-    """A new folder beside ``out`` to write in, which is renamed to it at the end of the block, or removed by an error.
+    """Yield a temporary folder next to ``out``, renamed to it at the end of the block or removed after an error.
 
     Args:
-        needed: bytes that will be written, about.
+        needed: estimate of the bytes to write.
 
     Raises:
-        UserError: there is something at ``out``; the folder cannot be written; the disk is full.
+        UserError: ``out`` is in use; the folder is not writable; the disk is full.
     """
     refuse_output(out)
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"

@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to a checkpoint that a run begins with."""
+"""Import: from a Hugging Face folder to a checkpoint that a run starts from."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +22,15 @@ from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Of the recipe that is written: for a model that is trained, and any lower one or fewer steps can be asked for.
+# For the written recipe: a rate for continued training.
 _LR = 1e-5
-# Of older folders: what is computed, not learned.
+# In older folders: computed, not learned.
 _IGNORED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written: the family, the recipe, the step folder, the tokenizer's file (None: there is none)."""
+    """Result of an import: family, recipe, step folder, tokenizer file (None if there is none)."""
 
     family: Family
     recipe: Recipe
@@ -39,16 +39,16 @@ class Imported:
 
 
 def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> Imported:
-    """Writes the model of a folder of Hugging Face as a run: config.toml, a checkpoint at step 0, the tokenizer.
+    """Write the model of a Hugging Face folder as a run: config.toml, a checkpoint at step 0, the tokenizer.
 
     Args:
-        source: config.json and safetensors.
-        out: a folder that does not exist or is empty; appears when it is complete.
-        tokenizer: path of another tokenizer.json or sentencepiece model than the folder's, or "none".
+        source: folder with config.json and safetensors.
+        out: a new or empty folder; appears when it is complete.
+        tokenizer: path of a tokenizer.json or sentencepiece model that replaces the folder's, or "none".
 
     Raises:
-        UserError: the model is of no family that is known, or computes what ours does not; a tensor is missing, left
-            over, of another shape or type, or not finite; something is at ``out``.
+        UserError: the model's family or computation is not supported; a tensor is missing, unexpected, of another
+            shape or dtype, or not finite; ``out`` is in use.
     """
     refuse_output(out)
     folder = HuggingFaceFolder(source)
@@ -61,7 +61,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     try:
         files = {} if tokenizer == NO_TOKENIZER else files_from(source if tokenizer is None else Path(tokenizer))
     except UserError as error:
-        raise UserError(f"{error}; --tokenizer takes another, or none") from error
+        raise UserError(f"{error}; pass another with --tokenizer, or none") from error
     path = out / "tokenizer" / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),
@@ -77,7 +77,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     nbytes = sum(prod(shape) for place in found for shape in place.theirs.values()) * dtype.itemsize
-    state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # nothing to --resume
+    state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
     if path is not None:
         state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
     with appearing(out, nbytes) as temporary:
@@ -91,10 +91,10 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """The places of that form of the family whose tensors the folder has.
+    """Return the places of the family's form that fits the folder's tensors best.
 
     Raises:
-        UserError: of the nearest form, a tensor that is missing, left over, or of another shape.
+        UserError: in that form, a tensor is missing, unexpected, or of another shape.
     """
     forms = [list(places(table, model)) for table in family.tables]
     names = set(folder.tensors)
@@ -104,31 +104,31 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
         wanted |= place.theirs
     for name, shape in wanted.items():
         if name not in names:
-            raise UserError(f"{folder.path} lacks the tensor {name}")
+            raise UserError(f"{folder.path} has no tensor {name}")
         if folder.tensors[name].shape != shape:
             raise UserError(
-                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, config.json says {list(shape)}"
+                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, config.json {list(shape)}"
             )
     left = sorted(name for name in names - wanted.keys() if not name.endswith(_IGNORED))
     if model.tie_embeddings and "lm_head.weight" in left:
         embedding = "model.embed_tokens.weight"
         same = folder.tensors["lm_head.weight"].shape == wanted[embedding]
         if not same or not torch.equal(folder.read("lm_head.weight"), folder.read(embedding)):
-            raise UserError(f"{folder.path}: lm_head.weight differs from {embedding}, with tie_word_embeddings=true")
+            raise UserError(f"{folder.path}: lm_head.weight differs from {embedding}, despite tie_word_embeddings=true")
         left.remove("lm_head.weight")
     if left:
-        raise UserError(f"{folder.path} has the tensor {left[0]}, for which a {family.name} has no place here")
+        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name}")
     return found
 
 
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
-    """Of all tensors; the widest where they differ."""
+    """Return the dtype of all tensors, the widest if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
     dtypes = {stored[name].dtype: name for place in found for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
-                f"{folder.path}: {name} is of {name_of(dtype)}: {', '.join(map(name_of, _PRECISIONS))} can be imported"
+                f"{folder.path}: {name} has dtype {name_of(dtype)}, not one of {', '.join(map(name_of, _PRECISIONS))}"
             )
     return next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
 
@@ -141,7 +141,7 @@ def _pieces(
         theirs = [folder.read(name).to(dtype) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
-                raise UserError(f"{folder.path}: {name} has values that are not finite")
+                raise UserError(f"{folder.path}: {name} has non-finite values")
         ours = place.transform.join(theirs, sizes)
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)

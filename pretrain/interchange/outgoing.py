@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that transformers loads."""
+"""Export: from a checkpoint to a folder that transformers loads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the family, parameters, the files' names."""
+    """Result of an export: family, number of parameters, names of the files."""
 
     family: Family
     num_params: int
@@ -46,20 +46,20 @@ class Exported:
 def export_checkpoint(
     source: Path, out: Path, form: str = "auto", *, tokenizer: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Writes the model of a checkpoint, whatever the split it was saved at, as a folder of Hugging Face.
+    """Write the model of a checkpoint, saved at any split, as a Hugging Face folder.
 
-    One process and no process group; tensors are read, changed and written one after the other.
+    Runs in one process without a process group; tensors are read, converted and written one at a time.
 
     Args:
-        source: a step folder, or a run, whose newest checkpoint is taken.
-        out: a folder that does not exist or is empty; appears when it is complete.
+        source: a step folder, or a run for its newest checkpoint.
+        out: a new or empty folder; appears when it is complete.
         form: a name of `families.FAMILIES`, or "auto".
-        tokenizer: where the recipe's is now, or "none".
-        shard_bytes: of a file of weights.
+        tokenizer: new location of the recipe's, or "none".
+        shard_bytes: maximum size of a weight file.
 
     Raises:
-        UserError: the checkpoint is damaged; the family cannot hold the model, or no tokenizer.json the tokenizer;
-            something is at ``out``.
+        UserError: the checkpoint is damaged; the family does not support the model, or tokenizer.json the tokenizer;
+            ``out`` is in use.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)
@@ -84,10 +84,10 @@ def export_checkpoint(
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """The recipe that a checkpoint was made with."""
+    """Return the recipe that a checkpoint was made with."""
     values: Any = checkpoint.state.get("recipe")
     if not isinstance(values, dict):
-        raise UserError(f"{checkpoint.path} says of no recipe which model it holds")
+        raise UserError(f"{checkpoint.path} has no recipe in its state")
     try:
         recipe = build_recipe(values)
         recipe.check()
@@ -97,41 +97,41 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) -> Tokenizer | None:
-    """The recipe's tokenizer, or the same at another path; None for "none", or where the recipe has none.
+    """Load the recipe's tokenizer, from another path if given; None for "none", or if the recipe has none.
 
     Raises:
-        UserError: it cannot be read, is not the one that the model was trained with, or has more pieces than it.
+        UserError: it is unreadable, differs from the one that the model was trained with, or has too many pieces.
     """
     if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
         return None
     try:
         return open_tokenizer(recipe, given, checkpoint.state.get("data", {}).get("tokenizer"))
     except UserError as error:
-        raise UserError(f"{error}; --tokenizer takes a path, or none") from error
+        raise UserError(f"{error}; pass a path with --tokenizer, or none") from error
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Their one dtype; raises UserError unless the checkpoint's tensors are those of the table, of its sizes."""
+    """Return the tensors' common dtype; raise UserError unless names and shapes are those of the table."""
     ours = {place.ours: place for place in found}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     for name in known:
         if name not in ours:
-            raise UserError(f"{checkpoint.path} has {name}, for which a {family.name} has no place")
+            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
         whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
-            raise UserError(f"{checkpoint.path} has {name} of shape {shape}, which is not that of its recipe")
+            raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
     dtypes = {checkpoint.dtype(name) for name in known}
     if len(dtypes) > 1:
         raise UserError(
-            f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: one is exported"
+            f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: must be of one dtype"
         )
     return dtypes.pop()
 
 
 def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> Iterator[Tensor]:
-    """Theirs, in the order of the plan."""
+    """Yield the converted tensors in the order of the plan."""
     sizes = sizes_of(recipe.model)
     for place in found:
         if place.expert is None:
@@ -140,6 +140,6 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> 
             shape = checkpoint.shape(place.ours)
             ours = checkpoint.read(place.ours, (place.expert, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
         if not ours.isfinite().all():
-            raise UserError(f"{checkpoint.path}: {place.ours} has values that are not finite")
+            raise UserError(f"{checkpoint.path}: {place.ours} has non-finite values")
         for theirs, shape in zip(place.transform.split(ours, sizes), place.theirs.values(), strict=True):
             yield theirs.reshape(shape)

@@ -1,6 +1,6 @@
-"""Which tensor of a Hugging Face folder is which of ours, and how one becomes the other.
+"""Mapping between the tensors of a Hugging Face folder and ours.
 
-A family is a table of `Entry`; another family is another table (docs/interchange.md shows the way). Sizes are written
+A family is a table of `Entry`; another family is another table (docs/interchange.md has an example). Sizes are written
 in letters: V rows of the embedding, D width, Q and G query and key/value heads of width d, F hidden units of a dense
 block, H of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
 """
@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """What the letters stand for."""
+    """Return the sizes that the letters stand for."""
     return {
         "V": model.vocab_size,
         "D": model.hidden_size,
@@ -34,14 +34,14 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    """``"2H D"`` -> ``(2 * H, D)``: axes stand apart, the factors of one together."""
+    """``"2H D"`` -> ``(2 * H, D)``: axes are separated by spaces, the factors of one are not."""
     return tuple(
         prod(int(f) if f.isdigit() else sizes[f] for f in re.findall(r"\d+|[A-Za-z]", axis)) for axis in letters.split()
     )
 
 
 class Transform(Protocol):
-    """One tensor of ours as one or more of theirs, and back; `join` of what `split` gives is the tensor again."""
+    """Conversion of one of our tensors to one or more of theirs, and back; `join` inverts `split`."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]: ...
 
@@ -49,7 +49,7 @@ class Transform(Protocol):
 
 
 class Same:
-    """The same tensor."""
+    """Identity."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return (ours,)
@@ -69,9 +69,9 @@ class Halves:
 
 
 class QueryKeyValue:
-    """Megatron's rows, for each key/value head its query heads, the key, the value, as three matrices.
+    """Megatron's rows (per key/value head its query heads, the key, the value) as three matrices.
 
-    Both sides have rotary positions in halves (element i turns with i + d / 2): rows within a head stay where they are.
+    Both sides rotate element i of a head with i + d / 2, so rows keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -93,8 +93,8 @@ class Entry:
     """A line of a family's table.
 
     Attributes:
-        where: once in the model; its output layer, where that is not the embedding; in every layer, every layer without
-            experts, with experts; for every expert of those, whose tensor of ours is that expert's of a stack.
+        where: once per model; its output layer, if untied; every layer; every layer without experts; every layer with
+            experts; every expert of those, where ours is the expert's slice of a stack.
         ours: name in a checkpoint; ``{layer}`` counts from 0.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: from ours to theirs, and back.
@@ -103,14 +103,14 @@ class Entry:
     where: Where
     ours: str
     theirs: Mapping[str, str]
-    transform: Transform = Same()  # noqa: RUF009 - has no state
+    transform: Transform = Same()  # noqa: RUF009 - stateless
 
 
 _LAYER = "model.layers.{layer}"
 _ATTENTION = f"{_LAYER}.self_attn"
 _OUR_LAYER = "model/decoder.layers.{layer}"
 
-# What Llama's descendants have in common.
+# Common to Llama's descendants.
 _COMMON = (
     Entry("model", "model/embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}),
     Entry(
@@ -149,7 +149,7 @@ _DENSE = (
 
 
 def _experts(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Router and experts, each expert in matrices of its own."""
+    """Router and experts, with separate matrices per expert."""
     expert = f"{_LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{_OUR_LAYER}.mlp.gate.weight", {f"{_LAYER}.{block}.gate.weight": "E D"}),
@@ -163,7 +163,7 @@ def _experts(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...
     )
 
 
-# Experts as transformers 5 has them in memory, and writes them when told to.
+# Experts in transformers 5's in-memory layout, which it writes on request.
 _STACKED = (
     Entry("moe", f"{_OUR_LAYER}.mlp.gate.weight", {f"{_LAYER}.mlp.gate.weight": "E D"}),
     Entry("moe", f"{_OUR_LAYER}.mlp.experts.weight_in", {f"{_LAYER}.mlp.experts.gate_up_proj": "E 2H D"}),
@@ -178,11 +178,11 @@ QWEN3_MOE_STACKED = (*_COMMON, *_QK_NORM, *_DENSE, *_STACKED)
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: a tensor of ours, or of a stack the one of an expert, and those of theirs.
+    """One application of an entry: our tensor, or an expert's slice of it, and their tensors.
 
     Attributes:
         ours: name in a checkpoint.
-        expert: which of the stack; None for the whole tensor.
+        expert: index in the stack; None for the whole tensor.
         theirs: names and shapes.
     """
 
@@ -193,7 +193,7 @@ class Place:
 
 
 def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
-    """Everything in a model, layer by layer."""
+    """Yield all tensors of a model, layer by layer."""
     sizes = sizes_of(model)
     in_layers = [entry for entry in table if entry.where not in ("model", "output")]
     first, *rest = [entry for entry in table if entry.where in ("model", "output")]

@@ -1,6 +1,6 @@
-"""Tokenizers on their way out and in: one tokenizer.json, and what transformers wants beside it.
+"""Tokenizers in export and import: tokenizer.json and the files that transformers reads with it.
 
-A sentencepiece model becomes a tokenizer.json that is compared with it before anything is written.
+A sentencepiece model is converted to a tokenizer.json that is compared with it before anything is written.
 """
 
 import json
@@ -18,12 +18,12 @@ from pretrain.data.tokenizers.sentencepiece import SentencePieceTokenizer
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 CONFIG = "tokenizer_config.json"
-# What a folder of Hugging Face may have beside tokenizer.json; kept through import and export.
+# Files that may accompany tokenizer.json in a Hugging Face folder; kept through import and export.
 BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
-_NEVER = -1e6  # score of a piece that no text has
+_NEVER = -1e6  # score of a piece that no text produces
 
 _PROBES = (
     *("", " ", "a", " leading and trailing ", "two  three   four    five     spaces"),
@@ -39,13 +39,13 @@ _PROBES = (
 
 
 def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
-    """What a folder of Hugging Face has of a tokenizer, by name of the file.
+    """Return the tokenizer files of a Hugging Face folder, by name.
 
-    A tokenizer.json that has a tokenizer_config.json beside it goes as it is, with its companions. Else AutoTokenizer
-    is told to do what ours does: nothing is put around a text, and special pieces that are spelled in it are text.
+    A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with its companions. Otherwise,
+    AutoTokenizer is configured to behave like ours: it adds nothing to a text, and special pieces in it are text.
 
     Raises:
-        UserError: a sentencepiece model that tokenizers cannot imitate exactly.
+        UserError: a sentencepiece model that tokenizers cannot reproduce exactly.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer):
         kept = _beside(tokenizer.path)
@@ -75,10 +75,10 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """The same files of a folder, or of a tokenizer given by its path; a sentencepiece model stays one.
+    """Return the same files of a folder, or of a tokenizer given by its path; a sentencepiece model stays one.
 
     Raises:
-        UserError: damaged, or without a piece that ends documents.
+        UserError: it is damaged, or has no piece that ends documents.
     """
     if source.is_dir():
         found = [source / name for name in (TOKENIZER, SENTENCEPIECE) if (source / name).is_file()]
@@ -95,19 +95,19 @@ def _beside(path: Path) -> dict[str, bytes]:
 
 
 def _converted(tokenizer: Tokenizer) -> bytes:
-    """A sentencepiece model as a tokenizer.json."""
+    """Convert a sentencepiece model to a tokenizer.json."""
     tokenizers = require("tokenizers", "pretrain", f"converting {tokenizer.path}")
     require("google.protobuf", "pretrain", f"converting {tokenizer.path}")
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())
     spec = proto.normalizer_spec
-    # Without a normalizer that adds or drops spaces, a space is a space, and its mark in a text only a character.
+    # Without a normalizer that adds or drops spaces, a space stays one, and its mark in a text is a character.
     is_plain = not (spec.precompiled_charsmap or spec.add_dummy_prefix or spec.remove_extra_whitespaces)
     pieces = [(p.piece.replace(_SPACE_MARK, " ") if is_plain else p.piece, p.score, p.type) for p in proto.pieces]
     vocabulary = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocabulary) != len(pieces):
-        raise UserError(f"{tokenizer.path} has pieces that differ in nothing but their kind of space")
+        raise UserError(f"{tokenizer.path} has pieces that differ only in their kind of space: export is not supported")
     kind, has_bytes = proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback
     unknown = next(piece for piece, _, type_ in pieces if type_ == UNKNOWN)
     if kind == _BPE:
@@ -117,7 +117,7 @@ def _converted(tokenizer: Tokenizer) -> bytes:
         scored = [(piece, score if type_ in (NORMAL, UNUSED) else _NEVER) for piece, score, type_ in pieces]
         model = tokenizers.models.Unigram(scored, unk_id=vocabulary[unknown], byte_fallback=has_bytes)
     else:
-        raise UserError(f"{tokenizer.path} is of words or characters: bpe and unigram models can be exported")
+        raise UserError(f"{tokenizer.path} is a model of words or characters: only bpe and unigram can be exported")
     result = tokenizers.Tokenizer(model)
     decoders = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()] if has_bytes else []
     if not is_plain:
@@ -150,7 +150,7 @@ def _normalizers(tokenizers, spec) -> Iterator[Any]:
 
 
 def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """What sentencepiece merges, the best first: any two pieces that make a third have that one's score."""
+    """Yield sentencepiece's merges, best first: two pieces that make a third have its score."""
     normal = {piece for piece, _, type_ in pieces if type_ == NORMAL}
     ranked = sorted((p for p in pieces if p[0] in normal), key=lambda p: (-p[1], vocabulary[p[0]]))
     for piece, _, _ in ranked:
@@ -160,10 +160,10 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 
 
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
-    """Raises UserError unless the tokenizer.json gives the same ids.
+    """Raise UserError unless the tokenizer.json gives the same ids.
 
-    A unigram model may have two ways to cut a text that are equally likely. Which is taken is the rounding of a sum,
-    and not the same in sentencepiece and tokenizers: either is accepted.
+    A unigram model may have two equally likely ways to cut a text. Rounding of a sum decides, and differs between
+    sentencepiece and tokenizers: either is accepted.
     """
     exported = load_json(data, tokenizer.path.with_name(TOKENIZER))
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
@@ -171,13 +171,13 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
         found, expected = exported.encode(text), tokenizer.encode(text)
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
-                f"the tokenizer {tokenizer.path} cannot be written as {TOKENIZER}, which has other tokens for "
-                f"{text!r}: --tokenizer takes another file, or none"
+                f"the tokenizer {tokenizer.path} is not supported: as {TOKENIZER} it tokenizes {text!r} differently; "
+                "pass another file with --tokenizer, or none"
             )
 
 
 def are_equally_likely(tokenizer: Tokenizer, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether a unigram model has no reason to cut a text in one way rather than in the other."""
+    """Return whether a unigram model scores both ways to cut a text equally."""
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.decode(one) != tokenizer.decode(other):
         return False
     scores = [sum(map(tokenizer.score, ids)) for ids in (one, other)]

@@ -1,8 +1,8 @@
-"""Samples to micro batches, and losses of tokens to the loss of a global batch.
+"""Samples to micro batches, and token losses to the loss of a global batch.
 
-The loss of a step is the sum over all tokens that are predicted in the global batch, over their number. Where samples
-differ in that number, a mean of means would depend on how the batch is cut into micro batches and ranks: there the
-weight of a token is fixed by the global batch (`weigh`).
+The loss of a step is the mean over all predicted tokens of the global batch. If samples differ in their number of
+predicted tokens, a mean of means would depend on the split into micro batches and ranks; then `weigh` gives each token
+the weight that it has in the global batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ _IDS = ("tokens", "decoder_tokens", "labels")
 
 
 def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
-    """A micro batch of samples: arrays of tokens [s + 1] become ``tokens`` and ``labels`` [b, s], and dictionaries are
-    stacked name by name. ``loss_mask`` [b, s], if there, is 1 where a token is predicted.
+    """Collate samples to a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s], dictionaries are
+    stacked by name. ``loss_mask`` [b, s], if present, is 1 where a token is predicted.
 
     Raises:
-        UserError: a token id is outside ``0 <= id < vocab_size``, where that is given.
+        UserError: a token id is outside ``0 <= id < vocab_size``, if that is given.
     """
-    # numpy alone: an operation of torch in another thread would start another pool of OpenMP threads.
+    # Only numpy: an operation of torch in another thread would start another pool of OpenMP threads.
     if isinstance(samples[0], dict):
         arrays = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
     else:
@@ -46,13 +46,13 @@ def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
     if least < 0 or largest >= vocab_size:
         raise UserError(
             f"a sample has the token id {least if least < 0 else largest}, outside model.vocab_size={vocab_size}: its "
-            "corpus has changed; fmoe data show PREFIX --verify finds which"
+            "corpus has changed; find it with fmoe data show PREFIX --verify"
         )
 
 
 def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Replaces ``loss_mask`` by ``loss_weight``: such that the mean over all micro batches of all ranks of the weighted
-    sums is the mean over all predicted tokens. Collective over ``group``, the data parallel one, if there are masks."""
+    """Replace ``loss_mask`` by ``loss_weight``, so that the mean of the weighted sums of all micro batches and ranks is
+    the mean over all predicted tokens. Collective over the data parallel ``group`` if there are masks."""
     if not batches or "loss_mask" not in batches[0]:
         return
     total = torch.tensor(sum(int(batch["loss_mask"].sum()) for batch in batches), device=device, dtype=torch.int64)
@@ -63,7 +63,7 @@ def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.devi
 
 
 def loss_function(batch: Batch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """What the schedule calls with the output of ``forward``."""
+    """Return the function that the schedule calls with the output of ``forward``."""
     return partial(_loss, batch.get("loss_weight"))
 
 

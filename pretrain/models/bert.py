@@ -1,4 +1,4 @@
-"""Encoders that find masked tokens: Megatron-core's BERT, without a second segment and next sentence prediction."""
+"""Encoders with masked language modelling: Megatron-core's BERT, without segments and next sentence prediction."""
 
 import copy
 
@@ -16,9 +16,9 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 
 
 class UnpaddedBert(BertModel):
-    """`BertModel` over sequences without padding, which need no mask: its attention is then a fused kernel's fast way.
+    """`BertModel` for sequences without padding, which need no mask: this allows the fused attention kernel.
 
-    Megatron-core takes every attention that is not its own for Transformer Engine's, and wants a mask.
+    Megatron-core mistakes any attention module but its own for Transformer Engine's, and requires a mask.
     """
 
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
@@ -40,7 +40,7 @@ def build(
     with random.keyed("embedding", seed):
         module = UnpaddedBert(
             transformer_config(recipe),
-            0,  # kinds of segments
+            0,  # number of segment types
             keyed_layer_spec(spec, seed, without_mlp=model.layers_with_experts),
             vocab_size=model.vocab_size,
             max_sequence_length=model.sequence_length,
@@ -62,5 +62,5 @@ def build(
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """See `pretrain.models`."""
     output = model(batch["tokens"], None, lm_labels=batch.get("labels"))
-    # The last stage gives losses or logits, and what a binary head would say.
+    # The last stage returns losses or logits, and the output of an unused binary head.
     return output[0] if isinstance(output, tuple) else output

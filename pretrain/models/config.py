@@ -1,4 +1,4 @@
-"""Megatron-core's description of a recipe's model."""
+"""Megatron-core's configuration of a recipe's model."""
 
 import warnings
 
@@ -19,19 +19,19 @@ _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
-    """Megatron-core's description of the same model, dense; ``options`` are further fields of it."""
+    """Return Megatron-core's configuration of the model, dense; ``options`` are additional fields of it."""
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
-        # Its own default for a field of CUDA graphs is deprecated in 0.16.1.
+        # Megatron-core 0.16.1 deprecates its own default for a field of CUDA graphs.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         return _transformer_config(model, dtype, {**_split(recipe), **options})
 
 
 def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
-    """Puts the recipe's norms into a copy of one of Megatron-core's specs of a layer."""
+    """Insert the recipe's norms into a copy of one of Megatron-core's layer specs."""
     parts = layer_spec.submodules
-    if model.norm == "rms":  # which NVIDIA apex's norm, where Megatron-core finds it, is not
+    if model.norm == "rms":  # NVIDIA apex's norm, which Megatron-core prefers, is not RMSNorm
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
             if getattr(parts, name) is not IdentityOp:
                 setattr(parts, name, WrappedTorchNorm)
@@ -41,7 +41,7 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
 
 
 def set_rope_theta(module: nn.Module, recipe: Recipe) -> None:
-    """Of a T5Model or BertModel, whose constructors have no ``rotary_base``."""
+    """Set the base on a T5Model or BertModel, whose constructors have no ``rotary_base``."""
     model = recipe.model
     if model.position == "rope":
         module.rotary_pos_emb = RotaryEmbedding(
@@ -53,7 +53,7 @@ def set_rope_theta(module: nn.Module, recipe: Recipe) -> None:
 
 
 def _split(recipe: Recipe) -> dict:
-    """The fields of ``[parallel]``. Experts are the business of `megatron_patch`, which looks at the process groups."""
+    """Return the fields of ``[parallel]``, without experts: `megatron_patch` reads their process groups."""
     parallel = recipe.parallel
     recompute = {
         "none": {},
@@ -66,8 +66,8 @@ def _split(recipe: Recipe) -> dict:
         "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.model_chunks > 1 else None,
-        # Batched, what two stages send each other forward and backward is taken for one another: with two stages the
-        # next one is the one before as well.
+        # Batched, Megatron-core confuses forward and backward messages between the same two stages: with two stages,
+        # the next stage is also the previous one.
         "batch_p2p_comm": parallel.model_chunks == 1,
         "overlap_p2p_comm": parallel.model_chunks > 1,
         **recompute[parallel.recompute],
@@ -84,7 +84,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         qk_layernorm=model.qk_norm,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
-        # Of the dense blocks; `pretrain.engine.model` says how wide experts are.
+        # For the dense blocks; `pretrain.engine.model` sets the width of experts.
         ffn_hidden_size=model.dense_width,
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
@@ -92,7 +92,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         attention_dropout=model.dropout,
         hidden_dropout=model.dropout,
         init_method_std=model.init_std,
-        # Whole matrices, of which ranks take their parts: the same weights at every split and on every device.
+        # Initialise whole matrices, which ranks then slice: the same weights at every split and on every device.
         use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

@@ -35,7 +35,7 @@ def build(
 def build_gpt(
     recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, *, without_mlp: Collection[int] = (), **stage
 ) -> GPTModel:
-    """Embedding, layers of the spec with torch's fused attention, output layer; ``without_mlp`` as in
+    """Build embedding, layers of the spec with torch's fused attention, and output layer; ``without_mlp`` as in
     `keyed_layer_spec`."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
@@ -56,20 +56,20 @@ def build_gpt(
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`. With ``documents`` in the batch, a token sees those of its own document alone."""
+    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document."""
     tokens = batch["tokens"]
     if "documents" not in batch:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
-        # No mask: causal attention makes its own.
+        # Causal attention makes its own mask.
         return model(tokens, positions, None, labels=batch.get("labels"))
     return model(tokens, batch["positions"], document_mask(batch["documents"]), labels=batch.get("labels"))
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Documents of tokens [b, s] -> Megatron's mask, bool [b, 1, s, s]: True where a token (third) does not see another
-    (fourth), which is of another document or comes later.
+    """Documents of tokens [b, s] -> Megatron's mask, bool [b, 1, s, s]: True where a query (third axis) must not see a
+    key (fourth), which is in another document or comes later.
 
-    Rotary positions are left as they are: scores depend on their differences, which within a document are the same."""
+    Rotary positions need no restart: scores depend on differences, which are the same within a document."""
     length = documents.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
     return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Encoder-decoders that fill in what was left out: Megatron-core's T5.
+"""Encoder-decoders that fill in spans: Megatron-core's T5.
 
-Encoder and decoder share the embedding. Layers count from 1 through the encoder and on through the decoder, in
-``model.moe_layers``, metrics and the keys of weights and noise. No sequence is padded: there is no mask but the
-decoder's causal one.
+Encoder and decoder share the embedding. Layers are numbered from 1 through the encoder, then the decoder, in
+``model.moe_layers``, metrics and the keys of weights and noise. Nothing is padded: the only mask is the decoder's
+causal one.
 """
 
 from megatron.core.models.T5.t5_model import T5Model
@@ -21,9 +21,9 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> T5Model:
-    """See `pretrain.models`. A whole T5: its two stacks are not cut into pipeline stages."""
+    """See `pretrain.models`. Pipeline stages are not supported."""
     if not (pre_process and post_process) or vp_stage is not None:
-        raise ValueError("a T5 is not cut into pipeline stages")
+        raise ValueError("pipeline stages of a T5 are not supported")
     model = recipe.model
     encoder, decoder = encoder_model_with_local_spec(), decoder_model_with_local_spec()
     for attention in (
@@ -59,12 +59,12 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _enter_encoder(module: T5Model) -> None:
-    """Keys the dropout of the embedding, which both stacks share, as the encoder's."""
+    """Key the dropout of the embedding, which both stacks share, as the encoder's."""
     module.embedding.embedding_dropout.part = "encoder"
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Set the position of the decoder's noise, which goes by sequence; a batch's counts the encoder's tokens."""
+    """Set the position of the decoder's noise, which is per sequence; a batch's position counts encoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:
@@ -72,4 +72,4 @@ def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) ->
         random.set_position(where.seed, where.step, first_token, stream=_DECODER)
 
 
-_DECODER = 1 << 32  # beyond the numbers of pipeline stages, the other streams of a position
+_DECODER = 1 << 32  # above the other streams of a position, the pipeline stages

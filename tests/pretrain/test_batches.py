@@ -86,9 +86,9 @@ def test_every_sample_once_at_every_split(forks, tmp_path):
 
 
 WRONG = {
-    "alone": ({"ramp_batch": 4}, "train.ramp_batch=4 needs train.ramp_increment beside it"),
-    "without": ({"ramp_samples": 4}, "train.ramp_samples=4 needs train.ramp_batch beside it"),
-    "too large": (RAMP | {"ramp_batch": 16}, "train.ramp_batch=16 is not less than train.global_batch=16"),
+    "alone": ({"ramp_batch": 4}, "train.ramp_batch=4 needs train.ramp_increment"),
+    "without": ({"ramp_samples": 4}, "train.ramp_samples=4 needs train.ramp_batch"),
+    "too large": (RAMP | {"ramp_batch": 16}, "train.ramp_batch=16 must be less than train.global_batch=16"),
     "increment": (
         RAMP | {"ramp_increment": 5},
         "train.ramp_increment=5 does not divide train.global_batch - train.ramp_batch=12",

@@ -569,20 +569,20 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--train.steps", "many"], "train.steps=many is not a whole number"),
-        (["--model.top-k=1.5"], "model.top_k=1.5 is not a whole number"),
+        (["--train.steps", "many"], "train.steps=many must be an integer"),
+        (["--model.top-k=1.5"], "model.top_k=1.5 must be an integer"),
         (["--model.top-k", "-1"], "model.top_k=-1 is not positive"),
-        (["--tracking.wandb=maybe"], "tracking.wandb=maybe is neither true nor false"),
-        (["--tracking.no-wandb=true"], "--tracking.no-wandb=true: a bool is negated without a value"),
-        (["--train.no-steps"], "--train.no-steps: train.steps is no bool"),
+        (["--tracking.wandb=maybe"], "tracking.wandb=maybe must be true or false"),
+        (["--tracking.no-wandb=true"], "--tracking.no-wandb=true: a negated bool takes no value"),
+        (["--train.no-steps"], "--train.no-steps: train.steps is not a bool"),
         (["--train.steps", "--train.seed", "3"], "--train.steps needs a value"),
-        (["--train.precision", "fp8"], "train.precision='fp8' is none of fp32, bf16, fp16"),
+        (["--train.precision", "fp8"], "train.precision='fp8' must be one of fp32, bf16, fp16"),
         (["--train.stepps", "3"], "unknown key train.stepps; did you mean train.steps? Or train.seed?"),
         (["more"], "unexpected 'more': options are --section.key value"),
-        (["--optimizer.lr", "fast"], "optimizer.lr=fast is not a number"),
+        (["--optimizer.lr", "fast"], "optimizer.lr=fast must be a number"),
         (
             ["--train.steps", "20"],
-            "optimizer.warmup_steps=30 is not less than train.steps=20: give a shorter warmup too",
+            "optimizer.warmup_steps=30 must be less than train.steps=20: shorten the warmup too",
         ),
     ],
 )
@@ -743,7 +743,7 @@ def test_resume_in_front_of_the_recipes_name():
         (["quickstart", "--resum", "auto"], "unknown option --resum; did you mean --resume?"),
         (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
         (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
-        (["quickstart", "t5"], "one recipe, not 'quickstart' and 't5'"),
+        (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
         (["--data.train", "a", "quickstart"], "--data.train takes all words up to the next option"),
     ],
 )

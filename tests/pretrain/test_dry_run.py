@@ -164,16 +164,16 @@ def test_what_is_said_without_data_and_without_a_trace(forks, tmp_path):
     assert end.code == 0 and end.err == "", end.err
     assert list(tmp_path.iterdir()) == []
     recipe = load_recipe("t5")
-    text, _, summary = end.out.partition("\n\n12.8M parameters in total (12,796,160), 4.54M active a token")
+    text, _, summary = end.out.partition("\n\n12.8M parameters in total (12,796,160), 4.54M active per token")
     assert summary, end.out
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     assert load_recipe(str(path)) == recipe
     assert "process grid: world size 2, 1 node of 2" in summary
     assert "experts: expert tensor 1 x expert 2 x data 1 x pipeline 1" in summary
-    assert "largest rank: 0, 8.08M parameters a rank (8,077,568)\n" in summary
-    assert "optimizer (masters and moments) 61.6 MiB, in all 123 MiB (129,241,088 bytes)" in summary
-    assert "5,024 tokens a step" in summary and f"{recipe.tokens_per_sequence * 16:,}" == "5,024"
+    assert "largest rank: 0, 8.08M parameters (8,077,568)\n" in summary
+    assert "optimizer (masters and moments) 61.6 MiB, total 123 MiB (129,241,088 bytes)" in summary
+    assert "5,024 tokens per step" in summary and f"{recipe.tokens_per_sequence * 16:,}" == "5,024"
 
 
 def test_json_has_every_figure(forks, recipe_file):
@@ -210,14 +210,14 @@ def test_what_cannot_be_is_the_same_line_as_in_training(forks, recipe_file, tmp_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--json"], "--json is for --dry-run"),
+        (["--json"], "--json needs --dry-run"),
         (["--nodes", "2"], "--nodes=2 needs --node-rank"),
         (["--nodes", "2", "--node-rank", "0"], "--nodes=2 needs --rendezvous"),
-        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank=2 is not less than --nodes=2"),
-        (["--nodes", "0"], "--nodes=0 is not a whole number from 1"),
+        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "--node-rank=2 must be less than --nodes=2"),
+        (["--nodes", "0"], "--nodes=0 must be an integer of at least 1"),
         (["--nodes"], "argument --nodes: expected one argument"),
-        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host is not HOST:PORT"),
-        (["--node-rank", "1"], "--node-rank=1 is for --nodes of 2 or more"),
+        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "host"], "--rendezvous=host must be HOST:PORT"),
+        (["--node-rank", "1"], "--node-rank=1 needs --nodes of at least 2"),
         (["--max-restarts", "1"], "--max-restarts=1 needs --resume auto"),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, kind):
     (tmp_path / "link").symlink_to("nowhere")
     names = {"a file": "file", "below a file": "file/run", "no permission": "/proc/run", "a link to nowhere": "link"}
     folder = tmp_path / names[kind]
-    with pytest.raises(UserError, match=f"run.folder={folder} is not a folder"), lock.hold(folder):
+    with pytest.raises(UserError, match=f"run.folder={folder} is not a writable folder"), lock.hold(folder):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 

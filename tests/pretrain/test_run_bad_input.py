@@ -48,7 +48,7 @@ RECIPES = {
     "unknown option": ("", "", ["--model.num-exprts", "4"], ["model.num_exprts", "did you mean model.num_experts?"]),
     "unknown section": ("[optimizer]", "[optimiser]", [], ["optimiser", "did you mean optimizer?"]),
     "wrong type": ("num_layers = 2", 'num_layers = "two"', [], ["model.num_layers='two'", "int"]),
-    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two is not a whole number"]),
+    "wrong type of an option": ("", "", ["--model.num-layers", "two"], ["model.num_layers=two must be an integer"]),
     "wrong choice": ("", "", ["--train.precision", "fp8"], ["train.precision", "fp8", "fp32", "bf16"]),
     "experts over EP": ("", "", ["--parallel.expert", "3"], ["parallel.expert=3", "model.num_experts=4"]),
     "top_k over experts": ("", "", ["--model.top-k", "5"], ["model.top_k=5", "model.num_experts=4"]),
@@ -58,7 +58,7 @@ RECIPES = {
     "no tokenizer": ("", "", ["--data.tokenizer", "none.model"], ["data.tokenizer", "none.model"]),
     "no corpus": ("", "", ["--data.train", "nowhere"], ["data.train", "nowhere"]),
     "short corpus": ("", "", ["--model.sequence-length", "99999"], ["data.train", "sequence_length=99999", "100000"]),
-    "no checkpoint": ("", "", ["--resume", "."], [". is no checkpoint"]),
+    "no checkpoint": ("", "", ["--resume", "."], [". is not a checkpoint"]),
     "no run to resume": ("", "", ["--resume"], ["run.folder=", "run does not exist"]),
     "unknown gate": ("", "", ["--model.gate", "swich"], ["model.gate='swich'", "switch"]),
     "unknown option of an exchange": (
@@ -67,7 +67,7 @@ RECIPES = {
         ["--parallel.exchange", "all_gather", "--parallel.chunks", "2"],
         ["parallel.exchange_options: all_gather has no 'chunks'"],
     ),
-    "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is no checkpoint"]),
+    "resume from nowhere": ("", "", ["--resume", "nowhere"], ["nowhere is not a checkpoint"]),
 }
 
 

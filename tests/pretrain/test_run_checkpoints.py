@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ends = forks.command("pretrain", recipe, *options, "--resume", "auto", "--fallback", size=size)
     assert [end.code for end in ends] == [0] * size, ends
-    assert any(name in end.err and "the checkpoint before it is taken" in end.err for end in ends), ends
+    assert any(name in end.err and "trying the checkpoint before it" in end.err for end in ends), ends
     assert "step-00000006.damaged" in names(folder)
     open_checkpoint(folder / "checkpoints" / "step-00000006").verify()  # saved again
     assert list(steps(folder)) == list(range(8))
@@ -199,7 +199,7 @@ def test_the_same_after_fallback_as_before(forks, finished, tmp_path):
 
 def test_fallback_alone_is_refused(forks, finished, tmp_path):
     (end,) = forks.command("pretrain", finished[0], "--run.folder", tmp_path / "run", "--fallback")
-    assert end.code == 2 and "--fallback without --resume" in end.err
+    assert end.code == 2 and "--fallback needs --resume" in end.err
 
 
 def test_other_data_under_the_same_name_are_refused(forks, recipe_file, tiny_corpus, tmp_path):
@@ -214,7 +214,7 @@ def test_other_data_under_the_same_name_are_refused(forks, recipe_file, tiny_cor
     (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))  # as many tokens
     prepare([tmp_path / "other.jsonl"], tiny_corpus.tokenizer, corpus, num_workers=1)
     (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", "--resume", "--train.steps", "6")
-    assert end.code == 2 and "data.train has other content" in end.err, end
+    assert end.code == 2 and "data.train has changed" in end.err, end
 
 
 def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
@@ -236,12 +236,12 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--model.hidden-size", "64"], ["of shape", "the model"]),
-        (["--model.num-experts", "8"], ["of shape", "the model"]),
+        (["--model.hidden-size", "64"], ["has shape", "expected"]),
+        (["--model.num-experts", "8"], ["has shape", "expected"]),
         (["--model.num-layers", "3"], ["has no tensor model/decoder.layers.2."]),
         (["--model.no-tie-embeddings"], ["has no tensor model/output_layer"]),
         (["--model.gate", "sigmoid", "--model.top-k", "2"], ["has no tensor", "expert_bias_E"]),
-        (["--model.num-experts", "0"], ["for which the model has no place"]),
+        (["--model.num-experts", "0"], ["which is not in the model"]),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -254,7 +254,7 @@ def test_weights_that_do_not_fit_are_refused(forks, finished, tmp_path, options,
 
 def test_weights_from_nowhere_are_refused(forks, finished, tmp_path):
     (end,) = forks.command("pretrain", finished[0], "--run.folder", tmp_path / "r", "--train.init-from", "nowhere")
-    assert end.code == 2 and "train.init_from: nowhere is no checkpoint" in end.err
+    assert end.code == 2 and "train.init_from: nowhere is not a checkpoint" in end.err
 
 
 def test_some_are_kept_for_good(forks, recipe_file, tmp_path):
@@ -387,7 +387,7 @@ def test_data_are_compared_by_content_or_else_by_path(monkeypatch, tmp_path, has
     if has_digest:
         for name, value in (("fingerprints", ("b" * 64,)), ("tokenizer_fingerprint", "b" * 64)):
             key = "data.train" if name == "fingerprints" else "data.tokenizer"
-            with pytest.raises(UserError, match=f"{key} has other content"):
+            with pytest.raises(UserError, match=f"{key} has changed"):
                 check("here/train", "here/tokenizer.model", SimpleNamespace(**(vars(inputs) | {name: value})))
 
 

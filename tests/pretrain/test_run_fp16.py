@@ -106,7 +106,7 @@ def test_an_overflow_on_one_rank_skips_one_step_on_both(forks, case):
     assert [scale for scale, *_ in seen] == [1024.0] * 3 + [512.0] * 3, "halved once"
     assert [reason for _, reason, *_ in seen] == [
         *(None, None),
-        "an overflow at loss scale 1024, which is 512 from here on",
+        "an overflow at loss scale 1024, now 512",
         *(None, None, None),
     ]
     assert [has_overflowed for _, _, has_overflowed, *_ in seen] == [step == 2 for step in range(6)]
@@ -287,7 +287,7 @@ def overflow_always(recipe, mode):
 def test_overflows_at_the_lowest_scale_end_the_run(forks):
     recipe = fp16(Split(), initial_loss_scale=4.0, min_loss_scale=2.0)
     (*skipped, end), is_same = only(forks.run(1, overflow_always, recipe, "stop"))
-    assert skipped == [(4.0, "an overflow at loss scale 4, which is 2 from here on", 0)]
+    assert skipped == [(4.0, "an overflow at loss scale 4, now 2", 0)]
     lowest = "loss scale 2, the lowest (optimizer.min_loss_scale=2)"
     assert end.startswith(f"stopped: step 2: the gradient is not finite at {lowest}, first in: gradient of "), end
     assert is_same
@@ -306,12 +306,12 @@ def test_an_overflow_at_a_fixed_scale_is_not_finite(forks):
 
 
 WRONG = {
-    "fp32": ("fp32", {"loss_scale": 8.0}, "optimizer.loss_scale=8.0 is for train.precision=fp16, not fp32"),
-    "bf16": ("bf16", {"hysteresis": 2}, "optimizer.hysteresis=2 is for train.precision=fp16, not bf16"),
+    "fp32": ("fp32", {"loss_scale": 8.0}, "optimizer.loss_scale=8.0 needs train.precision=fp16, not fp32"),
+    "bf16": ("bf16", {"hysteresis": 2}, "optimizer.hysteresis=2 needs train.precision=fp16, not bf16"),
     "both": (
         "fp16",
         {"loss_scale": 8.0, "initial_loss_scale": 16.0},
-        "optimizer.initial_loss_scale=16.0 is for a dynamic scale, optimizer.loss_scale=8.0 is fixed",
+        "optimizer.initial_loss_scale=16.0 needs a dynamic scale; optimizer.loss_scale=8.0 is fixed",
     ),
     "zero": ("fp16", {"loss_scale": 0.0}, "optimizer.loss_scale=0.0 is not between 2^-126 and 2^126"),
     "nan": (
@@ -329,7 +329,7 @@ WRONG = {
     "order": (
         "fp16",
         {"min_loss_scale": 2.0**17},
-        "optimizer.min_loss_scale=131072.0 is more than optimizer.initial_loss_scale=65536.0",
+        "optimizer.min_loss_scale=131072.0 exceeds optimizer.initial_loss_scale=65536.0",
     ),
 }
 

@@ -41,7 +41,7 @@ def test_a_run_says_what_it_skipped_and_goes_on(forks, recipe_file, tmp_path):
     assert [rows[step]["skipped_steps"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
     assert all(rows[step]["guard/skipped"] == 0 for step in range(1, 7))
     assert rows[3]["grad_norm"] is None and rows[3]["grad_norm_nonfinite"] == "inf"
-    said = "step 3 is skipped: an overflow at loss scale 1024, which is 512 from here on"
+    said = "step 3 is skipped: an overflow at loss scale 1024, now 512"
     assert ends[0].err.count(said) == 1 and "is skipped" not in ends[1].err
     assert "loss_scale 512  skipped 1" in ends[0].out
     again = tmp_path / "again"

@@ -98,15 +98,15 @@ def test_offloaded_is_the_same(forks, tmp_path, precision, fraction):
 WRONG = {
     "share": ({"cpu_offload": 1.5, "distributed": True}, "optimizer.cpu_offload=1.5 is not in [0, 1]"),
     "negative": ({"cpu_offload": -0.5, "distributed": True}, "optimizer.cpu_offload=-0.5 is not 0 or more"),
-    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 is for optimizer.distributed=true"),
+    "whole": ({"cpu_offload": 0.5}, "optimizer.cpu_offload=0.5 needs optimizer.distributed=true"),
     "lamb": (
         {"cpu_offload": 0.5, "distributed": True, "name": "lamb"},
-        "optimizer.cpu_offload=0.5: megatron-core steps Adam on the host, no optimizer.name=lamb",
+        "optimizer.cpu_offload=0.5 needs optimizer.name=adamw, not lamb",
     ),
     "fp32": (
         {"cpu_offload": 0.5, "distributed": True},
-        "optimizer.cpu_offload=0.5 is for masters of train.precision=bf16 or fp16: in fp32 megatron-core steps views "
-        "of the weights, which it cannot offload",
+        "optimizer.cpu_offload=0.5 needs master weights, train.precision=bf16 or fp16: in fp32 megatron-core steps "
+        "views of the weights, which it cannot offload",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_wrong_values_are_one_line(case):
         Recipe(
             optimizer=OptimizerConfig(**options), train=TrainConfig(precision="fp32" if case == "fp32" else "bf16")
         ).check()
-    assert str(error.value) == says
+    assert str(error.value).startswith(says)
 
 
 def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
@@ -128,6 +128,4 @@ def test_without_a_gpu_it_is_refused_at_once(forks, recipe_file, tmp_path):
     (end,) = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run")
     assert end.code == 2 and not (tmp_path / "run").exists()
     assert end.err.count("\n") == 1
-    assert (
-        "optimizer.cpu_offload=0.5: torch sees no GPU here, and all state is in host memory already: use 0" in end.err
-    )
+    assert "optimizer.cpu_offload=0.5 needs a GPU, and torch finds none: use 0" in end.err

@@ -159,7 +159,7 @@ def test_the_command_that_goes_on(tmp_path, capsys):
         ["--resume", "run", "my.toml", "--run.folder", "a b"],
         ["my.toml", "--resume=auto", "--run.folder", "a b"],
     ):
-        launch._say_how_to_go_on(tmp_path, given)
+        launch._print_how_to_resume(tmp_path, given)
         said = capsys.readouterr().err
         assert "fmoe train my.toml --run.folder 'a b' --resume auto\n" in said and "none" in said
 

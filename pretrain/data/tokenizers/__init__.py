@@ -1,5 +1,5 @@
-"""Tokenizers that give every text back exactly, trained here or elsewhere: sentencepiece models, and those of Hugging
-Face ``tokenizers``, whose file ends in ``.json``.
+"""Tokenizers that decode every text exactly, trained here or elsewhere: sentencepiece models, and those of Hugging Face
+``tokenizers``, whose file ends in ``.json``.
 """
 
 import logging
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a sentencepiece model or, if its name ends in ``.json``, a tokenizer of Hugging Face.
+    """Read a sentencepiece model or, if its name ends in ``.json``, a Hugging Face tokenizer.
 
     Raises:
-        UserError: missing, no such model, or one without a piece that ends documents (sentencepiece's eos).
+        UserError: it is missing, not such a model, or has no piece that ends documents (sentencepiece's eos).
     """
     path = Path(path)
     try:
@@ -49,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """T5's 100 where they are a small part of the vocabulary, else 1/64 of it: 32 of 2,048, enough for 512 tokens."""
+    """Return T5's 100 if that is little of the vocabulary, else 1/64 of it: 32 of 2,048, enough for 512 tokens."""
     return min(100, vocab_size // 64)
 
 
@@ -66,27 +66,27 @@ def train_tokenizer(
     format: str = "auto",
     skip_errors: bool = False,
 ) -> Tokenizer:
-    """Trains a tokenizer on a sample of the text and writes its model file.
+    """Train a tokenizer on a sample of the text and write its model file.
 
-    Text is taken as it is: no normalisation, no space put in front, no spaces dropped; a character outside the
-    vocabulary falls back to its UTF-8 bytes; newline, tab and carriage return are always tokens of their own; the
-    spelling of a special piece in a text is only text. The same inputs give the same file, byte for byte.
+    Text is kept exactly: no normalisation, no space put in front, no spaces dropped; a character outside the vocabulary
+    falls back to its UTF-8 bytes; newline, tab and carriage return are always separate tokens; a special piece spelled
+    in a text is only text. The same inputs give the same file, byte for byte.
 
     Args:
-        inputs: files and folders as `iter_documents` reads them; all are read through once.
-        output: the model file; replaced where it exists. One that ends in ``.json`` is of Hugging Face ``tokenizers``,
-            byte-level BPE with the same special pieces: every byte has a piece, and coverage means nothing.
-        vocab_size: pieces in all, the special ones (7 and the sentinels), 256 bytes and 3 line characters included;
-            None for `DEFAULT_VOCAB_SIZE`.
-        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": a token a byte, of no text at all,
-            in a ``.json``, with 7 special pieces, the sentinels (none unless told) and 256 others.
+        inputs: files and folders, as for `iter_documents`; all are read through once.
+        output: the model file, which is replaced. One that ends in ``.json`` is of Hugging Face ``tokenizers``,
+            byte-level BPE with the same special pieces: every byte has a piece, and coverage has no effect.
+        vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and 3 line
+            characters; None for `DEFAULT_VOCAB_SIZE`.
+        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte, without text,
+            in a ``.json``, with 7 special pieces, the sentinels (default none) and 256 others.
         max_bytes: UTF-8 bytes of the sample. From a larger corpus every 2nd, 4th, 8th, ... line is taken, so that the
             sample is spread evenly over all of it.
         text_key: key or column of the text in JSON lines and tables.
-        sentinels: pieces ``<extra_id_N>`` for T5; `default_sentinels` where None.
-        character_coverage: share of the text's characters that get a piece of their own, the rarest are left to bytes.
+        sentinels: pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
+        character_coverage: share of the text's characters with their own piece; the rarest are spelled in bytes.
         format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
-        skip_errors: leave out documents that cannot be read; a warning counts them.
+        skip_errors: skip unreadable documents, with a warning.
 
     Raises:
         UserError: a value out of range, unreadable inputs, no text, too little text for the vocabulary, or a vocabulary
@@ -99,23 +99,23 @@ def train_tokenizer(
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     sentinels = default_sentinels(vocab_size) if sentinels is None else sentinels
     if not inputs:
-        raise UserError(f"no text to train a tokenizer of model_type={model_type!r} on: only 'bytes' needs none")
+        raise UserError(f"model_type={model_type!r} needs text to train on: only 'bytes' does not")
     if is_json and model_type != "bpe":
         raise UserError(
-            f"model_type={model_type!r} is of sentencepiece; {output.name} holds byte-level BPE, model_type='bpe'"
+            f"model_type={model_type!r} needs sentencepiece; {output.name} holds byte-level BPE, model_type='bpe'"
         )
     if model_type not in MODEL_TYPES:
-        raise UserError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}")
+        raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
     for name, value, least in (("max_bytes", max_bytes, 1), ("sentinels", sentinels, 0)):
         if value < least:
-            raise UserError(f"{name}={value} is less than {least}")
+            raise UserError(f"{name}={value} must be at least {least}")
     if vocab_size < (least := 7 + sentinels + 256 + len(ALWAYS_ALONE)):
         raise UserError(
-            f"vocab_size={vocab_size} is less than {least}: 7 special pieces, sentinels={sentinels}, 256 bytes and "
+            f"vocab_size={vocab_size} must be at least {least}: 7 special pieces, sentinels={sentinels}, 256 bytes and "
             f"{len(ALWAYS_ALONE)} line characters"
         )
     if not 0.5 <= character_coverage <= 1:
-        raise UserError(f"character_coverage={character_coverage} is not between 0.5 and 1")
+        raise UserError(f"character_coverage={character_coverage} must be between 0.5 and 1")
     sources = find_sources(inputs, text_key, format=format)
     refuse_inputs([output], [file for source in sources for file in source.files()])
     skips = Skips()
@@ -123,7 +123,7 @@ def train_tokenizer(
     pieces = (piece for source in sources for piece in read_source(source, text_key, on_error))
     sentences = sample_lines(pieces, max_bytes)
     if skips.count:
-        logger.warning("%d documents are left out, which cannot be read, the first: %s", skips.count, skips.first[0])
+        logger.warning("%d unreadable documents are skipped, the first: %s", skips.count, skips.first[0])
     if not sentences:
         raise UserError(f"no text to train a tokenizer on in {', '.join(map(str, inputs))}")
     special = _special(sentinels)
@@ -137,25 +137,25 @@ def _special(sentinels: int) -> list[str]:
 
 
 def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> Tokenizer:
-    """The tokenizer of single bytes, written."""
+    """Write the tokenizer of single bytes."""
     if sentinels < 0:
-        raise UserError(f"sentinels={sentinels} is less than 0")
+        raise UserError(f"sentinels={sentinels} must be at least 0")
     if output.suffix.lower() != ".json":
-        raise UserError(f"model_type='bytes' is written as .json, not {output.name}")
+        raise UserError(f"model_type='bytes' needs an output that ends in .json, not {output.name}")
     size = 7 + sentinels + 256
     if vocab_size not in (None, size):
         raise UserError(
-            f"vocab_size={vocab_size} is not {size}: model_type='bytes' has 7 special pieces, sentinels={sentinels} "
+            f"vocab_size={vocab_size} must be {size}: model_type='bytes' has 7 special pieces, sentinels={sentinels} "
             "and 256 bytes"
         )
     return train_bytes([], output, size, _special(sentinels))
 
 
 def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
-    """Every s-th line of the text, with s the smallest power of two for which they stay within ``max_bytes``.
+    """Return every s-th line of the text, with s the smallest power of two whose sample is within ``max_bytes``.
 
-    One pass in bounded memory: when the lines held pass the limit, s doubles and every second one is let go. Lines
-    come without their newline; empty ones are left out, long ones cut.
+    One pass in bounded memory: when the lines held exceed the limit, s doubles and every second one is dropped. Lines
+    have no newline; empty ones are skipped, long ones cut.
     """
     lines: list[str] = []
     seen, stride, size = 0, 1, 0

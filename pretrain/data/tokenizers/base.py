@@ -1,4 +1,4 @@
-"""A tokenizer, whatever its format: the names of special pieces, and what both formats share."""
+"""Common interface of tokenizers, with the names of special pieces."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from fmoe.errors import UserError
 
 PAD, UNKNOWN, BEGIN, END_OF_DOCUMENT = "<pad>", "<unk>", "<bos>", "<eod>"  # ids 0, 1, 2, 3
 CLS, SEP, MASK = "<cls>", "<sep>", "<mask>"  # ids 4, 5, 6; the sentinels follow
-# What a special piece is for, and the names that it has here and elsewhere, the first one found is taken.
+# Roles of special pieces, and their names here and elsewhere; the first one found is used.
 ROLES = {
     "pad": (PAD, "[PAD]"),
     "cls": (CLS, "[CLS]", "<s>"),
@@ -22,7 +22,7 @@ SPECIAL_NAMES = frozenset(name for names in ROLES.values() for name in names)
 
 
 def sentinel(number: int) -> str:
-    """The piece that stands for the masked span ``number`` of T5."""
+    """Name the piece that stands for the masked span ``number`` of T5."""
     return f"<extra_id_{number}>"
 
 
@@ -32,11 +32,11 @@ class Tokenizer(ABC):
     Attributes:
         path: the file it was read from.
         fingerprint: SHA-256 of the file, hexadecimal.
-        vocab_size: pieces; ids are ``0 <= id < vocab_size``.
+        vocab_size: number of pieces; ids are ``0 <= id < vocab_size``.
         end_of_document: id that ends a document (sentencepiece's eos).
-        pad: id of padding, or None in a model from elsewhere that has none.
+        pad: id of padding, or None in a foreign model without one.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
-        special_ids: ids that stand for no text: those above, begin, unknown, cls, sep, mask, ...
+        special_ids: ids without text: those above, begin, unknown, cls, sep, mask, ...
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no special id is ever among them."""
+        """Return the ids of a text, never a special id."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _bytes_of(self, i: int) -> int:
-        """Return the UTF-8 bytes of the text that a piece stands for."""
+        """Return the number of UTF-8 bytes of a piece's text."""
 
     @property
     def ids(self) -> Mapping[str, int]:
@@ -72,27 +72,27 @@ class Tokenizer(ABC):
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes of the text that each id stands for, 0 of special ones; int64 [vocab_size].
+        """UTF-8 bytes of the text of each id, 0 for special ones; int64 [vocab_size].
 
-        Their sum over the tokens of a text are the bytes of what `decode` gives, if the tokenizer keeps every text as
-        it is. One that drops or adds a space at the begin of a text is off by that."""
+        Their sum over the tokens of a text is the number of bytes that `decode` returns, if the tokenizer keeps every
+        text exactly; it is off by one if it drops or adds a space at the beginning."""
         return np.array([0 if i in self.special_ids else self._bytes_of(i) for i in range(self.vocab_size)], np.int64)
 
     def special(self, piece: str) -> int:
-        """The id of a special piece such as ``"<mask>"``.
+        """Return the id of a special piece such as ``"<mask>"``.
 
         Raises:
-            UserError: this model has no such special piece.
+            UserError: the model has no such special piece.
         """
         if piece not in self._special:
             raise UserError(f"the tokenizer {self.path} has no special piece {piece!r}")
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """The id of the special piece that is for ``name``, one of `ROLES`, whatever it is called in this model.
+        """Return the id of the special piece with a role, one of `ROLES`, whatever its name in this model.
 
         Raises:
-            UserError: this model has none.
+            UserError: the model has none.
         """
         if name == "pad" and self.pad is not None:
             return self.pad

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face ``tokenizers``: one file of JSON, nothing of which is run, nothing downloaded."""
+"""Tokenizers of Hugging Face ``tokenizers``, from one JSON file: no code is run, nothing is downloaded."""
 
 import hashlib
 import json
@@ -14,24 +14,23 @@ from pretrain.data.files import replacing
 from pretrain.data.tokenizers.base import END_OF_DOCUMENT, SPECIAL_NAMES, Tokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# What ends a document, by the names that models have for it; the first one found is taken.
+# Names of the piece that ends a document in various models; the first one found is used.
 _ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A loaded ``tokenizer.json``.
 
-    A text is tokenized alone: nothing is put around it, cut off or filled up, and the spelling of a special piece in it
-    is only text. Whether decoding gives the text back exactly is the model's: byte-level ones do, those that lower case
-    do not. Of a text of more than a megabyte, which comes in parts, tokens may differ where two parts meet, unless the
-    model keeps line ends apart, as those trained here do.
+    A text is encoded without additions, truncation or padding, and the spelling of a special piece in it is only text.
+    Decoding is exact for byte-level models, not for those that lower case. Text of over a megabyte comes in pieces, and
+    tokens may differ at their borders, unless the model keeps line ends apart, as those trained here do.
     """
 
     def __init__(self, data: bytes, path: Path):
         tokenizers = require("tokenizers", "pretrain", f"reading {path}")
         try:
             model = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # what the Rust side raises is no subclass of its own
+        except Exception as error:  # the Rust side raises plain Exception
             what = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is not a tokenizer.json of Hugging Face tokenizers, or damaged: {what}") from error
         model.no_padding()
@@ -47,7 +46,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.sentinels = self._consecutive_sentinels()
         ends = [self._id_of[name] for name in _ENDS if name in self._id_of]
         if not ends:
-            raise UserError(f"the tokenizer {path} has no piece that ends documents, none of {', '.join(_ENDS)}")
+            raise UserError(f"the tokenizer {path} has no piece that ends documents: use one of {', '.join(_ENDS)}")
         self.end_of_document = ends[0]
         self.special_ids = frozenset([*self._special.values(), *self.sentinels, self.end_of_document])
         self.pad = next((self._special[name] for name in ("<pad>", "[PAD]") if name in self._special), None)
@@ -61,13 +60,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """Names of the steps that make text of pieces."""
+        """Names of the decoder's steps."""
         decoder = json.loads(self._model.to_str()).get("decoder") or {}
         return frozenset(step.get("type") for step in [decoder, *decoder.get("decoders", ())])
 
     def _bytes_of(self, i: int) -> int:
         piece = self._model.id_to_token(i)
-        if piece is None:  # a hole in the numbering
+        if piece is None:  # an unused id
             return 0
         if i in self._model.get_added_tokens_decoder():
             return len(piece.encode())
@@ -75,13 +74,13 @@ class HuggingFaceTokenizer(Tokenizer):
             return len(piece)
         if "ByteFallback" in self._decoders and _BYTE.fullmatch(piece):
             return 1
-        if "WordPiece" in self._decoders:  # pieces but those that go on with a word have a space before them
+        if "WordPiece" in self._decoders:  # pieces that begin a word have a space before them
             return len(piece.encode()) + (-2 if piece.startswith("##") else 1)
         return len(piece.replace("\u2581", " ").encode())
 
 
 def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
-    """A tokenizer of the file's content; ``path`` is how errors name it.
+    """Parse a tokenizer from the file's content; ``path`` names it in errors.
 
     Raises:
         UserError: see `pretrain.data.tokenizers.load_tokenizer`.
@@ -90,13 +89,13 @@ def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
 
 
 def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Sequence[str]) -> HuggingFaceTokenizer:
-    """Trains byte-level BPE (every byte has a piece, digits and line ends stand alone) and writes its file.
+    """Train byte-level BPE (every byte has a piece, digits and line ends are separate) and write its file.
 
     Args:
         special: names of the special pieces, whose ids are 0, 1, ...
 
     Raises:
-        UserError: more pieces than the text has pairs for.
+        UserError: the text has too few pairs for the vocabulary.
     """
     tokenizers = require("tokenizers", "pretrain", f"training {output}")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -117,7 +116,7 @@ def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Se
     model.train_from_iterator(lines, trainer)
     if (most := model.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"vocab_size={vocab_size} is more than this text can fill: at most {most}, or train on more text"
+            f"vocab_size={vocab_size} exceeds what this text can fill: use at most {most}, or train on more text"
         )
     with replacing(output) as (file,):
         file.write(model.to_str(pretty=True).encode() + b"\n")

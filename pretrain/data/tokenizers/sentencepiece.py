@@ -13,7 +13,7 @@ from fmoe.errors import UserError
 from pretrain.data.files import replacing
 from pretrain.data.tokenizers.base import BEGIN, END_OF_DOCUMENT, PAD, SPECIAL_NAMES, UNKNOWN, Tokenizer
 
-ALWAYS_ALONE = ("\n", "\t", "\r")  # tokens of their own
+ALWAYS_ALONE = ("\n", "\t", "\r")  # separate tokens
 LONGEST_LINE = 4096
 """Characters; a longer line enters training in parts."""
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
@@ -31,12 +31,12 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor
         self._id_of = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
         self.sentinels = self._consecutive_sentinels()
-        # In models from elsewhere they may be user-defined symbols, as Megatron wants them, and no control symbols.
+        # In foreign models they may be user-defined symbols, as Megatron requires, instead of control symbols.
         self._special = {p: i for p, i in self._id_of.items() if processor.is_control(i) or p in SPECIAL_NAMES}
         self.special_ids = frozenset([*self._special.values(), *self.sentinels, processor.unk_id()])
-        # Where lines are independent, they are encoded apart: faster than a long text at once.
+        # Independent lines are encoded separately: faster than a long text at once.
         self._newline = self._id_of["\n"] if self._lines_are_independent() else None
-        # sentencepiece writes a space as U+2581 and so would give a literal U+2581 back as a space: spell it in bytes.
+        # sentencepiece writes a space as U+2581, so it would decode a literal U+2581 to a space: spell it in bytes.
         mark = [self._id_of.get(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
         self._mark = None if self._newline is None or None in mark else mark
 
@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(self._checked(ids))
 
     def score(self, i: int) -> float:
-        """Return the log probability of a piece (unigram), or minus the rank of its merge (bpe)."""
+        """Return the log probability of a piece (unigram), or the negative rank of its merge (bpe)."""
         return self._processor.get_score(i)
 
     def _bytes_of(self, i: int) -> int:
@@ -70,7 +70,7 @@ class SentencePieceTokenizer(Tokenizer):
         return len(self._processor.id_to_piece(i).replace(_SPACE_MARK, " ").encode())
 
     def _lines_are_independent(self) -> bool:
-        """Return whether a newline is a token of its own and nothing is added or dropped at line ends."""
+        """Return whether a newline is a separate token and nothing is added or dropped at line ends."""
         if any("\n" in piece and piece != "\n" for piece in self._id_of) or "\n" not in self._id_of:
             return False
         line = self._processor.encode(" a ")
@@ -78,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def load_model(data: bytes, path: Path) -> SentencePieceTokenizer:
-    """Return the tokenizer of a file's content; ``path`` is how errors name it.
+    """Parse a tokenizer from the file's content; ``path`` names it in errors.
 
     Raises:
         UserError: see `pretrain.data.tokenizers.load_tokenizer`.
@@ -115,7 +115,7 @@ def train_model(
         UserError: the vocabulary is too large for the text, or too small for its characters.
     """
     model = io.BytesIO()
-    sentencepiece.set_min_log_level(2)  # errors only: they come as exceptions
+    sentencepiece.set_min_log_level(2)  # errors only: they are raised as exceptions
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -139,7 +139,7 @@ def train_model(
             unk_piece=UNKNOWN,
             bos_piece=BEGIN,
             eos_piece=END_OF_DOCUMENT,
-            max_sentence_length=4 * LONGEST_LINE,  # bytes; sentencepiece leaves longer ones out
+            max_sentence_length=4 * LONGEST_LINE,  # bytes; sentencepiece skips longer ones
             num_threads=2,  # a constant: it is stored in the model, and unigram's sums depend on it
             minloglevel=2,
         )
@@ -151,15 +151,15 @@ def train_model(
 
 
 def _explained(error: RuntimeError, vocab_size: int, character_coverage: float) -> Exception:
-    """sentencepiece's complaint about the vocabulary as one line of ours; any other error as it is."""
+    """Convert sentencepiece's error about the vocabulary to one line; return any other error unchanged."""
     text = str(error)
     if found := re.search(r"Please set it to a value <= (\d+)", text):
         return UserError(
-            f"vocab_size={vocab_size} is more than this text can fill: at most {found[1]}, or train on more text"
+            f"vocab_size={vocab_size} exceeds what this text can fill: use at most {found[1]}, or train on more text"
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return UserError(
-            f"vocab_size={vocab_size} is too small: the special pieces, bytes and characters of this text take "
+            f"vocab_size={vocab_size} is too small: special pieces, bytes and characters of this text take "
             f"{found[1]} before the first merge; raise it or lower character_coverage={character_coverage}"
         )
     return error

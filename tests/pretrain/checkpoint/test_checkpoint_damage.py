@@ -109,14 +109,14 @@ def reseal(path, change):
 def test_file_names_outside_the_folder_are_refused(path, name):
     (path.parent / "secret").write_bytes(b"{}")
     reseal(path, lambda document: document["files"].update({name: {"size": 2, "sha256": "0"}}))
-    assert "no plain file name" in raised(open_checkpoint, path)
+    assert "is not a plain file name" in raised(open_checkpoint, path)
 
 
 def test_a_link_is_refused(path):
     state = path / "state.json"
     state.rename(path.parent / "elsewhere.json")
     state.symlink_to(path.parent / "elsewhere.json")
-    assert "state.json is no regular file" in raised(open_checkpoint, path)
+    assert "state.json is not a regular file" in raised(open_checkpoint, path)
 
 
 def piece_of(document):
@@ -134,13 +134,13 @@ def piece_of(document):
         (lambda d: d["files"].pop("state.json"), "state.json is not among its files"),
         (lambda d: d["files"].pop("shard-00000.safetensors"), "which is not among the files"),
         (lambda d: d["tensors"]["w"].update(dtype="float7"), "unknown dtype"),
-        (lambda d: d["tensors"]["w"].update(dtype="int32"), "w is not what manifest.json says"),
+        (lambda d: d["tensors"]["w"].update(dtype="int32"), "w differs in shape or dtype from manifest.json"),
         (lambda d: d["tensors"]["w"].update(shape=[64, True]), "malformed"),
         (lambda d: d["tensors"]["w"].update(shape=[64, 9]), "no rank holds 64 of its 576"),
-        (lambda d: d["tensors"]["w"].update(shape=[63, 8]), "lies outside the tensor (63, 8)"),
+        (lambda d: d["tensors"]["w"].update(shape=[63, 8]), "is outside the tensor (63, 8)"),
         (lambda d: d["tensors"]["w"]["pieces"].append(piece_of(d)), "both hold the element at (0, 0)"),
-        (lambda d: piece_of(d).update(start=0, stop=513), "lies outside the block's 512"),
-        (lambda d: piece_of(d).update(key="b"), "b is not what manifest.json says"),
+        (lambda d: piece_of(d).update(start=0, stop=513), "is outside the block's 512"),
+        (lambda d: piece_of(d).update(key="b"), "b differs in shape or dtype from manifest.json"),
         (lambda d: piece_of(d).update(key="c"), "shard-00000.safetensors cannot be read"),
     ],
 )
@@ -163,4 +163,4 @@ def test_what_is_no_checkpoint(path, tmp_path):
         if place.name == "empty":
             place.mkdir()
         message = raised(open_checkpoint, place)
-        assert f"{place} is no checkpoint: no manifest.json" in message
+        assert f"{place} is not a checkpoint: it has no manifest.json" in message

@@ -32,7 +32,7 @@ def test_a_step_is_never_overwritten_and_its_leftovers_are(tmp_path):
         save(folder, 5, [one_tensor("w", torch.zeros(2))], {}, {})
     assert [p.name for p in folder.iterdir()] == ["step-00000005"]
     assert open_checkpoint(path).read("w").tolist() == [1, 1]
-    with pytest.raises(UserError, match="step -1"):
+    with pytest.raises(UserError, match="step=-1"):
         save(folder, -1, [], {}, {})
 
 
@@ -160,7 +160,7 @@ def test_a_link_to_nowhere_is_damaged_and_can_be_passed_over(tmp_path):
     assert agree_on_intact(tmp_path, "auto", fallback=True).step == 1
     assert listed(folder) == ["step-00000001", "step-00000002.damaged"]
     (folder / "step-00000003").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(UserError, match="step-00000003 is there already"):
+    with pytest.raises(UserError, match="step-00000003 already exists"):
         saved(folder, 3)
 
 

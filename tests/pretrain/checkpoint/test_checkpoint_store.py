@@ -191,11 +191,11 @@ def piece(offset, block, start=0, stop=None, shape=(4, 4)):
         ([piece((0, 0), (4, 4), 0, 7), piece((0, 0), (4, 4), 8, 16)], "no rank holds 1 of its 16"),
         ([piece((0, 0), (4, 4), 0, 7), piece((0, 0), (4, 4), 6, 16)], "both hold the element at (1, 2)"),
         ([piece((0, 0), (4, 4), 3, 3)], "no rank holds 16 of its 16"),
-        ([piece((2, 0), (4, 4))], "lies outside the tensor (4, 4)"),
+        ([piece((2, 0), (4, 4))], "is outside the tensor (4, 4)"),
         ([piece((0, 0), (2, 4)), piece((2, 0), (2, 4), shape=(4, 5))], "another of a float32 tensor (4, 5)"),
         ([Piece("w", (4,), (0,), (4,), torch.zeros(3))], "has 3 elements, its region 4"),
         ([Piece("w", (4, 2), (0, 0), (4, 2), torch.zeros(2, 4))], "has shape (2, 4), its block (4, 2)"),
-        ([Piece("w", (4,), (0,), (4,), torch.zeros(4, dtype=torch.complex64))], "complex64 cannot be saved"),
+        ([Piece("w", (4,), (0,), (4,), torch.zeros(4, dtype=torch.complex64))], "complex64 is not supported"),
         ([Piece("__metadata__", (), (), (), torch.zeros(()))], "reserved"),
     ],
 )
@@ -210,12 +210,15 @@ def test_reading_what_is_not_there(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, 1, [whole("w", torch.zeros(4, 4))], {}, {}))
     for wrong, message in [
         (lambda: checkpoint.read("v"), "has no tensor v"),
-        (lambda: checkpoint.read("w", (2, 0), (4, 4)), "tensor w: block (4, 4) at (2, 0) lies outside"),
-        (lambda: checkpoint.read("w", (0,), (4,)), "tensor w: block (4,) at (0,) has another number of axes"),
+        (lambda: checkpoint.read("w", (2, 0), (4, 4)), "tensor w: block (4, 4) at (2, 0) is outside"),
+        (lambda: checkpoint.read("w", (0,), (4,)), "tensor w: block (4,) at (0,) differs in number of axes"),
         (lambda: checkpoint.read("w", start=3, stop=17), "tensor w: range [3, 17)"),
-        (lambda: checkpoint.read("w", out=torch.zeros(15)), "16 elements of float32"),
-        (lambda: checkpoint.read("w", out=torch.zeros(4, 4, dtype=torch.float16)), "has 16 of float16"),
-        (lambda: checkpoint.fill(piece((0, 0), (4, 4), shape=(8, 4))), "shape (4, 4) in the checkpoint, (8, 4)"),
+        (lambda: checkpoint.read("w", out=torch.zeros(15)), "out has 15 elements of float32"),
+        (lambda: checkpoint.read("w", out=torch.zeros(4, 4, dtype=torch.float16)), "16 elements of float16"),
+        (
+            lambda: checkpoint.fill(piece((0, 0), (4, 4), shape=(8, 4))),
+            "shape (4, 4) in the checkpoint, expected (8, 4)",
+        ),
         (lambda: checkpoint.rank_state(1), "has no state of rank 1"),
     ]:
         with pytest.raises(UserError) as caught:

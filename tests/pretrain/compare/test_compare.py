@@ -264,17 +264,17 @@ def test_bad_input_is_one_line(make, tmp_path, capsys):
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     for argv, said in [
-        ([tmp_path / "none"], "none is no folder of a run"),
-        ([good / "config.toml"], "config.toml is no folder of a run"),
-        ([good, empty], "empty is no folder of a run: there is no config.toml in it"),
-        ([half], "half is no folder of a run: there is no metrics.jsonl in it"),
+        ([tmp_path / "none"], "none is not the folder of a run"),
+        ([good / "config.toml"], "config.toml is not the folder of a run"),
+        ([good, empty], "empty is not the folder of a run: it has no config.toml"),
+        ([half], "half is not the folder of a run: it has no metrics.jsonl"),
         ([damaged], "damaged/metrics.jsonl, line 1: not a JSON object"),
         ([odd], "odd/config.toml: unknown key model.layers"),
         ([torn], "torn/run.json cannot be read"),
-        ([make("new", {})], "new has no validation to compare: none is in its metrics.jsonl yet"),
+        ([make("new", {})], "new has no validation to compare: metrics.jsonl has none yet"),
         ([good, good.parent / "." / "good"], "good is given twice"),
-        ([loop], "loop is no folder of a run"),
-        ([good, "--out", tmp_path / "curves.pdf"], "curves.pdf ends in none of .svg, .png"),
+        ([loop], "loop is not the folder of a run"),
+        ([good, "--out", tmp_path / "curves.pdf"], "curves.pdf must end in .svg or .png"),
     ]:
         assert compare(*argv) == 2, said
         error = capsys.readouterr().err
@@ -300,7 +300,7 @@ def test_what_no_run_writes_into_run_json_is_one_line(make, capsys, name):
     (folder / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert compare(folder) == 2
     error = capsys.readouterr().err
-    assert f"{folder}/run.json cannot be read" in error and error.count("\n") == 1
+    assert f"{folder}/run.json" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("loss", ['"text"', "NaN", "[1]", "{}", "true", "1e999"])
@@ -321,10 +321,10 @@ def test_without_validation_data(make, capsys):
 
 
 OTHERS = {
-    "another corpus": ({"data": {**DATA, "validation": ["w"]}}, "validated on different text"),
+    "another corpus": ({"data": {**DATA, "validation": ["w"]}}, "their validation texts differ"),
     "more corpora": (
         {"data": {**DATA, "validation": ["v", "w"]}, "recipe_data": {"validation": ("x", "y")}},
-        "validated on different text",
+        "their validation texts differ",
     ),
     "another tokenizer": ({"data": {**DATA, "tokenizer": "u"}}, "their tokenizers differ"),
     "document masks": ({"recipe_data": {"document_mask": True}}, "data.document_mask is False and True"),
@@ -338,7 +338,7 @@ def test_losses_that_mean_different_things(make, capsys, case):
     one, other = make("one", {0: 8, 40: 4}), make("other", {0: 8, 40: 4}, 2, recipe, options.get("data", DATA))
     assert compare(one, other) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"fmoe compare: error: losses of {one} and {other} cannot be compared: ")
+    assert error.startswith(f"fmoe compare: error: losses of {one} and {other} are not comparable: ")
     assert error.count("\n") == 1 and said in error
 
 
@@ -369,7 +369,7 @@ def test_other_training_data_and_other_amounts(make, capsys):
 def test_a_warm_start_is_told(make, capsys):
     warm = make("warm", {0: 5, 40: 4}, train={"init_from": "runs/first"})
     (note,) = compared(capsys, warm)["notes"]
-    assert note == f"{warm} began with the weights of runs/first, whose training is not counted"
+    assert note == f"{warm} started from the weights of runs/first, whose training is not counted"
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "SVG"])

@@ -90,8 +90,8 @@ def test_weights_in_whole_numbers(weights, whole):
         ((0.7, -0.3), "-0.3 is not a positive number"),
         ((float("nan"), 1.0), "nan is not a positive number"),
         ((float("inf"), 1.0), "inf is not a positive number"),
-        ((1 / 3, 0.67), "whose sum is more than 1,000,000: round them"),
-        ((1, 1_000_000), "1:1000000, whose sum is more than"),
+        ((1 / 3, 0.67), "whose sum exceeds 1,000,000: round them"),
+        ((1, 1_000_000), "1:1000000 in integers, whose sum exceeds"),
     ],
     ids=str,
 )

@@ -37,15 +37,15 @@ def test_outputs_are_replaced_only_when_asked(jsonl: Path, tokenizer: Tokenizer,
     prefix = tmp_path / "train"
     arguments = ["prepare", str(jsonl), "--tokenizer", str(tokenizer.path), "--out", str(prefix), "--workers", "1"]
     main(arguments)
-    with pytest.raises(UserError, match=r"train\.bin exists; --overwrite replaces it"):
+    with pytest.raises(UserError, match=r"train\.bin exists; pass --overwrite"):
         main(arguments)
     main([*arguments, "--overwrite"])
-    with pytest.raises(UserError, match=r"tokenizer\.model exists; --overwrite"):
+    with pytest.raises(UserError, match=r"tokenizer\.model exists; pass --overwrite"):
         main(["tokenizer", str(jsonl), "--out", str(tokenizer.path)])
     with pytest.raises(UserError, match="is an input and would be overwritten"):
         main(["tokenizer", str(jsonl), "--out", str(jsonl), "--overwrite"])
     (tmp_path / "test.jsonl").touch()
-    with pytest.raises(UserError, match=r"test\.jsonl exists; --overwrite"):
+    with pytest.raises(UserError, match=r"test\.jsonl exists; pass --overwrite"):
         main(["corpus", "--out", str(tmp_path)])
 
 

@@ -221,7 +221,7 @@ def test_a_large_id_without_counts_is_an_error_on_every_rank(two_ranks, tmp_path
 def test_show_prints_the_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     prefix = write(tmp_path / "a", [[1, 2, 2, 9]])
     main(["show", str(prefix)])
-    assert "token ids: 3 different ones, the largest is 9" in capsys.readouterr().out
+    assert "token ids: 3 distinct, the largest is 9" in capsys.readouterr().out
 
 
 def test_a_run_counts_a_corpus_once(forks, recipe_file, tiny_corpus, tmp_path: Path) -> None:

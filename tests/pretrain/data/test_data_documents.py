@@ -103,7 +103,7 @@ def test_saved_dataset(tmp_path: Path) -> None:
         whole([tmp_path / "saved"], "body")
 
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(UserError, match=r"name one of test, train, as .*splits/SPLIT"):
+    with pytest.raises(UserError, match=r"pass one of test, train, as .*splits/SPLIT"):
         whole([tmp_path / "splits"])
     assert whole([tmp_path / "splits" / "train"]) == TEXTS
 
@@ -138,8 +138,8 @@ def test_folder_is_read_in_order_and_named_without_this_machines_path(tmp_path: 
         (b'{"text": ["a"]}', r"line 2: the value of 'text' is a list, not a string"),
         (b'{"text": null}', r"line 2: the value of 'text' is a NoneType, not a string"),
         (b'{"text": "\\ud83d"}', r"line 2: 'text' has the lone surrogate U\+D83D"),
-        (b"[" * 100_000, "line 2 is not JSON"),
-        (b'{"n": ' + b"1" * 10_000 + b"}", "line 2 is not JSON"),
+        (b"[" * 100_000, "line 2 is not readable JSON"),
+        (b'{"n": ' + b"1" * 10_000 + b"}", "line 2 is not readable JSON"),
         (b'{"text": "\xff"}', r"a\.jsonl is not UTF-8 at byte 27"),
     ],
     ids=["cut", "list", "key", "empty", "list value", "null", "surrogate", "deep", "digits", "bytes"],
@@ -224,15 +224,15 @@ def test_an_array_of_objects(name: str, indent: int | None, piece_size: int, tmp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{\n "text": "a"\n}', r"a\.json, line 1 is not JSON: .*; a \.json file must hold a JSON object a line"),
-        ('[{"text": "a"}', "does not end with the bracket behind item 1"),
-        ('[{"text": "a"} {"text": "b"}]', "does not end with the bracket behind item 1"),
+        ('{\n "text": "a"\n}', r"a\.json, line 1 is not JSON: .*; a \.json file must hold one JSON object per line"),
+        ('[{"text": "a"}', "does not end with a bracket after item 1"),
+        ('[{"text": "a"} {"text": "b"}]', "does not end with a bracket after item 1"),
         ('[{"text": "a"},]', r"item 2 is not JSON"),
         ('[{"text": "a"}, {"text": "b]', r"item 2 is not JSON"),
-        ('[{"text": "a"}] 1', "does not end with the bracket behind item 1"),
+        ('[{"text": "a"}] 1', "does not end with a bracket after item 1"),
         ('["a"]', r"item 1 is a JSON str, not an object"),
         ('[{"text": "a"}, {"body": "b"}]', r"item 2 has no key 'text'; its keys are 'body'"),
-        ("[" * 100_000, "item 1 is not JSON"),
+        ("[" * 100_000, "item 1 is not readable JSON"),
     ],
 )
 def test_json_that_is_neither_lines_nor_an_array(content: str, message: str, piece_size: int, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_an_unknown_suffix_is_refused_unless_the_format_is_told(name: str, tmp_p
     assert whole_of([path], "jsonl") == whole_of([path], "json") == ["one"]
     with pytest.raises(UserError, match=r"cannot be read as a Parquet file|is a compressed Parquet file"):
         whole_of([path], "parquet")
-    with pytest.raises(UserError, match="format='csv' is none of auto, text, jsonl, json, parquet"):
+    with pytest.raises(UserError, match="format='csv' must be one of auto, text, jsonl, json, parquet"):
         whole_of([path], "csv")
 
 
@@ -266,7 +266,9 @@ def test_byte_order_marks(name: str, piece_size: int, tmp_path: Path) -> None:
     for encoding in ("utf-16", "utf-16-be", "utf-32"):
         mark = "\ufeff" if encoding.endswith("be") else ""
         path = write(tmp_path / name, (mark + text).encode(encoding))
-        with pytest.raises(UserError, match=rf"is {encoding[:6].upper()}, by its first bytes: iconv -f") as error:
+        with pytest.raises(
+            UserError, match=rf"is {encoding[:6].upper()}, by its first bytes: convert it with iconv -f"
+        ) as error:
             whole([path])
         assert "\n" not in str(error.value)
 
@@ -286,7 +288,7 @@ def test_hidden_files_and_what_is_no_text_are_left_out_and_counted(tmp_path: Pat
     os.mkfifo(folder / "fifo.txt")
     assert [source.name for source in find_sources([folder])] == [".books/a.txt"]
     (said,) = caplog.messages
-    assert "left out 3 hidden files or folders; 6 files or links that are no text (suffixes .md, .png); 3 .json" in said
+    assert "skipped 3 hidden files or folders; 6 files or links that are not text (suffixes .md, .png); 3 .json" in said
     assert whole([folder / ".hidden.txt"]) == ["no"]  # named by the user
 
 

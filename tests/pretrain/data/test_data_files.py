@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.files import beside, refuse_existing, refuse_inputs, replacing
+from pretrain.data.files import refuse_existing, refuse_inputs, replacing, with_ending
 
 
 def test_files_appear_together(tmp_path: Path) -> None:
@@ -63,14 +63,14 @@ def test_refuse_existing(tmp_path: Path) -> None:
     refuse_existing([path], overwrite=False)
     path.touch()
     refuse_existing([path], overwrite=True)
-    with pytest.raises(UserError, match="exists; --overwrite"):
+    with pytest.raises(UserError, match="exists; pass --overwrite"):
         refuse_existing([path], overwrite=False)
     with pytest.raises(UserError, match="is an input"):
         refuse_existing([path], overwrite=True, inputs=[tmp_path / "." / "a"])
 
 
 def test_a_prefix_keeps_its_dots() -> None:
-    assert beside(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
+    assert with_ending(Path("out/v1.5"), ".bin") == Path("out/v1.5.bin")
 
 
 def test_outputs_that_are_no_files(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_outputs_that_are_no_files(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="exists and is not a file"):
             refuse_existing([path], overwrite=True)
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(UserError, match="link exists; --overwrite"):
+    with pytest.raises(UserError, match="link exists; pass --overwrite"):
         refuse_existing([tmp_path / "link"], overwrite=False)
 
 
@@ -132,7 +132,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, caplo
     write_all(paths)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a.bin", "a.idx", *others])
     assert len(caplog.messages) == 2
-    assert f"a.bin.{pid}.tmp (4 bytes), which the ended process {pid} had left" in caplog.messages[0]
+    assert f"a.bin.{pid}.tmp (4 bytes), left by process {pid}, which has ended" in caplog.messages[0]
 
 
 def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
@@ -153,8 +153,7 @@ def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
         write_all(paths)
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", "a.99999999.tmp", f"a.{pid}.tmp"])
         assert sorted(caplog.messages) == sorted(
-            f"{tmp_path}/a.{number}.tmp is left alone: process {number} may still write it"
-            for number in (pid, 99999999)
+            f"{tmp_path}/a.{number}.tmp is kept: process {number} may still write it" for number in (pid, 99999999)
         )
     finally:
         os.write(go, b"1")
@@ -179,5 +178,5 @@ def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("prefix", [".", "..", "/", "out/.."])
 def test_a_prefix_without_a_name(prefix: str) -> None:
-    with pytest.raises(UserError, match="names no file: add a name"):
-        beside(Path(prefix), ".bin")
+    with pytest.raises(UserError, match="has no file name: add one"):
+        with_ending(Path(prefix), ".bin")

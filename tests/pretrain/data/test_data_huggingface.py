@@ -122,9 +122,9 @@ def test_what_is_none_is_one_line(content: bytes, says: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"vocab_size": 100_000}, "vocab_size=100000 is more than this text can fill: at most"),
-        ({"vocab_size": 100}, "vocab_size=100 is less than"),
-        ({"model_type": "unigram"}, "model_type='unigram' is of sentencepiece"),
+        ({"vocab_size": 100_000}, "vocab_size=100000 exceeds what this text can fill: use at most"),
+        ({"vocab_size": 100}, "vocab_size=100 must be at least"),
+        ({"model_type": "unigram"}, "model_type='unigram' needs sentencepiece"),
     ],
     ids=str,
 )
@@ -169,10 +169,10 @@ def test_a_token_a_byte(tmp_path, texts):
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("b.model", {}, "model_type='bytes' is written as .json, not b.model"),
-        ("b.json", {"vocab_size": 300}, "vocab_size=300 is not 263: .* 256 bytes"),
-        ("b.json", {"sentinels": -1}, "sentinels=-1 is less than 0"),
-        ("b.json", {"model_type": "bpe"}, "no text to train a tokenizer of model_type='bpe' on"),
+        ("b.model", {}, "model_type='bytes' needs an output that ends in .json, not b.model"),
+        ("b.json", {"vocab_size": 300}, "vocab_size=300 must be 263: .* 256 bytes"),
+        ("b.json", {"sentinels": -1}, "sentinels=-1 must be at least 0"),
+        ("b.json", {"model_type": "bpe"}, "model_type='bpe' needs text to train on"),
     ],
 )
 def test_bytes_that_cannot_be(tmp_path, name, options, says):

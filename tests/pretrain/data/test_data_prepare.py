@@ -83,7 +83,7 @@ def test_a_large_vocabulary_takes_int32(tokenizer: Tokenizer, tmp_path: Path, mo
         ('{"text": "good"}\n' * 5 + "bad\n", {}, r"a\.jsonl, line 6 is not JSON"),
         ('{"text": ""}\n', {}, r"no document with text in 'a\.jsonl' \(1 empty ones\)"),
         ("", {}, r"no document with text in 'a\.jsonl'"),
-        ('{"text": "good"}\n', {"num_workers": 0}, "num_workers=0 is less than 1"),
+        ('{"text": "good"}\n', {"num_workers": 0}, "num_workers=0 must be at least 1"),
         ('{"text": "good"}\n', {"text_key": "body"}, "no key 'body'"),
     ],
     ids=["bad line", "empty document", "empty file", "workers", "key"],
@@ -109,7 +109,7 @@ def test_a_dead_worker_is_one_line_and_leaves_no_files(
         return documents.find_sources(*arguments, **options)
 
     monkeypatch.setattr(module, "find_sources", remove_model)
-    with pytest.raises(UserError, match=r"a tokenizing process ended by itself .* num_workers=2"):
+    with pytest.raises(UserError, match=r"a tokenizing process died .* num_workers=2"):
         prepare([jsonl], model, tmp_path / "out", num_workers=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +156,7 @@ def test_documents_that_cannot_be_read_are_left_out_when_asked(tokenizer: Tokeni
         ]
         assert str(tmp_path) not in json.dumps(corpus.description)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(UserError, match=r"no document with text.*; 1 cannot be read, the first: .*b\.txt is not"):
+    with pytest.raises(UserError, match=r"no document with text.*; 1 are unreadable, the first: .*b\.txt is not"):
         prepare([tmp_path / "b.txt"], tokenizer.path, tmp_path / "out" / "none", num_workers=1, skip_errors=True)
 
 

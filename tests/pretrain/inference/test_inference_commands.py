@@ -195,29 +195,35 @@ def test_text_comes_as_it_is_drawn(runs, command, values):
 
 WRONG = {
     "no folder": (["generate", "nowhere", "--prompt", "x"], "nowhere does not exist"),
-    "no run": (["evaluate", "."], "is no checkpoint"),
-    "no step": (["generate", "RUN", "--prompt", "x", "--step", "3"], "--step 3: RUN/checkpoints has the steps 2, 4"),
+    "no run": (["evaluate", "."], "is not a checkpoint"),
+    "no step": (
+        ["generate", "RUN", "--prompt", "x", "--step", "3"],
+        "--step 3 is not in RUN/checkpoints, which has: 2, 4",
+    ),
     "other step": (["evaluate", "RUN/checkpoints/step-00000002", "--step", "4"], "is the checkpoint of step 2"),
     "empty prompt": (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
-    "long prompt": (["generate", "RUN", "--prompt", "ab" * 99], "tokens, more than model.sequence_length=16"),
-    "temperature": (["generate", "RUN", "--prompt", "x", "--temperature", "-1"], "--temperature -1.0 is not a number"),
-    "top-k": (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "--top-k 0 is less than 1"),
-    "top-p": (["generate", "RUN", "--prompt", "x", "--top-p", "1.5"], "--top-p 1.5 is not more than 0 and at most 1"),
-    "seed": (["generate", "RUN", "--prompt", "x", "--seed", "-3"], "--seed -3 is not in 0 to"),
-    "max-tokens": (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0 is less than 1"),
-    "samples": (["generate", "RUN", "--prompt", "x", "--num-samples", "0"], "--num-samples 0 is less than 1"),
+    "long prompt": (["generate", "RUN", "--prompt", "ab" * 99], "tokens, which exceeds model.sequence_length=16"),
+    "temperature": (
+        ["generate", "RUN", "--prompt", "x", "--temperature", "-1"],
+        "--temperature -1.0 must be a finite number",
+    ),
+    "top-k": (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "--top-k 0 must be at least 1"),
+    "top-p": (["generate", "RUN", "--prompt", "x", "--top-p", "1.5"], "--top-p 1.5 must be more than 0 and at most 1"),
+    "seed": (["generate", "RUN", "--prompt", "x", "--seed", "-3"], "--seed -3 must be in 0 to"),
+    "max-tokens": (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
+    "samples": (["generate", "RUN", "--prompt", "x", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
     "tokenizer": (["evaluate", "RUN", "--tokenizer", "OTHER"], "RUN: trained with another tokenizer than OTHER"),
     "no tokenizer": (["evaluate", "RUN", "--tokenizer", "nowhere.model"], "cannot read the tokenizer nowhere.model"),
-    "no data": (["evaluate", "RUN", "--data", "nowhere"], "--data: nowhere is neither a file or a folder of text"),
+    "no data": (["evaluate", "RUN", "--data", "nowhere"], "--data: nowhere is neither a file or folder of text"),
     "a device": (["evaluate", "RUN", "--data", "/dev/null"], "--data: /dev/null is a device, not a file"),
     "twice": (["evaluate", "RUN", "RUN/checkpoints"], "is given twice"),
     "stride": (
         ["evaluate", "RUN", "--data", "OTHER", "--stride", "17"],
-        "--stride 17 is more than model.sequence_length",
+        "--stride 17 exceeds model.sequence_length",
     ),
-    "no stride": (["evaluate", "RUN", "--stride", "0"], "--stride 0 is less than 1"),
-    "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride is for --data"),
-    "sequences": (["evaluate", "RUN", "--max-sequences", "0"], "--max-sequences 0 is less than 1"),
+    "no stride": (["evaluate", "RUN", "--stride", "0"], "--stride 0 must be at least 1"),
+    "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride needs --data"),
+    "sequences": (["evaluate", "RUN", "--max-sequences", "0"], "--max-sequences 0 must be at least 1"),
     "unknown suffix": (["evaluate", "RUN", "--data", "OTHER"], "--data: OTHER has the suffix '.model'"),
     "no text": (["evaluate", "RUN", "--data", "OTHER", "--format", "text"], "is not UTF-8"),
 }
@@ -255,7 +261,7 @@ def test_a_run_that_has_changed_or_has_nothing(runs, forks, command, values, rec
     told = json.loads((run / "run.json").read_text())
     told["data"]["validation"] = ["0" * 64]
     (run / "run.json").write_text(json.dumps(told))
-    with pytest.raises(UserError, match="has other content than when the run was made"):
+    with pytest.raises(UserError, match="has changed since the run"):
         cli.evaluate([str(run)])
     # The newest checkpoint lost its manifest: it is not complete. A flipped byte is no checkpoint either.
     (run / "checkpoints" / "step-00000004" / "manifest.json").unlink()
@@ -271,7 +277,7 @@ def test_a_run_that_has_changed_or_has_nothing(runs, forks, command, values, rec
         cli.generate([str(run), "--prompt", PROMPT])
     bare = tmp_path / "bare"
     train(forks, recipe_file(data={"validation": ()}, checkpoint={"every": 4}), "--run.folder", bare)
-    with pytest.raises(UserError, match=r"has no data\.validation: name text with --data"):
+    with pytest.raises(UserError, match=r"has no data\.validation: pass text with --data"):
         cli.evaluate([str(bare)])
 
 

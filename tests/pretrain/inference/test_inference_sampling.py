@@ -77,11 +77,11 @@ def test_the_largest_number_still_draws_a_token_that_can_be(monkeypatch):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 is not a number from 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be a finite number"),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": math.inf}, "temperature=inf"),
-        ({"top_k": 0}, "top_k=0 is less than 1"),
-        ({"top_p": 0.0}, "top_p=0.0 is not more than 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must be more than 0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_p": math.nan}, "top_p=nan"),
         ({"seed": -1}, "seed=-1"),

@@ -62,8 +62,8 @@ def test_spans_go_in_and_come_out(tokenizer):
     ("prompt", "says"),
     [
         ("no span", "has no <extra_id_0>"),
-        ("<extra_id_1>", "sentinels are numbered from 0"),
-        ("<extra_id_0> <extra_id_0>", "has <extra_id_0>, <extra_id_0>: sentinels are numbered"),
+        ("<extra_id_1>", "sentinels must be numbered from 0"),
+        ("<extra_id_0> <extra_id_0>", "has <extra_id_0>, <extra_id_0>: sentinels must be numbered"),
         ("".join(f"<extra_id_{n}>" for n in range(4)), "has 4 sentinels"),
     ],
 )

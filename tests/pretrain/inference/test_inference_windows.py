@@ -78,15 +78,15 @@ def test_a_corpus_is_read_as_it_lies(tiny_corpus):
     assert (np.concatenate(list(text.tokens())) == corpus.flat).all()
     again = Text([tiny_corpus.validation.with_suffix(".jsonl")], tokenizer, 384)
     assert (np.concatenate(list(again.tokens())) == corpus.flat).all()
-    with pytest.raises(UserError, match="outside 100"):
+    with pytest.raises(UserError, match="vocabulary size 100"):
         list(Text([tiny_corpus.validation], tokenizer, 100).tokens())
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere", "--data: .*nowhere is neither a file or a folder of text nor the prefix"),
-        ("a.idx", "name the prefix, without .idx"),
+        ("nowhere", "--data: .*nowhere is neither a file or folder of text nor the prefix"),
+        ("a.idx", "pass the prefix, without .idx"),
         ("empty", "--data: no .* in the folder"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_text_with_nothing_to_predict(texts, recipe_file, kind):
     (folder / "nothing.txt").touch()
     model, data = KINDS[kind]
     recipe = load_recipe(str(recipe_file(model=model, data=data)))
-    with pytest.raises(UserError, match="nothing in it to predict"):
+    with pytest.raises(UserError, match="no tokens to predict"):
         list(samples_of(recipe, tokenizer, Text([folder / "nothing.txt"], tokenizer, 384)))
 
 

@@ -29,7 +29,7 @@ GOOD = {
 }
 
 REFUSED = {
-    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not in a mixtral, which has: rms"),
+    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral: use rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
     "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),
@@ -43,13 +43,13 @@ REFUSED = {
     "sigmoid scores": ({"score": "sigmoid"}, "auto", "model.score=sigmoid"),
     "scaled weights": ({"routed_scale": 2.5}, "auto", "model.routed_scale=2.5"),
     "drops in evaluation": ({"eval_capacity_factor": 3.9}, "auto", "model.eval_capacity_factor=3.9"),
-    "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not in a qwen3_moe, which has: true"),
+    "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use true"),
     "qk_norm": ({"qk_norm": True}, "mixtral", "model.qk_norm=true"),
     "dense layers": ({"moe_layers": (2,)}, "auto", r"model.moe_layers=\(2,\) .* experts in every layer"),
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
     "switch": ({"gate": "switch", "jitter": 0.0}, "auto", "model.gate=switch"),
-    "unknown": ({}, "llama", "--format llama is none of auto, mixtral, qwen3_moe"),
+    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe"),
 }
 
 
@@ -89,26 +89,30 @@ def qwen(tmp_path_factory):
 
 
 CONFIGS = {
-    "another family": ("mixtral", {"model_type": "llama"}, "model_type=llama is none of those .*: mixtral, qwen3_moe"),
+    "another family": (
+        "mixtral",
+        {"model_type": "llama"},
+        "model_type=llama is not supported: use one of mixtral, qwen3_moe",
+    ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
     "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
-    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true: only false can be imported"),
+    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: only false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
     "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default"),
     "part of a head turns": ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu: only silu"),
+    "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported: only silu"),
     "quantized": ("mixtral", {"quantization_config": {"bits": 4}}, "quantization_config="),
-    "text for a number": ("mixtral", {"hidden_size": "32"}, "hidden_size=32 is not a positive whole number"),
+    "text for a number": ("mixtral", {"hidden_size": "32"}, "hidden_size=32 must be a positive integer"),
     "no layers": ("mixtral", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
     "no width": ("mixtral", {"hidden_size": None}, "hidden_size is missing"),
     "no experts in any layer": ("qwen", {"decoder_sparse_step": 9}, "no layer has experts"),
     "dense layers that are not there": ("qwen", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]"),
-    "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 is more than"),
-    "another shape": ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], config.json says \[23, 32\]"),
-    "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*no place here"),
-    "more layers": ("mixtral", {"num_hidden_layers": 3}, "lacks the tensor model.layers.2"),
+    "more choices than experts": ("mixtral", {"num_experts_per_tok": 5}, "model.top_k=5 exceeds"),
+    "another shape": ("mixtral", {"intermediate_size": 23}, r"has shape \[24, 32\], config.json \[23, 32\]"),
+    "fewer layers": ("mixtral", {"num_hidden_layers": 1}, "has the tensor model.layers.1.*not part of a mixtral"),
+    "more layers": ("mixtral", {"num_hidden_layers": 3}, "has no tensor model.layers.2"),
     "tied, with another output": ("mixtral", {"tie_word_embeddings": True}, "lm_head.weight differs"),
 }
 
@@ -149,14 +153,14 @@ def put(value):
 
 
 SPOILED = {
-    "nan": (put(float("nan")), f"{Q_PROJ} has values that are not finite"),
-    "infinity": (put(float("inf")), f"{Q_PROJ} has values that are not finite"),
-    "missing": (lambda tensors: tensors.pop(Q_PROJ), f"lacks the tensor {Q_PROJ}"),
+    "nan": (put(float("nan")), f"{Q_PROJ} has non-finite values"),
+    "infinity": (put(float("inf")), f"{Q_PROJ} has non-finite values"),
+    "missing": (lambda tensors: tensors.pop(Q_PROJ), f"has no tensor {Q_PROJ}"),
     "one more": (
         lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}),
-        "has the tensor model.layers.0.self_attn.q_proj.bias, for which a mixtral has no place here",
+        "has the tensor model.layers.0.self_attn.q_proj.bias, which is not part of a mixtral",
     ),
-    "integers": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)}), "is of int8"),
+    "integers": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)}), "has dtype int8"),
     "transposed": (lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.contiguous()}), r"has shape \[32, 48\]"),
 }
 
@@ -171,7 +175,7 @@ def test_folders_that_are_none(mixtral, qwen, tmp_path):
     out = tmp_path / "out" / "run"
     (tmp_path / "out" / "theirs").mkdir(parents=True)
     folder = tmp_path / "out" / "theirs"
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         import_folder(tmp_path / "nowhere", out)
     refused(folder, out, "it has no config.json")
     shutil.copy(mixtral / CONFIG, folder / CONFIG)
@@ -179,9 +183,9 @@ def test_folders_that_are_none(mixtral, qwen, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
     refused(folder, out, r"has pickled weights \(pytorch_model.bin\), which can run code and are not read")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}}))
-    refused(folder, out, "names '../../elsewhere.safetensors', which is no safetensors file of the folder")
+    refused(folder, out, "names '../../elsewhere.safetensors', which is not a safetensors file of the folder")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    refused(folder, out, "model-1.safetensors is missing, which model.safetensors.index.json names")
+    refused(folder, out, "model-1.safetensors is missing; model.safetensors.index.json names it")
     (folder / INDEX).unlink()
     (folder / WEIGHTS).write_bytes((mixtral / WEIGHTS).read_bytes()[:-100])
     refused(folder, out, "model.safetensors cannot be read")
@@ -193,7 +197,7 @@ def test_something_is_at_the_output(mixtral, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
-    for name, message in (("file", "exists and is no folder"), ("full", "exists and is not empty")):
+    for name, message in (("file", "is not a folder"), ("full", "is not empty")):
         with pytest.raises(UserError, match=message):
             import_folder(mixtral, tmp_path / name)
         with pytest.raises(UserError, match=message):
@@ -215,10 +219,13 @@ def changed(run, folder, change):
 
 FINAL = "model/decoder.final_layernorm.weight"
 CHECKPOINTS = {
-    "nan": (lambda tensors: tensors[FINAL].fill_(float("nan")), f"{FINAL} has values that are not finite"),
-    "one more": (lambda tensors: tensors.update({"model/x.bias": torch.zeros(2)}), "has model/x.bias, for which"),
+    "nan": (lambda tensors: tensors[FINAL].fill_(float("nan")), f"{FINAL} has non-finite values"),
+    "one more": (
+        lambda tensors: tensors.update({"model/x.bias": torch.zeros(2)}),
+        "has the tensor model/x.bias, which",
+    ),
     "missing": (lambda tensors: tensors.pop(FINAL), f"has no tensor {FINAL}"),
-    "another shape": (lambda tensors: tensors.update({FINAL: torch.ones(31)}), f"has {FINAL} of shape"),
+    "another shape": (lambda tensors: tensors.update({FINAL: torch.ones(31)}), f"{FINAL} has shape"),
     "mixed": (lambda tensors: tensors.update({FINAL: tensors[FINAL].bfloat16()}), "weights of bfloat16 and float32"),
 }
 
@@ -247,7 +254,7 @@ def test_a_damaged_checkpoint_is_not_exported(mixtral, tmp_path):
 def test_a_folder_whose_tokenizer_is_damaged(mixtral, tmp_path):
     folder = shutil.copytree(mixtral, tmp_path / "theirs")
     (folder / "tokenizer.json").write_text("{}")
-    refused(folder, tmp_path / "run", r"is not a tokenizer\.json .*; --tokenizer takes another, or none")
+    refused(folder, tmp_path / "run", r"is not a tokenizer\.json .*; pass another with --tokenizer, or none")
     assert import_folder(folder, tmp_path / "run", tokenizer="none").tokenizer is None
 
 
@@ -275,10 +282,10 @@ def test_a_disk_that_fills_up(mixtral, tmp_path, monkeypatch, when):
 
 def test_tokenizers_that_are_not_there_or_too_large(mixtral, tmp_path, tiny_corpus):
     import_folder(mixtral, tmp_path / "run", tokenizer=str(tiny_corpus.tokenizer))
-    with pytest.raises(UserError, match=f"has 384 entries, more than model.vocab_size={VOCAB}"):
+    with pytest.raises(UserError, match=f"has 384 entries, which exceeds model.vocab_size={VOCAB}"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     (tmp_path / "run" / "tokenizer" / "tokenizer.model").unlink()
-    with pytest.raises(UserError, match=r"data\.tokenizer: cannot read .*; --tokenizer takes a path"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: cannot read .*; pass a path with --tokenizer"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     train_tokenizer([tiny_corpus.train.with_suffix(".jsonl")], tmp_path / "other.model", 370, sentinels=0)

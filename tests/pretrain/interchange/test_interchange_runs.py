@@ -99,7 +99,7 @@ def test_weights_alone_are_no_run_to_resume(tmp_path):
     save_random(tmp_path / "theirs", "mixtral")
     import_main([str(tmp_path / "theirs"), str(tmp_path / "run")])
     recipe = load_recipe(str(tmp_path / "run" / "config.toml"))
-    with pytest.raises(UserError, match=r"holds weights alone: --train\.init-from begins a run with them"):
+    with pytest.raises(UserError, match=r"has only weights: start a run from them with --train\.init-from"):
         check_resumable(recipe, open_checkpoint(tmp_path / "run"))
 
 

@@ -105,7 +105,7 @@ def test_a_model_with_a_space_in_front(tmp_path, corpus):
 
 def test_what_cannot_be_imitated_is_told(tmp_path, corpus):
     ours = foreign(tmp_path, corpus, model_type="word", hard_vocab_limit=False)
-    with pytest.raises(UserError, match=r"foreign\.model is of words or characters"):
+    with pytest.raises(UserError, match=r"foreign\.model is a model of words or characters"):
         files_for(ours, 64)
 
 
