@@ -170,9 +170,13 @@ class LocalTokens:
     def join(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """[T, ...] of this rank -> the shape of the input."""
         if self.slice_group is not None:
-            length, rest = self.leading[0], self.leading[1:]
-            outputs = [gather_slices(y.view(-1, *rest, *y.shape[1:]), length, self.slice_group) for y in outputs]
+            outputs = [self._gather_slices(y, self.slice_group) for y in outputs]
         return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
+
+    def _gather_slices(self, y_TD: Tensor, group: dist.ProcessGroup) -> Tensor:
+        length, rest = self.leading[0], self.leading[1:]
+        begin, end = slice_bounds(length, group.rank(), group.size())
+        return gather_slices(y_TD.view(end - begin, *rest, *y_TD.shape[1:]), length, group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +291,15 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _Gather.apply(grad, None, ctx.shards, False), None
+
+
+def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """Return ``x`` with zeros for padding, whose values may be NaN: NaN times a weight of zero is NaN.
+
+    A mask of another shape or dtype is left to `Layout.split`, which refuses it.
+    """
+    is_valid = mask.dtype == torch.bool and mask.shape == x.shape[:-1]
+    return x.masked_fill(~mask.unsqueeze(-1), 0) if is_valid else x
 
 
 def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:

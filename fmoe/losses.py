@@ -244,9 +244,8 @@ class AuxLosses:
         elif not torch.compiler.is_compiling():
             _call_on_backward([outputs[index] for index in trained], lambda: self.record(routing, observer))
         elif not weight_TK.requires_grad:  # otherwise `attach` has seen to it
-            index = trained[0]
             outputs = [*outputs]
-            outputs[index] = _attach_opaque(outputs[index], routing, None, self._number)
+            outputs[trained[0]] = _attach_opaque(outputs[trained[0]], routing, None, self._number)
         return outputs
 
     def record(self, routing: Routing, observer: Observer | None = None) -> None:

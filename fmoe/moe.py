@@ -15,7 +15,7 @@ from fmoe.exchange import Exchange
 from fmoe.experts.call import ExpertCall
 from fmoe.gates import external
 from fmoe.gates.router import Router, routes_by_logits
-from fmoe.layout import Layout, LocalTokens
+from fmoe.layout import Layout, LocalTokens, zero_padding
 from fmoe.losses import AuxLosses
 from fmoe.metrics import LayerMetrics
 from fmoe.routing import Routing
@@ -100,6 +100,7 @@ class MoE(nn.Module):
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
         """Return the tokens of this rank."""
+        x = x if mask is None else zero_padding(x, mask)
         return self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate))
 
     def route(self, tokens: LocalTokens) -> Routing:

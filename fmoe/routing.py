@@ -211,7 +211,8 @@ class RoutingGroups:
         """
         if self.shards is None:
             return x_TX
-        return self.shards.gather(x_TX.unflatten(0, (-1, self._rows)), alike=True).flatten(0, 1)
+        begin, end = self.shards.bounds
+        return self.shards.gather(x_TX.unflatten(0, (end - begin, self._rows)), alike=True).flatten(0, 1)
 
     @property
     def _rows(self) -> int:

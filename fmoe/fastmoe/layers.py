@@ -23,7 +23,7 @@ from fmoe.fastmoe.spelling import mark_module_parallel_comm
 from fmoe.gates import Gate
 from fmoe.gates.external import checked, takes_groups
 from fmoe.gates.router import Router, routes_by_logits
-from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice
+from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice, zero_padding
 from fmoe.moe import MoE
 from fmoe.routing import Routing
 
@@ -269,6 +269,7 @@ class FMoE(MoE):
         return super().forward(x, mask, token_ids=token_ids)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> NestedTokens:
+        x = x if mask is None else pytree.tree_map(lambda leaf: zero_padding(leaf, mask), x)
         filled = None if self.mask_dict is None else self.mask
         kind = {"filled": filled, "is_fastmoe": self.is_fastmoe}
         tokens = self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate), **kind)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fmoe
+from fmoe import random
 from fmoe.gates import GATES
 
 OPTIONS = {"d_model": 16, "num_experts": 4, "d_hidden": 24, "top_k": 2, "seed": 3}
@@ -118,3 +119,23 @@ def test_each_bias_follows_the_initialiser_of_its_matrix(first):
     parameters = dict(layer.experts.named_parameters())
     assert (parameters[f"weight_{given}"] == 1).all() and (parameters[f"bias_{given}"] == 0).all()
     assert parameters[f"weight_{other}"].std() > 0 and parameters[f"bias_{other}"].std() > 0
+
+
+@pytest.mark.parametrize("gate", sorted(set(GATES) - {"topology"}))
+@pytest.mark.parametrize("cls", [fmoe.MoE, fmoe.FMoE])
+def test_values_of_padding_change_nothing(cls, gate):
+    layer = cls.build(d_model=8, num_experts=4, d_hidden=16, gate=gate, seed=0, shared_expert=8)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[:, 4:] = False
+    ids, results = torch.randint(0, 50, (2, 6)), []
+    for fill in (0.0, torch.nan):
+        random.set_position(seed=1, step=2)
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(3)).masked_fill(~mask.unsqueeze(-1), fill)
+        x.requires_grad_()
+        layer.zero_grad()
+        y = layer(x, mask, token_ids=ids)
+        y.sum().backward()
+        gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        results.append([y.detach(), x.grad, *gradients, layer.metrics.take()])
+    for zero, nan in zip(*results, strict=True):
+        assert torch.equal(zero, nan) if isinstance(zero, torch.Tensor) else zero == nan

@@ -155,3 +155,20 @@ def second_derivatives_of_parts():
 def test_second_derivatives_cross_ranks(two_ranks):
     for differences in values(two_ranks.run(second_derivatives_of_parts)):
         assert max(differences) < 1e-12, differences
+
+
+def empty_batches(group):
+    for shape in ((4, 0, WIDTH), (0, 3, WIDTH), (0, WIDTH), (1, 3, WIDTH)):
+        for sequence_first in (True, False):
+            options = {"sequence_first": sequence_first, group: dist.group.WORLD}
+            layer = fmoe.MoE.build(d_model=WIDTH, num_experts=4, d_hidden=8, seed=0, **options)
+            x = torch.zeros(shape, requires_grad=True)
+            y = layer(x)
+            y.sum().backward()
+            assert y.shape == shape and x.grad.shape == shape
+    return True
+
+
+@pytest.mark.parametrize("group", ["slice_group", "sequence_group"])
+def test_a_batch_may_be_empty(two_ranks, group):
+    assert values(two_ranks.run(empty_batches, group)) == [True] * 2
