@@ -4,7 +4,8 @@ Ranks of a tensor or sequence parallel group work on parts of the same sequences
 groups, so its input, or its logits if it uses nothing else, are gathered. All ranks of the group then make the same
 decisions, and each rank continues with its own tokens.
 
-Shape letters: T tokens of this rank, G tokens that the gate decides about, D model width, K experts per token.
+Shape letters: T tokens of this rank, A tokens that the gate decides about (those of all ranks of
+the group), D model width, K experts per token.
 """
 
 from collections.abc import Sequence
@@ -63,11 +64,11 @@ class Layout:
             seen = x if by_logits else shards.gather(x)
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
         loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
-        seen_GD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
+        seen_AD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
         # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
-        x_TD = seen_GD if local is seen else local.reshape(-1, self.d_model)
+        x_TD = seen_AD if local is seen else local.reshape(-1, self.d_model)
         rows = local.shape[1:-1].numel()
-        return LocalTokens([x_TD], seen_GD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
+        return LocalTokens([x_TD], seen_AD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
 
     def tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None" = None
@@ -114,12 +115,12 @@ class LocalTokens:
 
     Attributes:
         inputs: tensors [T, ...] of which the experts get rows; the first one is `x_TD`.
-        gate_input_TD: input of the gate, [G, D], or [T, D] if its logits are gathered.
-        groups: the routing groups of the G tokens.
+        gate_input_TD: input of the gate, [A, D], or [T, D] if its logits are gathered.
+        groups: the routing groups of the A tokens.
         leading: the input's shape without D.
         loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those gradients are
             summed over ranks.
-        shards: how the G tokens are spread over ranks; None if they are this rank's own.
+        shards: spread of the A tokens over ranks; None if they are this rank's own.
         rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
         slice_group: its outputs are gathered in `join`.
     """
@@ -138,12 +139,12 @@ class LocalTokens:
         """This rank's tokens."""
         return self.inputs[0]
 
-    def local(self, x_GX: Tensor) -> Tensor:
+    def local(self, x_AX: Tensor) -> Tensor:
         """Return the values of this rank's tokens, [T, ...]."""
-        return x_GX if self.shards is None else self.shards.local(x_GX, self.rows_per_entry)
+        return x_AX if self.shards is None else self.shards.local(x_AX, self.rows_per_entry)
 
     def local_routing(self, routing: Routing) -> Routing:
-        """Return the decisions about this rank's tokens. Losses and statistics still cover all G tokens."""
+        """Return the decisions about this rank's tokens. Losses and statistics still cover all A tokens."""
         if self.shards is None:
             return routing
         expert_TK = self.local(routing.expert_TK)

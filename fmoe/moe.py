@@ -89,14 +89,14 @@ class MoE(nn.Module):
         runs_collectives = getattr(self.gate, "runs_collectives", False)
         with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
             tokens = self.split(x, mask, token_ids)
-            experts = self.call(tokens)
+            expert_call = self.call(tokens)
             routing = tokens.local_routing(self.route(tokens))
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
-            outputs = session.run(routing, weight_TK, tokens.rows(experts.needs_keys), experts)
+            outputs = session.run(routing, weight_TK, tokens.rows(expert_call.needs_keys), expert_call)
             outputs = self.finish(outputs, tokens, weight_TK)
             observer = getattr(self.gate, "record", None)
             outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training, observer)
-        return self.result(outputs, experts)
+        return self.result(outputs, expert_call)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
         """Return the tokens of this rank."""
@@ -121,7 +121,7 @@ class MoE(nn.Module):
             return outputs
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
-    def result(self, outputs: list[Tensor], experts: ExpertCall) -> Any:
+    def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
         """Return the layer's output from its tensors."""
         return outputs[0]
 
@@ -174,8 +174,8 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every weight again, with the same values (they are keyed): for models built on the meta device."""
-        with random.keyed("gate", self.seed):
-            for part in (self.gate, self.experts):
+        for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
+            with random.keyed(*key, self.seed):
                 if hasattr(part, "reset_parameters"):
                     part.reset_parameters()
         if self.shared is not None:

@@ -99,7 +99,7 @@ def build_experts(
         source = sources[index]
         with random.keyed("expert", seed, index):
             modules.append(source if isinstance(source, nn.Module) else source(d_model))
-    return ModuleExperts(modules)
+    return ModuleExperts(modules, first_expert=local.start, seed=seed)
 
 
 __all__ = [

@@ -17,7 +17,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ExpertCall:
-    """One forward pass of a layer's experts. They are always called as a module, so that hooks and FSDP see it.
+    """One forward pass of a layer's experts. They are called as a module, which hooks and FSDP see, except in a fused
+    forward (without hooks) and with parameters of other ranks.
 
     Args:
         module: the experts.

@@ -5,13 +5,14 @@ Shape letters: R rows, L experts of this rank.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fmoe import random
 from fmoe.errors import UserError
 
 
@@ -20,7 +21,17 @@ class ModuleExperts(nn.ModuleList):
 
     A module whose forward takes a second positional argument gets its count of rows as a tensor [1], as FastMoE's
     experts do. A module without rows is called with zero rows, so that its gradients are zero and not None.
+
+    Args:
+        modules: of this rank.
+        first_expert: global id of the first of them.
+        seed: key of the layer; `reset_parameters` draws each module under (seed, its global id), as `build_experts`
+            does.
     """
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None, *, first_expert: int = 0, seed: int = 0):
+        super().__init__(modules)
+        self.first_expert, self.seed = first_expert, seed
 
     def forward(self, rows: Any, counts_L: Tensor | Sequence[int]) -> Any:
         """Return the outputs of rows that are sorted by expert, in the same order.
@@ -81,10 +92,12 @@ class ModuleExperts(nn.ModuleList):
         return pytree.tree_unflatten(joined, flat[0][1])
 
     def reset_parameters(self) -> None:
-        """Calls each module's own, where it has one."""
-        for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        """Call ``reset_parameters`` of each module that has it: the same values at every expert parallel size."""
+        for index, expert in enumerate(self, self.first_expert):
+            with random.keyed("expert", self.seed, index):
+                for module in expert.modules():
+                    if hasattr(module, "reset_parameters"):
+                        module.reset_parameters()
 
 
 def _call_with(module: nn.Module, parameters: dict[str, Tensor], *args: Any) -> Any:

@@ -296,8 +296,8 @@ class FMoE(MoE):
             return outputs
         return [_fill_masked(y_TD, tokens.filled, self.mask_dict, weight_TK) for y_TD in outputs]
 
-    def result(self, outputs: list[Tensor], experts: NestedCall) -> Any:
-        return pytree.tree_unflatten(outputs, experts.nest)
+    def result(self, outputs: list[Tensor], expert_call: NestedCall) -> Any:
+        return pytree.tree_unflatten(outputs, expert_call.nest)
 
     def facts(self, x: Any) -> dict[str, object]:
         first = next((leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)), None)

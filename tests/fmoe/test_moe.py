@@ -139,3 +139,17 @@ def test_values_of_padding_change_nothing(cls, gate):
         results.append([y.detach(), x.grad, *gradients, layer.metrics.take()])
     for zero, nan in zip(*results, strict=True):
         assert torch.equal(zero, nan) if isinstance(zero, torch.Tensor) else zero == nan
+
+
+@pytest.mark.parametrize(
+    "expert", ["ffn", lambda width: nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width))]
+)
+def test_reset_parameters_draws_what_the_constructor_drew(expert):
+    layer = fmoe.MoE.build(d_model=8, num_experts=4, d_hidden=8, expert=expert, shared_expert=8, gate="switch", seed=3)
+    drawn = copy.deepcopy(layer.state_dict())
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(7)
+    layer.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, drawn[name]), name
