@@ -7,7 +7,7 @@ Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows tha
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,23 @@ from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
 
 _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
+
+
+class _Agreed(NamedTuple):
+    """Result of an exchange of counts.
+
+    Attributes:
+        tensors, on_host: the counts (`AllToAllExchange._exchange_counts`), on the device and on the host.
+        shadowed: experts to send to all ranks, with this rank's rows of each.
+        needed: number of chunks that ``max_rows`` needs.
+        depth: backward depth of all ranks.
+    """
+
+    tensors: list[Tensor]
+    on_host: list[Counts]
+    shadowed: list[tuple[int, int]]
+    needed: int
+    depth: int
 
 
 class AllToAllExchange(base.GroupExchange):
@@ -111,15 +128,8 @@ class AllToAllExchange(base.GroupExchange):
         """Join the exchange of counts with a flag instead of rows: all ranks raise."""
         self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
-    def _agree(
-        self, count_E: Tensor, error: Exception | None, depth: int
-    ) -> tuple[list[Tensor], list[Counts], list[tuple[int, int]], int, int]:
-        """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed.
-
-        Returns:
-            The counts on the device and on the host (`_exchange_counts`), the experts to shadow (`_choose_shadows`), the
-            number of chunks that ``max_rows`` needs, the backward depth of all ranks.
-        """
+    def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
+        """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed."""
         shadowed = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else []
         if shadowed:
             ids = torch.tensor([expert for expert, _ in shadowed], device=count_E.device, dtype=torch.int64)
@@ -132,7 +142,7 @@ class AllToAllExchange(base.GroupExchange):
         flags = [row[-1] for row in on_host[-1]]
         if max(flags) >= _DEPTHS:
             self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
-        return tensors, on_host, shadowed, needed, self.agreed_depth(depth, max(flags))
+        return _Agreed(tensors, on_host, shadowed, needed, self.agreed_depth(depth, max(flags)))
 
     def _chunks(
         self, plan: DispatchPlan, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int

@@ -57,7 +57,9 @@ class ModuleExperts(nn.ModuleList):
         return ModuleExperts._run(calls, [self[0]] * len(calls), rows, counts)
 
     @staticmethod
-    def _run(calls: Sequence[Callable], modules: Sequence[nn.Module], rows: Any, counts_L) -> Any:
+    def _run(
+        calls: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], rows: Any, counts_L: Tensor | Sequence[int]
+    ) -> Any:
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else list(counts_L)
         leaves, nest = pytree.tree_flatten(rows)
         outputs, begin = [], 0
@@ -83,8 +85,8 @@ class ModuleExperts(nn.ModuleList):
     def reset_parameters(self) -> None:
         """Calls each module's own, where it has one."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            if module is not self and (reset := getattr(module, "reset_parameters", None)) is not None:
+                reset()
 
 
 def _call_with(module: nn.Module, parameters: dict[str, Tensor], *args: Any) -> Any:
@@ -99,5 +101,5 @@ def _takes_count(module: nn.Module) -> bool:
     )
 
 
-def _describe(shape: tuple) -> str:
+def _describe(shape: tuple[Any, list[torch.Size]]) -> str:
     return f"shape {[tuple(s) for s in shape[1]]}"

@@ -56,7 +56,7 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """`permute`, `expert_ffn` and `combine` in one; without a plan (``perm_N`` and ``weight_TK``), `expert_ffn` of rows."""
+    """`permute`, `expert_ffn` and `combine` in one; without ``perm_N`` and ``weight_TK``, `expert_ffn` of rows."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
         return expert_ffn(x_TD, *parameters, counts, activation, gated)
