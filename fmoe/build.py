@@ -72,7 +72,7 @@ class Spec:
     gate: str | type[nn.Module] | Gate | None = None
     gate_options: Mapping[str, Any] | None = None
     expert: str | Callable[..., nn.Module] | Sequence[Any] | None = "ffn"
-    expert_options: Mapping[str, Any] = _UNSET
+    expert_options: dict[str, Any] = _UNSET
     shared_expert: nn.Module | int | None = None
     shared_gate: bool = False
     granularity: int = 1

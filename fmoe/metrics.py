@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ class LayerMetrics:
 def counting(model: nn.Module) -> Iterator[None]:
     """Within, passes in evaluation are counted in the metrics of ``model``'s layers: loads, drops and entropy, since a
     gate has no losses then. What was counted before is put aside meanwhile."""
-    layers = [
+    layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
     aside = [layer.metrics for layer in layers]
@@ -154,4 +155,4 @@ def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     return reports
 
 
-metrics.counting = counting  # `fmoe.metrics` is the function, which hides this module
+metrics.counting = counting  # type: ignore[attr-defined]  # `fmoe.metrics` is the function, which hides this module

@@ -51,6 +51,8 @@ class MegatronMoE(MoE):
         UserError: context parallelism, which cuts routing groups; a ready gate, which layers would share.
     """
 
+    aux: "MegatronAux"
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -105,7 +107,7 @@ class MegatronMoE(MoE):
             num_experts=num_experts,
             d_hidden=d_hidden,
             gate_options=gate_options,
-            expert_options=expert_options,
+            expert_options=dict(expert_options or {}),
             moe_group=groups.expert,
             slice_group=None if config.sequence_parallel else groups.tensor,
             sequence_group=groups.tensor if config.sequence_parallel else None,
@@ -141,8 +143,8 @@ class MegatronMoE(MoE):
             self.assemble(**self.spec.parts(self.exchange, self.seed))
             self._place()
 
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: Tensor | None = None
+    def forward(  # type: ignore[override]  # as Megatron-core calls its layers
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """[s, b, h] -> ([s, b, h], no bias). ``padding_mask`` is [b, s], True for padding, which is not routed."""
         mask = None if padding_mask is None else ~padding_mask.bool().transpose(0, 1)
@@ -154,6 +156,7 @@ class MegatronMoE(MoE):
         super()._mark_experts()
         experts = {id(parameter) for parameter in self.experts.parameters()}
         slice_group, sequence_group = self.layout.slice_group, self.layout.sequence_group
+        parameter: Any
         for parameter in self.parameters():
             if id(parameter) in experts:
                 # Ranks of a tensor parallel group hold other experts, or see other tokens: none is the duplicate that

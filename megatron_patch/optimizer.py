@@ -146,7 +146,7 @@ def build_optimizer(
             if isinstance(part.optimizer, Adafactor | AdamW8bit):
                 _refuse_parts(part.optimizer, shard)
             if is_stacked(shard.parameter) and not shard.is_sharded:
-                shard.main.is_stacked = True  # masters have lost the mark
+                shard.main.is_stacked = True  # type: ignore[attr-defined]  # masters have lost the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
     return optimizer

@@ -1,5 +1,7 @@
 """The MLPs of a Megatron-core model as blocks that `fmoe.convert.upcycle` makes experts of."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,7 +19,7 @@ from fmoe.experts.ffn import ACTIVATIONS
 from megatron_patch.layer import MegatronMoE
 
 
-def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
+def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
     """The MLP of a transformer layer, whose number in the model is ``offset`` more than that in its stack.
 
     Raises:

@@ -109,12 +109,12 @@ STRATEGIES: dict[str, type[nn.Module]] = {
 }
 
 
-def _megatron_init_method(self: nn.Module, rng: Any, sigma: float) -> None:
+def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
     """Weight N(0, sigma) from a generator of numpy, bias zero."""
     _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
 
 
-def _random_init_weight(self: nn.Module, rng: Any) -> None:
+def _random_init_weight(self: Any, rng: Any) -> None:
     """Weight and bias U(-1/sqrt(I), 1/sqrt(I)) from a generator of numpy, I being the width of the input."""
     bound = 1 / math.sqrt(self.weight.shape[-1])
     weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
@@ -122,7 +122,7 @@ def _random_init_weight(self: nn.Module, rng: Any) -> None:
 
 
 @torch.no_grad()
-def _fill(linear: nn.Module, weight: Any, bias: Any) -> None:
+def _fill(linear: Any, weight: Any, bias: Any) -> None:
     linear.weight.copy_(torch.as_tensor(weight, dtype=torch.float64, device="cpu"))
     if linear.bias is not None:
         linear.bias.copy_(torch.as_tensor(bias, dtype=torch.float64, device="cpu"))
@@ -187,7 +187,7 @@ class MegatronMLP(FMoETransformerMLP):
     def _output_sigma(self) -> float:
         return self.sigma / math.sqrt(2 * self.num_layers)
 
-    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """[s, b, h] -> ([s, b, h], bias of zeros [h])."""
         return super().forward(inp), torch.zeros(self.hidden_size, dtype=inp.dtype, device=inp.device)
 
@@ -244,7 +244,7 @@ def fmoefy(
     return model
 
 
-def _old_layers(model: nn.Module) -> list[nn.Module]:
+def _old_layers(model: Any) -> list[Any]:
     while hasattr(model, "module"):
         model = model.module
     language_model = getattr(model, "language_model", None)

@@ -85,7 +85,7 @@ class DispatchPlan:
         """`combine` by this plan."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
-    def fused_arguments(self, weight_TK: Tensor) -> dict[str, object]:
+    def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
         """Arguments by which a backend's `expert_ffn` takes tokens, gathers their rows and combines the outputs."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fmoe.errors import UserError
+from fmoe.moe import MoE
 from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
@@ -89,7 +90,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _restart(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._launched, self._under_way = 0, []
+        self._launched = 0
+        self._under_way: list[Reduction] = []
 
     def _begin(self) -> None:
         """The backward pass is at an output: at its end, what did not come by itself is sent as zeros."""
@@ -161,7 +163,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
         method(owner, *args)
 
 
-def _buffers_of_a_rank(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
+def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
     """Buffers that differ between ranks: those of experts, and None for those that a layer computed from its rank.
 
     torch's wrapper would make all of them rank 0's before every forward pass.

@@ -80,7 +80,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     return _build(Recipe, values, "")
 
 
-def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     """A dataclass from a table of TOML, with every key and type checked."""
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]
@@ -120,7 +120,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def recipe_keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
+def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
     """Full names of all keys, with their types."""
     hints = typing.get_type_hints(cls)
     out = {}

@@ -9,7 +9,7 @@ Each time that a block comes, other tokens are chosen.
 import numpy as np
 
 from pretrain.data import noise
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Blocks
 
 
 class Masking:
@@ -29,7 +29,7 @@ class Masking:
 
     def __init__(
         self,
-        blocks: Samples,
+        blocks: Blocks,
         sequence_length: int,
         density: float,
         *,

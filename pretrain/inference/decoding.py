@@ -4,7 +4,7 @@ Shape letters: N samples, S tokens of each, V vocabulary, D width.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class GPTDecoder:
     def __init__(self, model: nn.Module, length: int, *, keeps: bool = True):
         refuse_expert_choice(model)
         self._model, self._length, self._keeps = model, length, keeps
-        self._context = None  # Megatron-core's, which has keys and values
+        self._context: Any = None  # Megatron-core's, which has keys and values
         self._begin = self._end = 0  # the tokens whose keys and values are there
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class T5Decoder:
         inputs_S: what the encoder gets.
     """
 
-    def __init__(self, model: nn.Module, inputs_S: Tensor, num_samples: int):
+    def __init__(self, model: Any, inputs_S: Tensor, num_samples: int):
         refuse_expert_choice(model.decoder)  # the encoder has all of its tokens
         self._model = model
         with torch.no_grad():

@@ -59,10 +59,10 @@ def open_source(
                 f"{trained.name}: data.validation={list(recipe.data.validation)} has other content than when the run "
                 "was made; --data evaluates on what is there now"
             )
-        count = recipe.train.validation_sequences
+        num = recipe.train.validation_sequences
         if max_sequences is not None:
-            count = min(max_sequences, samples.samples_per_epoch)
-        return Source(recipe.data.validation, count, (samples[n] for n in range(count)))
+            num = min(max_sequences, samples.samples_per_epoch)
+        return Source(recipe.data.validation, num, (samples[n] for n in range(num)))
     if stride is not None and model.kind != "gpt":
         raise UserError(f"--stride {stride} is for a GPT's windows; {trained.name} is a model.kind={model.kind}")
     if stride is not None and stride > model.sequence_length:
@@ -76,9 +76,9 @@ def open_source(
         count = -(-max(text.num_tokens - block, 0) // (stride or block)) + 1
     if max_sequences is not None:
         count = max_sequences if count is None else min(count, max_sequences)
-    samples = samples_of(recipe, trained.tokenizer, text, stride)
-    first = next(samples)  # whether there is one shows before a model is made
-    return Source(tuple(map(str, data)), count, islice(chain([first], samples), max_sequences))
+    found = samples_of(recipe, trained.tokenizer, text, stride)
+    first = next(found)  # whether there is one shows before a model is made
+    return Source(tuple(map(str, data)), count, islice(chain([first], found), max_sequences))
 
 
 @dataclass(frozen=True)

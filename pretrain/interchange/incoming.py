@@ -21,7 +21,7 @@ from pretrain.interchange.tensors import Place, places, sizes_of
 from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Of the recipe that is written: for a model that is trained, and any lower one or fewer steps can be asked for.
 _LR = 1e-5
 # Of older folders: what is computed, not learned.

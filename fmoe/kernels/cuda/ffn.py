@@ -55,9 +55,9 @@ def expert_ffn(
     if perm_N is not None:
         end, limit = offsets
         if end is None:
-            ends = counts.cumsum(0)
+            ends = torch.as_tensor(counts).cumsum(0)
             end, limit = ends.int(), ends[-1:]
-        weight_TK = weight_TK.float().contiguous()
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         end = torch.tensor(on_host, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)

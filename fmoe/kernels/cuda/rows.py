@@ -122,8 +122,8 @@ _reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
 def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
     """A stable sort by expert, dropped assignments (-1) last: (perm_N, inverse_TK, kept_TK, count_E, end_E in int32,
     rows kept [1])."""
-    perm_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
-    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
+    perm_N, places, kept, count_E, end_E, num_kept = calls.place(expert_TK.contiguous().view(-1), num_experts)
+    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), count_E, end_E, num_kept
 
 
 @place.register_fake

@@ -94,6 +94,8 @@ def library(
     cxx = recipe.compiler
 
     def make(folder: Path, is_locked: bool) -> Path:
+        if isinstance(cxx, BuildError):
+            raise cxx
         return _build(recipe, cxx, folder, is_locked, echo)
 
     cannot = cxx if isinstance(cxx, BuildError) else None
@@ -163,7 +165,7 @@ def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: 
 def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], list[list[str]]]:
     """(objects in the order of the link, commands that make them)."""
     sources = recipe.sources
-    jobs = [(name, "", ()) for name in sources.once]
+    jobs: list[tuple[str, str, tuple[str, ...]]] = [(name, "", ()) for name in sources.once]
     jobs += [(name, isa, flags) for isa, flags in compiler.isas().items() for name in sources.by_isa]
     objects, commands = [], []
     for name, isa, flags in jobs:
