@@ -61,7 +61,8 @@ def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | Non
         UserError: an expert, or a part of one, is missing; names of a layer's are unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
-    found, of_layer = {}, {prefix: dict[str, Any]() for prefix in prefixes}
+    found: dict[str, Any] = {}
+    of_layer: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
     for key, value in state.items():
         prefix = next((p for p in prefixes if key.startswith(p)), None)
         if prefix is None:

@@ -16,7 +16,7 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     is bad again are named, with the first bad gradient in the order of the backward pass, which begins at the last
     layer. A step that is finite this time had no reason in weights and data.
     """
-    is_finite = engine.last_loss is not None and engine.last_loss.isfinite().item()
+    is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")
     if found:
         return found
