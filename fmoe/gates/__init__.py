@@ -85,7 +85,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
             Without it, biases would differ between ranks of a data parallel job.
     """
-    module: Any
+    module: Any  # its type lacks these methods
     for module in model.modules():
         # `record` too: other libraries may call something end_step.
         if hasattr(module, "end_step") and hasattr(module, "record"):
@@ -94,7 +94,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def skip_step(model: nn.Module) -> None:
     """In place of `end_step` for an optimizer step that is not made: what its micro batches counted is dropped."""
-    module: Any
+    module: Any  # its type lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):
             module.skip_step()
