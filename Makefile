@@ -28,7 +28,7 @@ help:
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
 	@echo "make gpu     set up, run what needs a GPU: the CUDA kernels against float64, graphs, streams, the sanitizer"
-	@echo "make lint    set up, check style"
+	@echo "make lint    set up, check style and types"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make docs    set up, build the documentation as a site: build/site/index.html"
 	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
@@ -69,6 +69,7 @@ gpu: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
 	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch
 
 bench: $(VENV)/.test

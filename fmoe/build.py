@@ -17,6 +17,8 @@ from fmoe.layout import Layout
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
 from fmoe.runtime import collectives
 
+_UNSET: Any = None  # default of options that `Spec.__post_init__` sets, or refuses if they are missing
+
 
 @dataclass(kw_only=True)
 class Spec:
@@ -63,14 +65,14 @@ class Spec:
         UserError: an invalid option; names it, its value and its limit.
     """
 
-    d_model: int | None = None
-    num_experts: int | None = None
-    d_hidden: int | None = None
+    d_model: int = _UNSET
+    num_experts: int = _UNSET
+    d_hidden: int = _UNSET
     top_k: int | None = None
     gate: str | type[nn.Module] | Gate | None = None
     gate_options: Mapping[str, Any] | None = None
     expert: str | Callable[..., nn.Module] | Sequence[Any] | None = "ffn"
-    expert_options: Mapping[str, Any] | None = None
+    expert_options: dict[str, Any] = _UNSET
     shared_expert: nn.Module | int | None = None
     shared_gate: bool = False
     granularity: int = 1

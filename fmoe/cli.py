@@ -7,6 +7,7 @@ can add one; this module imports only the command that runs.
 import argparse
 import difflib
 import errno
+import io
 import os
 import re
 import select
@@ -14,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fmoe.errors import EXIT_USAGE, UserError, known_names, printable
 
@@ -54,7 +55,7 @@ def extras() -> dict[str, list[str]]:
         return found
     for requirement in requirements:
         name, extra = re.match(r"[\w.-]+", requirement), re.search(r"""extra == ["']([\w-]+)""", requirement)
-        if extra and name[0] != "fmoe":
+        if name and extra and name[0] != "fmoe":
             found.setdefault(extra[1], []).append(name[0])
     return found
 
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for invalid input (one line on stderr), else the command's."""
     if argv is None:
         argv = sys.argv[1:]
-        if sys.stdout is not None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names may be invalid UTF-8
         os.environ["PYTHONSAFEPATH"] = "1"  # child processes import nothing from the working directory
     known = commands()
@@ -89,7 +90,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         # Before argparse, which would first report a required option as missing if its name is misspelled.
         words = sys.argv[1:] if args is None else list(args)
         for word in words[: words.index("--")] if "--" in words else words:

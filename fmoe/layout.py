@@ -98,7 +98,7 @@ class Layout:
         groups = RoutingGroups(
             leading.numel() // max(length, 1),
             length,
-            size=self.group_size,
+            size=length if self.group_size is None else self.group_size,
             sequence_first=sequence_first,
             mask_T=None if mask is None else mask.reshape(-1),
             token_ids_T=None if token_ids is None else token_ids.reshape(-1),
@@ -263,34 +263,34 @@ class TokenShards:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, full, shards, alike):
+    def forward(ctx: Any, x: Tensor, full: Tensor | None, shards: TokenShards, alike: bool) -> Tensor:
         ctx.shards, ctx.alike = shards, alike
         return shards.all_gather(x) if full is None else full.detach().view_as(full)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return (_Local if ctx.alike else _ReduceScatter).apply(grad, ctx.shards), None, None, None
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shards):
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
         ctx.shards = shards
         return shards.local(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Gather.apply(grad, None, ctx.shards, True), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shards):
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
         ctx.shards = shards
         return shards.sum_scatter(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _Gather.apply(grad, None, ctx.shards, False), None
 
 
@@ -312,24 +312,24 @@ def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
 
 class _TakeSlice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.length = group, x.shape[0]
         begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
         return x[begin:end].clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _GatherSlices.apply(grad, ctx.length, ctx.group), None
 
 
 class _GatherSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, length, group):
+    def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return TokenShards.of_slices(length, group).all_gather(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _TakeSlice.apply(grad, ctx.group), None, None
 
 

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import List, Optional, Tuple  # noqa: UP035 - torch reads schemas of operations from these
+from typing import Any, List, Optional, Tuple  # noqa: UP035 - torch reads schemas of operations from these
 
 import torch
 from torch import Tensor, nn
@@ -179,10 +179,10 @@ class AuxLosses:
         self._warned = self._has_offered = False
         self._number = _register(self)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pending": []}  # pending losses belong to the graph of the original
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._number = _register(self)
 
@@ -298,12 +298,12 @@ def collect_losses(model: nn.Module) -> Tensor:
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, loss, scale):
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
         ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad_x):
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad_x, torch.as_tensor(ctx.scale(), dtype=ctx.dtype, device=ctx.device).reshape(()), None
 
 
@@ -386,7 +386,9 @@ def _attach(
 
 
 @_attach.register_fake
-def _(weight, total, number, values, names, has_stats):
+def _(
+    weight: Tensor, total: Tensor | None, number: Tensor, values: list[Tensor], names: str, has_stats: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(weight), torch.empty((), dtype=torch.int64, device="cpu")
 
 
@@ -416,18 +418,20 @@ def _record(
 
 
 @_record.register_fake
-def _(grad, number, ticket, values, names, has_stats):
+def _(
+    grad: Tensor, number: Tensor, ticket: Tensor, values: list[Tensor], names: str, has_stats: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(grad), grad.new_empty((), dtype=torch.float32)
 
 
-def _keep(ctx, inputs, output):
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _weight, total, number, values, ctx.names, ctx.has_stats = inputs
     ctx.dtype = None if total is None else total.dtype
     ctx.num_values = len(values)
     ctx.save_for_backward(number, output[1], *values)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
     number, ticket, *values = ctx.saved_tensors
     grad, scale = _record(grad, number, ticket, values, ctx.names, ctx.has_stats)
     return grad, None if ctx.dtype is None else scale.to(ctx.dtype), None, [None] * ctx.num_values, None, None

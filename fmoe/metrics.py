@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +133,7 @@ def counting(model: nn.Module) -> Iterator[None]:
     """Context that counts evaluation passes in the metrics of ``model``'s layers, and restores the previous counts.
 
     Counts loads, drops and entropy; gates have no losses in evaluation."""
-    layers = [
+    layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]
     aside = [layer.metrics for layer in layers]
@@ -160,4 +161,4 @@ def metrics(model: nn.Module, *, reset: bool = False) -> dict[str, LayerReport]:
     return reports
 
 
-metrics.counting = counting  # `fmoe.metrics` is the function, which hides this module
+metrics.counting = counting  # type: ignore[attr-defined]  # `fmoe.metrics` is the function, which hides this module

@@ -4,7 +4,8 @@ Shape letters: T tokens of this rank, D model width, E experts, K experts per to
 """
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +41,11 @@ class MoE(nn.Module):
         check: raise if a combine weight is not finite; synchronizes with a GPU.
     """
 
+    # Any, because nn.Module's type lacks the parts' own methods.
+    gate: Any
+    experts: Any
+    shared: Any
+
     def __init__(
         self,
         gate: Any,
@@ -60,7 +66,7 @@ class MoE(nn.Module):
         ownership.enrol(self)
 
     @classmethod
-    def build(cls, **options: Any) -> "MoE":
+    def build(cls, **options: Any) -> Self:
         """Return the layer of these options (`fmoe.build.Spec`)."""
         return cls(**Spec.of(options).arguments())
 
@@ -210,17 +216,17 @@ class MoE(nn.Module):
         elif name == "name":
             self.aux.name = value
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
         self._mark_experts()
         return self
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         ownership.enrol(self)
         self._mark_experts()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Process groups cannot be copied, and copies of parameters have lost their mark.
         memo |= {id(group): group for group in self._process_groups() if group is not None}
         twin = memo[id(self)] = type(self).__new__(type(self))

@@ -18,7 +18,15 @@ from fmoe.experts import build_experts
 class _DenseExperts(nn.Module):
     """Base class with all experts on this rank, keyed by the layer's seed, each with equally many rows."""
 
-    def __init__(self, d_model, num_experts, d_hidden, expert, expert_options, seed):
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        d_hidden: int | None,
+        expert: str | Callable[..., nn.Module],
+        expert_options: Mapping[str, Any] | None,
+        seed: int | None,
+    ):
         super().__init__()
         for name, value in (("d_model", d_model), ("num_experts", num_experts)):
             if value < 1:

@@ -51,16 +51,16 @@ class SDPAttention(DotProductAttention):
         if special or attention_bias is not None or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
-        heads = [x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value)]
+        q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
         dropout = self.attention_dropout.p if self.training else 0.0
         if dropout and isinstance(self.attention_dropout, HeadDropout):
-            out = self._attend(*heads, attention_mask, is_causal)
+            out = self._attend(q, k, v, attention_mask, is_causal)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
-                *heads,
+                *(q, k, v),
                 attn_mask=None if attention_mask is None else ~attention_mask,
                 dropout_p=dropout,
                 is_causal=is_causal,

@@ -270,7 +270,7 @@ def on_meta() -> Iterator[None]:
         raise RuntimeError("on_meta() needs the CPU runtime: hide GPUs (CUDA_VISIBLE_DEVICES=) and call install()")
     before = torch.cuda.current_device
     meta = torch.device("meta")
-    torch.cuda.current_device = lambda: meta
+    torch.cuda.current_device = lambda: meta  # type: ignore[assignment, return-value]
     try:
         with meta:
             yield

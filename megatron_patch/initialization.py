@@ -8,13 +8,13 @@ layer's number keys its weights, as the expert's number keys an expert's (`fmoe.
 import copy
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import nn
 
 from fmoe import random
 
@@ -45,7 +45,7 @@ def keyed_layer_spec(
 
 
 @torch.no_grad()
-def key_output_layer(model: nn.Module, seed: int) -> None:
+def key_output_layer(model: Any, seed: int) -> None:
     """Draw the untied output layer of a language model under its own key, if the chunk has one."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return

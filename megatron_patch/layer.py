@@ -52,6 +52,8 @@ class MegatronMoE(MoE):
             would share.
     """
 
+    aux: "MegatronAux"
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -106,7 +108,7 @@ class MegatronMoE(MoE):
             num_experts=num_experts,
             d_hidden=d_hidden,
             gate_options=gate_options,
-            expert_options=expert_options,
+            expert_options=dict(expert_options or {}),
             moe_group=_group(pg_collection, "ep", parallel_state.get_expert_model_parallel_group),
             slice_group=None if config.sequence_parallel else tensor_group,
             sequence_group=tensor_group if config.sequence_parallel else None,
@@ -142,8 +144,8 @@ class MegatronMoE(MoE):
             self.assemble(**self.spec.parts(self.exchange, self.seed))
             self._move()
 
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: Tensor | None = None
+    def forward(  # type: ignore[override]  # as Megatron-core calls its layers
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Map [s, b, h] to ([s, b, h], no bias).
 
@@ -159,6 +161,7 @@ class MegatronMoE(MoE):
         super()._mark_experts()
         experts = {id(parameter) for parameter in self.experts.parameters()}
         slice_group, sequence_group = self.layout.slice_group, self.layout.sequence_group
+        parameter: Any
         for parameter in self.parameters():
             if id(parameter) in experts:
                 # Tensor parallel ranks hold different experts, or see different tokens. Without the mark, Megatron

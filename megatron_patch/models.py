@@ -31,12 +31,12 @@ class Stack(NamedTuple):
         offset: number of layers in earlier blocks of the model.
     """
 
-    layers: tuple[nn.Module, ...]
+    layers: tuple[Any, ...]
     config: TransformerConfig
     offset: int
 
 
-def stacks(model: nn.Module) -> tuple[Stack, ...]:
+def stacks(model: Any) -> tuple[Stack, ...]:
     """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5."""
     blocks = {"decoder": model.config}
     if isinstance(model, BertModel):
@@ -106,9 +106,11 @@ def fmoefy(
     check_model(model)
     parts = stacks(model)
     total = sum(config.num_layers for _, config, _ in parts)
-    for number in layers or ():
+    for number in sorted(layers or ()):
         if not 1 <= number <= total:
-            raise UserError(f"layers={sorted(layers)} is out of range: the model's layers are numbered 1 to {total}")
+            raise UserError(
+                f"layers={sorted(layers or ())} is out of range: the model's layers are numbered 1 to {total}"
+            )
     chosen = [
         (layer, offset)
         for in_stack, _, offset in parts
@@ -119,7 +121,7 @@ def fmoefy(
     check_chosen(model, found, granularity, options)
     shape = {"num_experts": num_experts, "granularity": granularity, "sequence_first": True}
     how = plan_blocks(found, upcycle=upcycle, exact=exact, noise=noise, options={**options, **shape})
-    blocks = [f.block for f in found] or [None] * len(chosen)
+    blocks: list[Block | None] = [f.block for f in found] or [None] * len(chosen)
     options = {"num_experts": num_experts, "seed": seed, **options}
     if len(parts) > 1:
         options = {"model_layers": total, **options}
@@ -140,7 +142,7 @@ def fmoefy(
 
 
 def _make(
-    layer: nn.Module, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
+    layer: Any, granularity: int, block: Block | None, how: Upcycling | None, options: dict[str, Any]
 ) -> MegatronMoE:
     """Build the MoE layer that replaces the layer's MLP, with experts from ``block`` or new ones."""
     config = layer.config
@@ -152,7 +154,7 @@ def _make(
     new = MegatronMoE(config, layer_number=layer.layer_number, pg_collection=groups, **options)
     old = next(layer.mlp.parameters(), None)
     new = new if old is None else new.to(old.device)
-    return new if block is None else fill(new, block, how)
+    return new if block is None or how is None else fill(new, block, how)
 
 
 def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
@@ -160,7 +162,7 @@ def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
 
     It also takes wrapped models, for which it raises an error.
     """
-    inner = model
+    inner: Any = model
     while hasattr(inner, "module"):
         inner = inner.module
     if not isinstance(inner, MODELS):
@@ -177,4 +179,4 @@ def _convert(
         if not 1 <= layers <= count:
             raise UserError(f"layers={layers} (every n-th layer) selects no layer: the model has {count}")
         layers = range(layers, count + 1, layers)
-    return fmoefy(model, layers=None if layers == "all" else layers, upcycle=upcycle, **options)
+    return fmoefy(model, layers=None if isinstance(layers, str) else layers, upcycle=upcycle, **options)

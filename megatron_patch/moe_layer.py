@@ -62,7 +62,8 @@ def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | Non
         UserError: a tensor of an expert is missing; a name inside an MoE layer is unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
-    found, of_layer = {}, {prefix: {} for prefix in prefixes}
+    found: dict[str, Any] = {}
+    of_layer: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
     for key, value in state.items():
         prefix = next((p for p in prefixes if key.startswith(p)), None)
         if prefix is None:
@@ -129,8 +130,8 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                 if missing := [name for name in names if name not in left]:
                     raise UserError(f"{missing[0]} is missing: the layer has {count} experts")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
-    if missing := {"experts.weight_in", "experts.weight_out"} - found.keys():
-        raise UserError(f"the state has no weights for {', '.join(sorted(missing))}")
+    if lacking := {"experts.weight_in", "experts.weight_out"} - found.keys():
+        raise UserError(f"the state has no weights for {', '.join(sorted(lacking))}")
     return found
 
 
@@ -171,12 +172,12 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     return model
 
 
-def _converted(layer: nn.Module, options: dict[str, Any]) -> MegatronMoE:
+def _converted(layer: Any, options: dict[str, Any]) -> MegatronMoE:
     old, config = layer.mlp, layer.config
     name = f"the MoELayer of layer {layer.layer_number + options['layer_offset']}"
     _check(old, config, name)
     gate, gate_options = _gate(config, old.router)
-    shared = {}
+    shared: dict[str, Any] = {}
     if old.shared_experts is not None:
         shared = {"shared_expert": config.moe_shared_expert_intermediate_size}
         shared["shared_gate"] = old.shared_experts.gate_weight is not None

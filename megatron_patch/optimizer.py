@@ -145,7 +145,7 @@ def build_optimizer(
             if isinstance(part.optimizer, Adafactor | AdamW8bit):
                 _check_whole(part.optimizer, shard)
             if is_stacked(shard.parameter) and not shard.is_sharded:
-                shard.main.is_stacked = True  # fp32 copies lack the mark
+                shard.main.is_stacked = True  # type: ignore[attr-defined]  # fp32 copies lack the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
     return optimizer

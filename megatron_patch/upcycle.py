@@ -1,5 +1,7 @@
 """Upcycling of a Megatron-core model: its MLPs as the blocks from which `fmoe.convert.upcycle` makes experts."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,7 +19,7 @@ from fmoe.experts.ffn import ACTIVATIONS
 from megatron_patch.layer import MegatronMoE
 
 
-def mlp_block(layer: nn.Module, granularity: int, offset: int = 0) -> Found:
+def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
     """Return the MLP of a transformer layer as a block.
 
     Args:

@@ -70,7 +70,7 @@ def parse(
         option = options[0].partition("=")[0]
         keys = [f"--{name.replace('_', '-')}" for name in recipe_keys()]
         same = [name for name in keys if name.rpartition(".")[2] == option.lstrip("-").replace("_", "-")]
-        flags = re.findall(r"--[a-z-]+", parser.usage)
+        flags = re.findall(r"--[a-z-]+", parser.usage or "")
         raise UserError(unknown_option(option, [*flags, *keys], f"{program} RECIPE", same))
     names = [word for word in words if not word.startswith("-")]
     if not names and arguments.resume is not None and is_recipe(arguments.resume):

@@ -76,7 +76,7 @@ class Meeting:
     rank: int
     size: int
 
-    def first(self, action: Callable[[], None]) -> None:
+    def first(self, action: Callable[[], object]) -> None:
         """Call ``action`` on rank 0 before any rank continues.
 
         Raises:

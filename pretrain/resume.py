@@ -164,8 +164,8 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         raise UserError(f"run.folder={folder} has no checkpoint yet: --resume auto starts the run")
     candidates = _candidates(folder, resume, fallback)
     # Checkpoints are never overwritten, and a record has no step twice: an earlier step needs another run.
-    is_elsewhere = resume not in ("auto", "run") and newest is not None
-    if is_elsewhere and os.path.realpath(candidates[0]) != os.path.realpath(newest):
+    is_elsewhere = resume not in ("auto", "run")
+    if is_elsewhere and newest is not None and os.path.realpath(candidates[0]) != os.path.realpath(newest):
         raise UserError(
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
             f"resume from {candidates[0]} in another folder"
@@ -228,8 +228,8 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)
-    if step_of(path.name) is not None and path.is_dir():
-        found = [path] + [other for other in step_folders(path.parent) if step_of(other.name) < step_of(path.name)]
+    if (step := step_of(path.name)) is not None and path.is_dir():
+        found = [path] + [other for other in step_folders(path.parent) if (step_of(other.name) or 0) < step]
     elif (path / MANIFEST).is_file():
         found = [path]
     else:

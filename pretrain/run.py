@@ -104,7 +104,7 @@ def _train(
         return 0
     processes = process.start(process.timeout(recipe.guard.hang_minutes), meeting)
     dist.barrier()  # all ranks must read the folder before one of them writes
-    if checkpoint is not None:
+    if checkpoint is not None and resume is not None:
         checkpoint = agree_on_intact(folder, resume, fallback=fallback)
         if is_finished(recipe, inputs, checkpoint):
             if processes.is_main:
@@ -151,7 +151,7 @@ def _train(
         folder.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, folder / CONFIG)
     _describe(trainer, folder, processes)
-    if changed and processes.is_main:
+    if checkpoint is not None and changed and processes.is_main:
         _say([f"resumes from step {checkpoint.step} with {', '.join(changed)}"])
     try:
         trainer.run()

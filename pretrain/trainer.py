@@ -97,15 +97,15 @@ class Trainer:
         if result.has_overflowed and self.processes.is_main:
             event = (self.step, "skip")
             logger.warning("step %d is skipped: %s", self.step, result.skipped, extra={"event": event})
-        batches, length = self.recipe.batches, self.recipe.tokens_per_sequence
-        tokens = batches.sequences(self.step - 1) * length
+        schedule, length = self.recipe.batches, self.recipe.tokens_per_sequence
+        tokens = schedule.sequences(self.step - 1) * length
         metrics: Metrics = {
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            "tokens": batches.first(self.step) * length,
-            "flops": self._flops_per_token * batches.first(self.step) * length,
-            "epochs": batches.first(self.step) / self.inputs.train.samples_per_epoch,
+            "tokens": schedule.first(self.step) * length,
+            "flops": self._flops_per_token * schedule.first(self.step) * length,
+            "epochs": schedule.first(self.step) / self.inputs.train.samples_per_epoch,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait,
@@ -113,9 +113,10 @@ class Trainer:
             "memory_mb": _memory_mb(self.processes.device),
         }
         for number, epochs in enumerate(self.inputs.epochs_per_sample, start=1):
-            metrics[f"epochs/source_{number}"] = epochs * batches.first(self.step)
-        if result.loss_scale is not None:
-            metrics |= {"loss_scale": result.loss_scale, "skipped_steps": self.engine.grad_scaler.skipped}
+            metrics[f"epochs/source_{number}"] = epochs * schedule.first(self.step)
+        scaler = self.engine.grad_scaler
+        if result.loss_scale is not None and scaler is not None:
+            metrics |= {"loss_scale": result.loss_scale, "skipped_steps": scaler.skipped}
         return metrics | routing_metrics(routing)
 
     def _check_step(self, loss: float, grad_norm: float) -> str | None:

@@ -158,7 +158,7 @@ def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device,
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
-        mine = {"errors": _errors(case, groups, device)}
+        mine: dict[str, Any] = {"errors": _errors(case, groups, device)}
     except Exception as error:  # reported by rank 0
         mine = {"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     store.set(f"{key}/{rank}", json.dumps(mine))
@@ -193,7 +193,7 @@ def _judged(case: Case, told: list[dict | None], limit: float) -> Result:
     if result.is_broken:
         return result
     for what in _QUANTITIES:
-        errors = [values["errors"][what] for values in told]
+        errors = [values["errors"][what] for values in told if values]
         result.errors[what] = max(errors, key=lambda error: (error != error, error))  # nan is the worst
         if wrong := [rank for rank, error in enumerate(errors) if not error <= limit]:
             result.failed.append(
@@ -262,6 +262,7 @@ def _pass(layer: MoE, x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(upstream)
+    assert x.grad is not None
     return y.detach(), x.grad
 
 

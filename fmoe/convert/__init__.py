@@ -74,7 +74,7 @@ def fmoefy(
         UserError: no block is found (lists the modules that were searched); the model is wrapped or has MoE layers
             already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
     """
-    chosen_here = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
+    chosen_here: dict[str, Any] = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}
     convert, converters = _whole_model(model)
     if convert is not None:
@@ -130,7 +130,7 @@ def check_model(model: nn.Module) -> None:
 
 def _listed(refused: dict[str, str]) -> str:
     """Format refused modules by reason, with one name as an example of each."""
-    names = {}
+    names: dict[str, list[str]] = {}
     for name, reason in refused.items():
         names.setdefault(reason, []).append(name)
     lines = [f"{n[0]}{f' and {len(n) - 1} more' if n[1:] else ''} ({reason})" for reason, n in names.items()]
@@ -210,7 +210,7 @@ def plan_blocks(
     if not upcycle or not chosen:
         return None
     expert_options = options.get("expert_options") or {}
-    fixed = [n for n in ("expert", "d_hidden") if n in options]
+    fixed: list[str] = [n for n in ("expert", "d_hidden") if n in options]
     fixed += [f"expert_options[{n!r}]" for n in ("activation", "gated", "bias", *NOT_DRAWN) if n in expert_options]
     if fixed:
         raise UserError(f"upcycle=True copies experts from the dense blocks: {', '.join(fixed)} must not be set")

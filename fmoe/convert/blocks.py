@@ -6,7 +6,7 @@ Shape letters: D model width, H hidden width.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class LinearMap(NamedTuple):
     bias: Tensor | None = None
 
 
-def linear_map(module: nn.Module | None) -> LinearMap | None:
+def linear_map(module: Any) -> LinearMap | None:
     """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
 
     None for other modules, and for a module that computes more than its weight and bias define: see `obstacle`.
@@ -50,8 +50,7 @@ def obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if not _is_conv1d(module) and not isinstance(module, nn.Linear):
         return f"is a {kind.__name__}, not an nn.Linear"
-    lazy = nn.parameter.UninitializedTensorMixin
-    if any(isinstance(value, lazy) for value in module._parameters.values()):
+    if any(value is not None and nn.parameter.is_lazy(value) for value in module._parameters.values()):
         return "has no weight yet: run the model once to initialize it"
     if (added := addition(module)) is not None:
         return added
@@ -77,7 +76,7 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def _computes_linear_map(module: nn.Linear) -> bool:
+def _computes_linear_map(module: Any) -> bool:
     """Return whether a subclass's forward is the linear map, in both modes, on a small float64 copy."""
     generator = torch.Generator().manual_seed(0)
     height, width = min(module.out_features, 24), min(module.in_features, 16)
@@ -238,8 +237,9 @@ def known_activation(activation: Activation, dtype: torch.dtype = torch.float32)
         except Exception:  # an activation of images, say: it is used unchanged
             break
     if getattr(activation, "inplace", False):  # autograd forbids it on the halves of a gated block
-        activation = copy.copy(activation)
-        activation.inplace = False
+        copied: Any = copy.copy(activation)
+        copied.inplace = False
+        return copied
     return activation
 
 

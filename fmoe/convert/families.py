@@ -8,10 +8,10 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmoe.convert.blocks import Block, addition, is_plain, linear_map, obstacle
 from fmoe.convert.injection import Trial, is_same, required, wide_rows
@@ -28,7 +28,7 @@ def mlp(module: nn.Module) -> list[Block | Refusal]:
     return whole_module(module, 2) or inline(module)
 
 
-def glu(module: nn.Module) -> list[Block]:
+def glu(module: nn.Module) -> list[Block | Refusal]:
     """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and similar models (arXiv 2002.05202).
 
     Three linear maps: gate, value, output. The one whose output enters the activation is the gate.
@@ -36,7 +36,7 @@ def glu(module: nn.Module) -> list[Block]:
     return whole_module(module, 3)
 
 
-def whole_module(module: nn.Module, num_linear: int) -> list[Block]:
+def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
     """Return ``module`` as a block, if it holds ``num_linear`` linear maps and plain modules and computes a block."""
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]
@@ -122,7 +122,7 @@ def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module,
     return [(m, name) for m in owner.modules() for name, value in vars(m).items() if value is pieces.activation]
 
 
-def bert(module: nn.Module) -> list[Block]:
+def bert(module: nn.Module) -> list[Block | Refusal]:
     """Blocks in two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
 
     ``module.intermediate`` is a linear map and an activation, ``module.output.dense`` the map back, followed by
@@ -159,9 +159,9 @@ def _is_map_and_activation(intermediate: nn.Module, pieces: Pieces) -> bool:
     rows = torch.randn(2, 32, block.weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
     rows = rows.to(block.weight)
     for x in (rows, wide_rows(rows, is_multiplied=False)):
-        seen = []
+        seen: list[Tensor] = []
 
-        def stand_in(value, seen=seen):
+        def stand_in(value: Tensor, seen: list[Tensor] = seen) -> Tensor:
             seen.append(value.clone())
             return pieces.values.clone()
 
@@ -197,10 +197,12 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
     if added or not pieces.is_whole():
         return [Refusal(f"a module between linear1 and linear2 {added[0]}" if added else "its block computes more")]
 
+    holder: Any = layer
+
     def install(moe: nn.Module) -> None:
-        layer.linear1, layer.activation, layer.dropout, layer.linear2 = moe, *(nn.Identity() for _ in range(3))
-        if hasattr(layer, "activation_relu_or_gelu"):
-            layer.activation_relu_or_gelu = 0
+        holder.linear1, holder.activation, holder.dropout, holder.linear2 = moe, *(nn.Identity() for _ in range(3))
+        if hasattr(holder, "activation_relu_or_gelu"):
+            holder.activation_relu_or_gelu = 0
         if stack is not None:
             stack.use_nested_tensor = False
 
@@ -259,9 +261,10 @@ def _sequential_run(module: nn.Sequential, names: tuple[str, ...], parts: tuple[
             setattr(module, name, nn.Identity())
         setattr(module, names[0], moe)
 
-    block = {"module": module, "install": install, "place": names[0]}
+    block: dict[str, Any] = {"module": module, "install": install, "place": names[0]}
     if len({(p.dtype, p.device) for part in parts for p in part.parameters()}) > 1:  # `fmoefy` refuses these by name
-        return Block(maps_in=(linear_map(parts[0]),), map_out=linear_map(parts[-1]), activation=parts[1], **block)
+        maps: list[Any] = [linear_map(part) for part in (parts[0], parts[-1])]
+        return Block(maps_in=(maps[0],), map_out=maps[1], activation=parts[1], **block)
     run = nn.Sequential(OrderedDict(zip(names, parts, strict=True)))
     pieces = read_block(run)
     if isinstance(pieces, Refusal):
@@ -312,11 +315,13 @@ def find_blocks(model: nn.Module) -> list[Found]:
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
     """Return `find_blocks`, and the names of refused modules that look like a block, with the reason."""
     names = {module: name for name, module in model.named_modules()}
-    found, refused, taken = [], {}, set()
+    found: list[Found] = []
+    refused: dict[str, str] = {}
+    taken: set[nn.Module] = set()
     for module in names:
         if module in taken:
             continue
-        refusals = []
+        refusals: list[Refusal] = []
         for family in reversed(FAMILIES):
             results = FAMILIES[family](module)
             refusals = [result for result in results if isinstance(result, Refusal)] or refusals

@@ -74,18 +74,20 @@ def looks_linear(module: nn.Module) -> tuple[int, int] | None:
     """Sizes (in, out) of a module that looks like a linear map; it may be quantized, wrapped or a convolution."""
     kind = type(module).__name__
     for names in (("in_features", "out_features"), ("nx", "nf"), ("in_channels", "out_channels")):
-        sizes = tuple(getattr(module, name, None) for name in names)
-        if all(isinstance(size, int) for size in sizes) and (
-            "Linear" in kind or "Conv1D" in kind or isinstance(module, nn.Linear | nn.Conv1d)
+        first, last = (getattr(module, name, None) for name in names)
+        if (
+            isinstance(first, int)
+            and isinstance(last, int)
+            and ("Linear" in kind or "Conv1D" in kind or isinstance(module, nn.Linear | nn.Conv1d))
         ):
-            return sizes
+            return first, last
     return None
 
 
 def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
     """Return whether two modules look like linear maps D -> H and H -> D."""
-    sizes = looks_linear(first), looks_linear(last)
-    return None not in sizes and _fit(*sizes, 1)
+    first_size, last_size = looks_linear(first), looks_linear(last)
+    return first_size is not None and last_size is not None and _fit(first_size, last_size, 1)
 
 
 def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
@@ -112,19 +114,19 @@ def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
 
 def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | Refusal:
     """Return the block that ``function`` (``owner`` itself if None) computes with maps that ``owner`` holds."""
-    pairs, names = lookalikes(owner), near(owner)
-    maps = {names[n]: linear_map(names[n]) for pair in pairs for n in pair}
-    maps = {module: found for module, found in maps.items() if found is not None}
-    pairs = {(names[a], names[b]) for a, b in pairs}
-    shapes = {tuple(m.weight.shape) for m in maps.values()}
+    alike, names = lookalikes(owner), near(owner)
+    modules = {names[n]: linear_map(names[n]) for pair in alike for n in pair}
+    maps = {module: found for module, found in modules.items() if found is not None}
+    pairs = {(names[a], names[b]) for a, b in alike}
+    known = {tuple(m.weight.shape) for m in maps.values()}
     # [H, D] with its [D, H]; [2 H, D] for gate and value in one.
-    shapes = sorted((h, w) for h, w in shapes if (w, h) in shapes or (h % 2 == 0 and (w, h // 2) in shapes))
+    shapes = sorted((h, w) for h, w in known if (w, h) in known or (h % 2 == 0 and (w, h // 2) in known))
     if not shapes:
         return Refusal("it has no linear maps D -> H and H -> D")
     like, function = next(iter(maps.values())).weight, function or owner
     refusal = Refusal("its maps are not called one after the other")
     # A module may narrow its input before the block (MobileBERT).
-    others = [looks_linear(m) for m in owner.modules() if looks_linear(m) is not None]
+    others = [size for m in owner.modules() if (size := looks_linear(m)) is not None]
     height = min(h for h, _ in shapes)
     for width in dict.fromkeys([*(w for _, w in shapes), *(size[0] for size in others)]):
         for trial in _trials(owner, function, (height, width), like):
@@ -165,7 +167,8 @@ def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: 
     if others > 0:
         choices.append((rows, *(rows for _ in range(others))))
         # Streams of different widths (LiLT).
-        widths = {looks_linear(near(owner)[name])[0] for name, _ in lookalikes(owner)}
+        sizes = [looks_linear(near(owner)[name]) for name, _ in lookalikes(owner)]
+        widths = {size[0] for size in sizes if size is not None}
         choices += [(rows, *(rows[..., :w] for _ in range(others))) for w in sorted(widths) if w < width]
         choices.append((rows, *((side, side) if others == 2 else ((side, side),) * others)))
     if any(isinstance(m, nn.Conv2d) for m in owner.children()):
@@ -174,7 +177,7 @@ def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: 
     holders = {name.partition(".")[0] for pair in lookalikes(owner) for name in pair}
     left_out = [m for name, m in owner.named_children() if name not in holders and next(m.children(), None) is not None]
     for more in ((), (None,), (None, None)) if left_out else ():
-        stubs = {m: partial(_return_input, more=more) for m in left_out}
+        stubs: dict[nn.Module, Callable[..., Any]] = {m: partial(_return_input, more=more) for m in left_out}
         yield from (Trial(owner, function, args, stubs) for args in choices)
 
 
@@ -214,7 +217,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     if not all(is_plain(m) for m in between if not {*first, last} & {*m.modules()}):
         return Refusal(more)
     holders = [trial.owner, *(m for m in trial.owner.modules() if {*first, last} & set(m._modules.values()))]
-    functions = [m for m in between if is_plain(m) and not isinstance(m, nn.Dropout | nn.Identity)]
+    functions: list[Any] = [m for m in between if is_plain(m) and not isinstance(m, nn.Dropout | nn.Identity)]
     functions += [f for m in holders for f in vars(m).values() if callable(f) and not isinstance(f, type)]
     functions += ACTIVATIONS.values()  # called as a function: F.gelu(self.fc1(x))
     orders = [[0]] if len(maps_in) == 1 else [[0, 1], [1, 0]]

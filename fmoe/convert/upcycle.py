@@ -12,6 +12,7 @@ are K / m whole groups, each of which adds up to the dense block.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,12 +72,11 @@ def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
                 size = how.noise * value.float().square().mean().sqrt()
                 value = value + (noise.to(value.device) * size).to(value.dtype)
             getattr(experts, name)[local].copy_(value)
-    if how.is_quiet:
-        router = _router(layer)
+    router = _router(layer)
+    if how.is_quiet and router is not None:
         bound = _QUIET_LOGIT_16_BIT if torch.finfo(router.dtype).bits == 16 else _QUIET_LOGIT
         router.mul_(bound / router.float().square().sum(1).mean().sqrt().clamp(min=1e-30))
-    if how.granularity > 1:
-        router = _router(layer)
+    if how.granularity > 1 and router is not None:
         router.copy_(router[:: how.granularity].repeat_interleave(how.granularity, 0))
 
 
@@ -163,7 +163,7 @@ def _router(layer: MoE) -> Tensor | None:
 
 def _trial_block(block: Block, granularity: int) -> Block:
     """Return a block of the same width and few hidden units, on the CPU in float32."""
-    like = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    like: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
     width, hidden = block.d_model, 4 * granularity
     weight_in = torch.randn(hidden, width, **like) / width**0.5
     weight_out = torch.randn(width, hidden, **like) / hidden**0.5

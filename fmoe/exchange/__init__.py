@@ -53,11 +53,9 @@ def _options_of(factory: Callable[..., GroupExchange]) -> list[str] | None:
     """Names of its options; None for a function, which may take any."""
     if not isinstance(factory, type):
         return None
-    names = {}
-    for base in factory.__mro__:
-        if "__init__" in vars(base) and base is not object:
-            names.update(inspect.signature(base.__init__).parameters)
-    return sorted(names.keys() - {"self", "group", "num_experts", "options"})
+    constructors = [vars(base)["__init__"] for base in factory.__mro__[:-1] if "__init__" in vars(base)]
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    return sorted(names - {"self", "group", "num_experts", "options"})
 
 
 __all__ = [

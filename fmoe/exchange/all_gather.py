@@ -7,6 +7,8 @@ the tokens of all.
 Shape letters: T tokens of this rank, T' of the rank with most tokens, others as in `fmoe.exchange.base`.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,10 +48,10 @@ class AllGatherExchange(GroupExchange):
         first = self.ep_rank * self.num_local_experts
         local = everyones - first
         local = torch.where((local >= 0) & (local < self.num_local_experts), local, -1)
-        plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
+        local_plan = DispatchPlan.from_routing(Routing(local, local), self.num_local_experts)
         counts = [sum(row[4 + first + e] for row in heads) for e in range(self.num_local_experts)]
         depth = self.agreed_depth(depth, max(row[3] for row in heads))
-        return _Gathered(self, plan, counts, longest, top_k, depth)
+        return _Gathered(self, local_plan, counts, longest, top_k, depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         head = torch.zeros(4 + self.num_experts, dtype=torch.int64, device=device)
@@ -58,8 +60,8 @@ class AllGatherExchange(GroupExchange):
 
     def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
         """Return a row for each rank: failure flag, T, K, depth, number of choices of each expert."""
-        heads = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
-        heads = heads.view(self.ep_size, -1).tolist()  # the one look of the host
+        gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
+        heads = gathered.view(self.ep_size, -1).tolist()  # the only synchronization with the device
         failed = [rank for rank, row in enumerate(heads) if row[0]]
         if failed:
             self.raise_on_all_ranks(failed, error, head.device)
@@ -117,12 +119,12 @@ class _Gather(torch.autograd.Function):
     """[T, ...] on every rank -> [W * T', ...] of all ranks, padded with zeros."""
 
     @staticmethod
-    def forward(ctx, x, longest: int, group, wire):
+    def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
         ctx.length, ctx.group, ctx.wire = x.shape[0], group, wire
         return _gather(x, longest, group, wire)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _SumScatter.apply(grad, ctx.length, ctx.group, ctx.wire), None, None, None
 
 
@@ -130,10 +132,10 @@ class _SumScatter(torch.autograd.Function):
     """The adjoint of `_Gather`: every rank's sums for all tokens -> the total for this rank's tokens."""
 
     @staticmethod
-    def forward(ctx, x, length: int, group, wire):
+    def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
         ctx.longest, ctx.group, ctx.wire = x.shape[0] // group.size(), group, wire
         return _sum_scatter(x, length, group, wire)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _Gather.apply(grad, ctx.longest, ctx.group, ctx.wire), None, None, None

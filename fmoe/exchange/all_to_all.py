@@ -7,6 +7,7 @@ Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows tha
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,27 @@ from fmoe.exchange.collectives import all_gather, all_reduce, all_to_all
 from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.call import ExpertCall
+from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
 
 _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
+
+
+class _Agreed(NamedTuple):
+    """Result of an exchange of counts.
+
+    Attributes:
+        tensors, on_host: the counts (`AllToAllExchange._exchange_counts`), on the device and on the host.
+        shadowed: experts to send to all ranks, with this rank's rows of each.
+        needed: number of chunks that ``max_rows`` needs.
+        depth: backward depth of all ranks.
+    """
+
+    tensors: list[Tensor]
+    on_host: list[Counts]
+    shadowed: list[tuple[int, int]]
+    needed: int
+    depth: int
 
 
 class AllToAllExchange(base.GroupExchange):
@@ -58,7 +77,7 @@ class AllToAllExchange(base.GroupExchange):
             raise UserError(f"exchange_options: max_rows={max_rows!r} is below 2 * num_experts={2 * num_experts}")
         self.chunks, self.max_rows, self.shadow, self.cost = chunks, max_rows, shadow, cost
 
-    def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
+    def prepare(self, facts: Mapping[str, Any], experts: nn.Module, device: torch.device) -> None:
         if not self.shadow:
             return super().prepare(facts, experts, device)
         try:
@@ -78,14 +97,14 @@ class AllToAllExchange(base.GroupExchange):
         Raises:
             UserError: the experts cannot be shadowed.
         """
-        if not hasattr(experts, "shadow"):
+        if (shadow := getattr(experts, "shadow", None)) is None:
             raise UserError(
                 f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
                 f"kind without buffers), not {type(experts).__name__}"
             )
         if getattr(experts, "_is_fsdp_managed_module", False):
             raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
-        return experts.shadow(0)
+        return shadow(0)
 
     def describe(self) -> str:
         return (
@@ -94,44 +113,45 @@ class AllToAllExchange(base.GroupExchange):
         )
 
     def open(self, plan: DispatchPlan, depth: int) -> "Dispatch | ChunkedDispatch":
-        return self._agree(plan, plan.count_E, None, depth)
+        tensors, on_host, shadowed, needed, depth = self._agree(plan.count_E, None, depth)
+        hops, counts_PX, order_E = self._hops(tensors, on_host)
+        num_chunks = max(self.chunks, needed)
+        if num_chunks == 1 and not shadowed:
+            plan = plan if order_E is None else plan.arranged(1, order_E)
+            return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
+        plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
+        chunks = self._chunks(plan, hops, counts_PX, num_chunks, depth)
+        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
+        return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Join the exchange of counts with a flag instead of rows: all ranks raise."""
-        self._agree(None, torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
+        self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
-    def _agree(
-        self, plan: DispatchPlan | None, count_E: Tensor, error: Exception | None, depth: int
-    ) -> "Dispatch | ChunkedDispatch":
+    def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
         """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed."""
-        shadowed = self._choose_shadows(count_E) if self.shadow else []
+        shadowed = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else []
         if shadowed:
             ids = torch.tensor([expert for expert, _ in shadowed], device=count_E.device, dtype=torch.int64)
             count_E = count_E.index_fill(0, ids, 0)
         flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
         tensors, received = self._exchange_counts(count_E, flag)
-        needed = [] if self.max_rows is None else [self._chunks_needed(received)]
-        on_host = _to_host([*tensors, *needed])  # the only synchronization with the device
-        needed = on_host.pop()[0][0] if needed else 1
+        bound = [] if self.max_rows is None else [self._chunks_needed(received, self.max_rows)]
+        on_host = _to_host([*tensors, *bound])  # the only synchronization with the device
+        needed = on_host.pop()[0][0] if bound else 1
         flags = [row[-1] for row in on_host[-1]]
         if max(flags) >= _DEPTHS:
             self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
-        hops, counts_PX, order_E = self._hops(tensors, on_host)
-        depth, num_chunks = self.agreed_depth(depth, max(flags)), max(self.chunks, needed)
-        if num_chunks == 1 and not shadowed:
-            plan = plan if order_E is None else plan.arranged(1, order_E)
-            return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
-        plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
-        chunks = self._chunks(hops, counts_PX, num_chunks, depth)
-        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
-        return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
+        return _Agreed(tensors, on_host, shadowed, needed, self.agreed_depth(depth, max(flags)))
 
-    def _chunks(self, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int) -> "list[Dispatch]":
+    def _chunks(
+        self, plan: DispatchPlan, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int
+    ) -> "list[Dispatch]":
         chunks = []
         for chunk in range(num_chunks):
             counts_L = self._per_expert(chunk_of(counts_PX, chunk, num_chunks))
             parts = [hop.chunk(chunk, num_chunks).hop(self.wire_dtype) for hop in hops]
-            chunks.append(Dispatch(None, parts, counts_L, depth))
+            chunks.append(Dispatch(plan, parts, counts_L, depth))
         return chunks
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
@@ -139,18 +159,18 @@ class AllToAllExchange(base.GroupExchange):
         num_local = self.num_local_experts
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
-    def _choose_shadows(self, count_E: Tensor) -> list[tuple[int, int]]:
+    def _choose_shadows(self, count_E: Tensor, cost: Cost) -> list[tuple[int, int]]:
         """Experts to send to all ranks, with this rank's rows of each."""
-        loads_WE = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
-        loads_WE = loads_WE.view(self.ep_size, -1).tolist()
-        chosen = choose(loads_WE, self.num_local_experts, self.shadow, self.cost)
+        gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
+        loads_WE = gathered.view(self.ep_size, -1).tolist()
+        chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
         return [(expert, loads_WE[self.ep_rank][expert]) for expert in chosen]
 
-    def _chunks_needed(self, received: list[Tensor]) -> Tensor:
+    def _chunks_needed(self, received: list[Tensor], max_rows: int) -> Tensor:
         num_rows = torch.stack([counts.sum() for counts in received]).max()
         # An expert's rows of one sender are split as evenly as possible: at most one per chunk more than R / chunks.
-        needed = -(-num_rows // (self.max_rows - self.num_experts))
-        needed = torch.where(num_rows <= self.max_rows, 1, needed).view(1, 1)
+        needed = -(-num_rows // (max_rows - self.num_experts))
+        needed = torch.where(num_rows <= max_rows, 1, needed).view(1, 1)
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -189,13 +209,13 @@ class Dispatch:
     """Rows to the ranks of their experts, through the experts, and back.
 
     Args:
-        plan: None for a part of a `ChunkedDispatch`.
+        plan: of all chunks, for a part of a `ChunkedDispatch`.
         hops: one; two for the hierarchical exchange.
         counts: rows of each local expert.
         depth: largest backward depth of any rank (`base.GroupExchange.open`).
     """
 
-    def __init__(self, plan: DispatchPlan | None, hops: list[Hop], counts: list[int], depth: int):
+    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
         self.plan, self.hops, self.counts, self.depth = plan, hops, counts, depth
         self.num_rows = sum(hops[0].send)
 
@@ -206,9 +226,10 @@ class Dispatch:
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Rows in the order of the plan -> the outputs of their experts."""
+        arrived = list(rows)
         for hop in self.hops:
-            rows = [hop.forward(r) for r in rows]
-        outputs = self.compute(list(rows), experts)
+            arrived = [hop.forward(r) for r in arrived]
+        outputs = self.compute(arrived, experts)
         for hop in reversed(self.hops):
             outputs = [hop.back(y) for y in outputs]
         return outputs
@@ -227,7 +248,13 @@ class ChunkedDispatch:
         is_bounded: one chunk after the other, recomputed in the backward pass.
     """
 
-    def __init__(self, plan: DispatchPlan, chunks: list[Dispatch], shadowed: Shadowed | None, is_bounded: bool = False):
+    def __init__(
+        self,
+        plan: DispatchPlan | PaddedPlan,
+        chunks: list[Dispatch],
+        shadowed: Shadowed | None = None,
+        is_bounded: bool = False,
+    ):
         self.plan, self.chunks, self.shadowed, self.is_bounded = plan, chunks, shadowed, is_bounded
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
@@ -235,7 +262,7 @@ class ChunkedDispatch:
         sizes = [chunk.num_rows for chunk in self.chunks] + ([self.shadowed.num_rows] if self.shadowed else [])
         rows = [self.plan.permute(join_graph(x, self.chunks[0].depth == 2), sum(sizes)) for x in inputs]
         parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
-        at_home = parts.pop() if self.shadowed else None
+        at_home = list(parts.pop()) if self.shadowed else []
         if len(parts) == 1:
             outputs = [self.chunks[0].through(*parts[0], experts=experts)]
         elif self.is_bounded:
@@ -246,7 +273,7 @@ class ChunkedDispatch:
         else:
             outputs = self._overlapped(parts, experts)
         if self.shadowed:
-            outputs.append(self.shadowed.run(list(at_home), experts))
+            outputs.append(self.shadowed.run(at_home, experts))
         joined = [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
         return [self.plan.combine(y, weight_TK) for y in joined]
 

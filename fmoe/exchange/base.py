@@ -55,17 +55,19 @@ class Exchange(Protocol):
 
     Attributes:
         ep_rank, ep_size: this rank's place in the group, and the group's size.
-        group: None for a single rank.
+        group: None for a single rank; read-only.
         num_experts, num_local_experts: E and L.
         traffic: bytes that this rank has sent to others, in forward and backward passes.
     """
 
     ep_rank: int
     ep_size: int
-    group: dist.ProcessGroup | None
     num_experts: int
     num_local_experts: int
     traffic: Traffic
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
 
     def session(
         self, name: str, facts: Facts, experts: nn.Module, x: Any, gate_runs_collectives: bool = False
@@ -104,7 +106,7 @@ class GroupExchange:
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
         self._is_prepared = False
 
-    def __deepcopy__(self, memo) -> "GroupExchange":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupExchange":
         return self  # process groups cannot be copied, and the rest belongs to the group
 
     @contextmanager

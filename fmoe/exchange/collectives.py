@@ -140,7 +140,12 @@ class GroupMonitor:
         reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
-        self._has_posted = self._ask(lambda store: store.set("fmoe/failed", text) or True) is True
+
+        def post(store: dist.Store) -> bool:
+            store.set("fmoe/failed", text)
+            return True
+
+        self._has_posted = self._ask(post) is True
 
     def _timeout(self) -> float:
         group = self._group()
@@ -175,7 +180,7 @@ class GroupMonitor:
         self._ask(lambda store: store.set(f"fmoe/at/{self.rank}", text))
 
     def _raise_if_failed(self, number: int) -> None:
-        def failure(store):
+        def failure(store: dist.Store) -> Any:
             return json.loads(store.get("fmoe/failed")) if store.check(["fmoe/failed"]) else None
 
         found = self._ask(failure)
@@ -185,7 +190,7 @@ class GroupMonitor:
     def _absent(self, number: int) -> list[int] | None:
         """Return the ranks that have not reported this collective or a later one; None if the store is gone."""
 
-        def at(store):
+        def at(store: dist.Store) -> list[int]:
             keys = {rank: f"fmoe/at/{rank}" for rank in self.ranks}
             return [r for r, key in keys.items() if not store.check([key]) or json.loads(store.get(key))[0] < number]
 
@@ -201,14 +206,15 @@ class GroupMonitor:
 
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
         """Return the store's answer; None if the store is gone."""
+        store = self._store
+        if store is None:
+            return None
         answers: list[Any] = []
 
         def call() -> None:
             with contextlib.suppress(Exception):
-                answers.append(question(self._store))
+                answers.append(question(store))
 
-        if self._store is None:
-            return None
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(_STORE_SECONDS)
@@ -240,8 +246,6 @@ def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
 class Pending:
     """A collective in flight; keeps its tensors alive."""
 
-    _work: collectives.Started | None
-
     def __init__(
         self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
     ):
@@ -262,7 +266,7 @@ class Pending:
             self._work.wait()
             if for_host:
                 self._monitor.wait_on_device(self._work, self._what, self._number)
-        self._work, self._read = None, ()
+        del self._work, self._read
         return self._result
 
 
@@ -296,7 +300,9 @@ def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of
     return Pending(monitor, work, what, part.nbytes * (group.size() - 1), out, part)
 
 
-def all_reduce(group: dist.ProcessGroup, value: Tensor, op=dist.ReduceOp.SUM, what: str = "reduction") -> Pending:
+def all_reduce(
+    group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, what: str = "reduction"
+) -> Pending:
     """``all_reduce`` in place, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
@@ -323,7 +329,7 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 @contextlib.contextmanager
-def _start_errors(monitor: GroupMonitor, what: str):
+def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
     """Turn the error of a connection that broke earlier into a PeerError: starting the next collective raises it."""
     try:
         yield

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,12 @@ from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.collectives import PeerError, all_to_all, timeout_of
 from fmoe.exchange.hops import Counts, HopCounts
 
-_subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple]]" = weakref.WeakKeyDictionary()
+Subgroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of the node, and of the ranks of one index
+
+_subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]" = weakref.WeakKeyDictionary()
 
 
-def node_groups(group: dist.ProcessGroup, node_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
     """Return the group of this rank's node and the group of the ranks of its index; made once for each group and size.
 
     Called by every rank of ``group``.
@@ -35,8 +38,9 @@ def node_groups(group: dist.ProcessGroup, node_size: int) -> tuple[dist.ProcessG
         node = ranks[own // node_size * node_size :][:node_size]
         peers = ranks[own % node_size :: node_size]
         timeout = timedelta(seconds=timeout_of(group))
-        known[node_size] = tuple(
-            dist.new_group(part, timeout, use_local_synchronization=True) for part in (node, peers)
+        known[node_size] = (
+            dist.new_group(node, timeout, use_local_synchronization=True),
+            dist.new_group(peers, timeout, use_local_synchronization=True),
         )
     return known[node_size]
 
@@ -56,8 +60,8 @@ class HierarchicalExchange(AllToAllExchange):
         num_experts: int,
         *,
         node_size: int | None = None,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
-        **options,
+        groups: Subgroups | None = None,
+        **options: Any,
     ):
         super().__init__(group, num_experts, **options)
         if groups is not None:

@@ -5,7 +5,8 @@ segments.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,15 @@ class Hop:
 
     Attributes:
         send, receive: rows to and from each peer.
-        order_R: index, among the rows as they arrive, of each row in the order needed; None if the two orders are
-            equal.
-        inverse_R: the inverse of ``order_R``.
+        order: index, among the rows as they arrive, of each row in the order needed, and the inverse of this index;
+            None if the two orders are equal.
         wire_dtype: dtype of rows on the wire; None for their own.
     """
 
     group: dist.ProcessGroup
     send: list[int]
     receive: list[int]
-    order_R: Tensor | None = None
-    inverse_R: Tensor | None = None
+    order: tuple[Tensor, Tensor] | None = None
     wire_dtype: torch.dtype | None = None
 
     def forward(self, rows_MD: Tensor) -> Tensor:
@@ -62,12 +61,12 @@ class Hop:
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """From the wire to the order needed, in one pass."""
-        return rows.to(dtype) if self.order_R is None else reorder(rows, self.order_R, self.inverse_R, dtype)
+        return rows.to(dtype) if self.order is None else reorder(rows, *self.order, dtype)
 
     def pack(self, rows: Tensor) -> Tensor:
         """The inverse of `unpack`: as rows travel back."""
         dtype = self._wire(rows)
-        return rows.to(dtype) if self.order_R is None else reorder(rows, self.inverse_R, self.order_R, dtype)
+        return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
     def _wire(self, rows: Tensor) -> torch.dtype:
         return rows.dtype if self.wire_dtype is None or not rows.is_floating_point() else self.wire_dtype
@@ -94,8 +93,8 @@ class HopCounts:
         send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
         # One segment per peer is in order already, because keys rise with peers.
         is_sorted = self.key_PX.shape[1] == 1
-        order = (None, None) if is_sorted else segment_order(self.receive, self.key_PX, sum(receive))
-        return Hop(self.group, send, receive, *order, wire_dtype)
+        order = None if is_sorted else segment_order(self.receive, self.key_PX, sum(receive))
+        return Hop(self.group, send, receive, order, wire_dtype)
 
     def chunk(self, chunk: int, num_chunks: int) -> "HopCounts":
         """Return the counts of one chunk."""
@@ -138,24 +137,24 @@ def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, *rows):
+    def forward(ctx: Any, out: Tensor, *rows: Tensor) -> Tensor:
         ctx.save_for_backward(out.new_empty(0))
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # here a checkpoint begins to recompute
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, hop: Hop, back: bool):
+    def forward(ctx: Any, rows: Tensor, hop: Hop, back: bool) -> Tensor:
         ctx.hop, ctx.back = hop, back
         return hop.launch(rows, back).wait()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _AllToAll.apply(grad, ctx.hop, not ctx.back), None, None
 
 
@@ -174,8 +173,8 @@ class Handle:
     back: bool
     dtype: torch.dtype
     rows: Tensor | None = None
-    pending: Pending | None = None
-    grads: list[Pending] | None = None
+    pending: list[Pending] = field(default_factory=list)
+    grads: list[Pending] = field(default_factory=list)
 
     def wait(self) -> Tensor:
         """Return the rows; once."""
@@ -188,15 +187,15 @@ class _Start(torch.autograd.Function):
     """Start the collective. The result must not be read: `_Wait` returns the rows."""
 
     @staticmethod
-    def forward(ctx, rows, handle: Handle):
-        ctx.handle, handle.grads = handle, []
-        handle.pending = handle.hop.launch(rows, handle.back)
+    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
+        ctx.handle = handle
+        handle.pending.append(handle.hop.launch(rows, handle.back))
         # In the dtype of the rows, so that autograd passes their gradient as it is.
         size = sum(handle.hop.send if handle.back else handle.hop.receive)
         return rows.new_empty(()).expand(size, *rows.shape[1:])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         handle = ctx.handle
         if torch.is_grad_enabled():  # for second derivatives (create_graph) `_Wait` left the exchange to this
             return _AllToAll.apply(grad, handle.hop, not handle.back), None
@@ -207,13 +206,12 @@ class _Wait(torch.autograd.Function):
     """Wait for rows; in the backward pass start the collective of their gradients."""
 
     @staticmethod
-    def forward(ctx, rows, handle: Handle):
+    def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
-        pending, handle.pending = handle.pending, None
-        return pending.wait()
+        return handle.pending.pop().wait()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         handle = ctx.handle
         if torch.is_grad_enabled():
             return grad, None

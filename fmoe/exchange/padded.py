@@ -62,7 +62,7 @@ class PaddedExchange(GroupExchange):
         return PaddedPlan(super().plan(routing), slots, self.chunks)
 
     def open(self, plan: PaddedPlan, depth: int) -> Dispatch | ChunkedDispatch:
-        slots, device = -(-self.slots // self.chunks) * self.chunks, plan.inverse_TK.device
+        slots, device = plan.slots, plan.inverse_TK.device
         if self._counts is None or self._counts.receive.device != device:
             counts = [[slots] * self.num_local_experts] * self.ep_size
             on_device = torch.tensor(counts, device=device, dtype=torch.int64)
@@ -73,7 +73,7 @@ class PaddedExchange(GroupExchange):
             Dispatch(plan, [self._counts.chunk(chunk, self.chunks).hop(self.wire_dtype)], rows, depth)
             for chunk in range(self.chunks)
         ]
-        return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks, None)
+        return chunks[0] if self.chunks == 1 else ChunkedDispatch(plan, chunks)
 
     def describe(self) -> str:
         return f"PaddedExchange(chunks={self.chunks}, slots={self.slots}, wire_dtype={self.wire_dtype})"

@@ -8,8 +8,9 @@ Shape letters: W ranks, E experts of all ranks, L experts of a rank.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +54,9 @@ class Cost:
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
     """Return the experts to shadow: the number of hottest experts, up to ``most``, that makes the pass fastest. All
     numbers are tried, because one expert changes nothing if two ranks are equally slow."""
-    loads_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
-    hottest = loads_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
-    count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(loads_WE, num_local, hottest[:n]))
+    load_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
+    hottest = load_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
+    count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(load_WE, num_local, hottest[:n]))
     return hottest[:count]
 
 
@@ -66,7 +67,7 @@ def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, 
     payload = torch.zeros(group.size() * (1 << 16), dtype=torch.float32, device=device)
     matrix = torch.zeros(256, 256, dtype=dtype, device=device)
 
-    def seconds_of(run, repeats: int = 3) -> float:
+    def seconds_of(run: Callable[[], object], repeats: int = 3) -> float:
         run()  # the first one connects and warms up
         _synchronize(device)
         begin = time.perf_counter()
@@ -138,7 +139,7 @@ class _Broadcast(torch.autograd.Function):
     """See `broadcast_parameters`."""
 
     @staticmethod
-    def forward(ctx, group, owner, joins, *tensors):
+    def forward(ctx: Any, group: dist.ProcessGroup, owner: int, joins: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.owner = group, owner
         flat = torch.cat([t.reshape(-1) for t in tensors])
         broadcast(group, flat, owner, "lending of an expert").wait()
@@ -146,7 +147,7 @@ class _Broadcast(torch.autograd.Function):
         return tuple(_unflatten(flat, ctx.like))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UserError("shadowed experts have no second derivatives (create_graph=True): use shadow=0")
         flat = torch.cat([g.reshape(-1) for g in grads])

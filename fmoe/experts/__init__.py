@@ -91,7 +91,7 @@ def build_experts(
         raise UserError(f"expert_options={dict(options)!r} are for experts given by name: set them on the expert")
     if isinstance(expert, nn.Module):
         raise UserError(f"expert is one module, {type(expert).__name__}: give a class, or {num_experts} modules")
-    sources = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
+    sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
         raise UserError(f"expert has {len(sources)} entries, num_experts={num_experts}")
     modules = []

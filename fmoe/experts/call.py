@@ -4,6 +4,7 @@ Shape letters: T tokens, K experts per token, R rows, L experts of this rank.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class ExpertCall:
     Raises:
         UserError: tokens and experts have different dtypes, without autocast.
     """
+
+    module: Any  # an nn.Module; its type lacks the experts' own methods
 
     def __init__(self, module: nn.Module, name: str, x_TD: Tensor, training: bool):
         self.module, self.name = module, name
@@ -94,6 +97,6 @@ class ExpertCall:
         return outputs
 
 
-def is_unchanged(owner: object, name: str, function: Callable) -> bool:
+def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
     """Return whether a call of the method runs ``function``: neither a subclass nor the instance replaces it."""
     return getattr(type(owner), name) is function and name not in owner.__dict__

@@ -21,6 +21,8 @@ from fmoe.errors import UserError
 from fmoe.kernels.ffn import expert_ffn, gate
 from fmoe.kernels.rows import combine, permute
 
+Stacks = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out
+
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
     "te": ("transformer_engine.pytorch", "pip install --no-build-isolation 'transformer_engine[pytorch]'"),
@@ -94,15 +96,14 @@ def ffn(
     _check_rows(backend, rows_MD)
     counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
-    total = sum(counts)
-    if total and backend == "sonicmoe":
+    if sum(counts) and backend == "sonicmoe":
         return _by_sonic(rows_MD, stacks, counts, inverse_TK, weight_TK)
-    rows = rows_MD if perm_N is None else permute(rows_MD, perm_N, inverse_TK, total)
-    if total:
-        out = _by_te(rows, stacks, counts, activation, gated)
-    else:  # gradients of zero, not None
-        out = expert_ffn(rows, *stacks, counts, activation, gated)
-    return out if perm_N is None else combine(out, weight_TK, inverse_TK)
+    # Without rows by torch: gradients are zero then, not None.
+    of_rows = _by_te if sum(counts) else _by_torch
+    if perm_N is None or inverse_TK is None or weight_TK is None:
+        return of_rows(rows_MD, stacks, counts, activation, gated)
+    rows = permute(rows_MD, perm_N, inverse_TK, sum(counts))
+    return combine(of_rows(rows, stacks, counts, activation, gated), weight_TK, inverse_TK)
 
 
 def _check_rows(backend: str, rows: Tensor) -> None:
@@ -110,7 +111,15 @@ def _check_rows(backend: str, rows: Tensor) -> None:
         raise UserError(f"backend={backend!r} is for 16 bits on a GPU: rows are {rows.dtype} on {rows.device}")
 
 
-def _by_te(rows, stacks, counts, activation, gated) -> Tensor:
+def _by_torch(
+    rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
+) -> Tensor:
+    return expert_ffn(rows, *stacks, counts, activation, gated)
+
+
+def _by_te(
+    rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
+) -> Tensor:
     """Its module takes a parameter an expert: those are slices of the stack, whose gradients autograd stacks again,
     which is a pass over the gradients of the weights that our own operations do not have."""
     w_in, b_in, w_out, b_out = stacks
@@ -133,13 +142,15 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
     return _module("te").GroupedLinear(experts, width, height, **options)
 
 
-def _by_sonic(rows, stacks, counts, inverse_TK, weight_TK) -> Tensor:
+def _by_sonic(
+    rows: Tensor, stacks: Stacks, counts: list[int], inverse_TK: Tensor | None, weight_TK: Tensor | None
+) -> Tensor:
     """It has rows of gate and value in turn where ours follow each other: a pass over the first matrices, and over
     their gradients."""
     package = _module("sonicmoe")
     w_in, b_in, w_out, b_out = stacks
     experts, device = len(counts), rows.device
-    if inverse_TK is None:
+    if inverse_TK is None or weight_TK is None:
         token = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
         expert = torch.repeat_interleave(
             torch.arange(experts, dtype=torch.int64, device="cpu"),

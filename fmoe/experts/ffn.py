@@ -6,7 +6,7 @@ Shape letters: R rows, L experts of this rank, D model width, H hidden width.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
 Counts = Tensor | Sequence[int]  # rows of each expert
-Parameters = tuple[Tensor | None, ...]  # weight_in, bias_in, weight_out, bias_out
+Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -51,17 +51,18 @@ class Stacked(nn.Module):
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        parametrized = [getattr(part, "original", None) for part in getattr(self, "parametrizations", {}).values()]
-        for parameter in (*self.parameters(recurse=False), *parametrized):
+        parametrizations = getattr(self, "parametrizations", {}).values()
+        marked: list[Any] = [getattr(part, "original", None) for part in parametrizations]
+        for parameter in (*self.parameters(recurse=False), *marked):
             if parameter is not None:
                 parameter.is_stacked = True
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
         self._mark_parameters()
         return self
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         ownership.enrol(self)
         self._mark_parameters()  # copies of parameters have lost the mark
@@ -204,8 +205,7 @@ class FFNExperts(Stacked):
             counts_L: rows of each expert; a tensor on the CPU or numbers.
             keys_R: int64, of the dropout noise of each row; None draws it from torch's default generator.
         """
-        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-        return self._run(parameters, rows_RD, counts_L, keys_R)
+        return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
 
     @property
     def kind(self) -> str:
@@ -223,8 +223,9 @@ class FFNExperts(Stacked):
     ) -> Tensor:
         """`forward` of experts of other ranks, given what their `shadow` returned."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
-        own = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-        return self._run(tuple(None if p is None else next(stacks) for p in own), rows_RD, counts, keys_R)
+        weight_in, bias_in = next(stacks), None if self.bias_in is None else next(stacks)
+        weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
+        return self._run((weight_in, bias_in, weight_out, bias_out), rows_RD, counts, keys_R)
 
     def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
@@ -254,8 +255,7 @@ class FFNExperts(Stacked):
         Returns:
             ``sum_k weight_tk * output of expert (t, k)``, [T, D].
         """
-        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-        x_TD, parameters = _autocast(x_TD, parameters)
+        x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         if operation := self._backend_ffn(x_TD, parameters):
             arguments = plan.fused_arguments(weight_TK)
             return operation(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
@@ -298,5 +298,6 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
     device = rows_RD.device.type
     if not torch.is_autocast_enabled(device):
         return rows_RD, parameters
-    dtype = torch.get_autocast_dtype(device)
-    return rows_RD.to(dtype), tuple(None if p is None else p.to(dtype) for p in parameters)
+    dtype, (weight_in, bias_in, weight_out, bias_out) = torch.get_autocast_dtype(device), parameters
+    bias_in, bias_out = (None if bias is None else bias.to(dtype) for bias in (bias_in, bias_out))
+    return rows_RD.to(dtype), (weight_in.to(dtype), bias_in, weight_out.to(dtype), bias_out)

@@ -68,7 +68,9 @@ class ModuleExperts(nn.ModuleList):
         return ModuleExperts._run(calls, [self[0]] * len(calls), rows, counts)
 
     @staticmethod
-    def _run(calls: Sequence[Callable], modules: Sequence[nn.Module], rows: Any, counts_L) -> Any:
+    def _run(
+        calls: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], rows: Any, counts_L: Tensor | Sequence[int]
+    ) -> Any:
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else list(counts_L)
         leaves, nest = pytree.tree_flatten(rows)
         outputs, begin = [], 0
@@ -96,8 +98,8 @@ class ModuleExperts(nn.ModuleList):
         for index, expert in enumerate(self, self.first_expert):
             with random.keyed("expert", self.seed, index):
                 for module in expert.modules():
-                    if hasattr(module, "reset_parameters"):
-                        module.reset_parameters()
+                    if (reset := getattr(module, "reset_parameters", None)) is not None:
+                        reset()
 
 
 def _call_with(module: nn.Module, parameters: dict[str, Tensor], *args: Any) -> Any:
@@ -112,5 +114,5 @@ def _takes_count(module: nn.Module) -> bool:
     )
 
 
-def _describe(shape: tuple) -> str:
+def _describe(shape: tuple[Any, list[torch.Size]]) -> str:
     return f"shape {[tuple(s) for s in shape[1]]}"

@@ -42,8 +42,8 @@ class SharedExpert(nn.Module):
         if isinstance(self.expert, FFNExperts):
             self.expert.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
         for part in (self.expert, self.output_gate):
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+            if (reset := getattr(part, "reset_parameters", None)) is not None:
+                reset()
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> [T, D]."""

@@ -8,6 +8,7 @@ Shape letters: R rows, L experts of this rank, W ranks of the group.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class ShardedFFNExperts(FFNExperts):
         UserError: the group's size does not divide ``d_hidden``.
     """
 
-    def __init__(self, num_experts: int, d_model: int, d_hidden: int, *, group: dist.ProcessGroup, **options):
+    def __init__(self, num_experts: int, d_model: int, d_hidden: int, *, group: dist.ProcessGroup, **options: Any):
         self.hidden_parts, self.hidden_part = group.size(), group.rank()
         if d_hidden % self.hidden_parts:
             raise UserError(
@@ -62,9 +63,9 @@ class ShardedFFNExperts(FFNExperts):
     def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
         """Collective over the group; otherwise as `FFNExperts`."""
         counts_L = torch.as_tensor(counts_L, dtype=torch.int64, device=rows_RD.device)
-        counts_WL = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
-        collectives.run(dist.all_gather, counts_WL, counts_L, group=self.group)
-        counts_WL = torch.stack(counts_WL)
+        gathered = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
+        collectives.run(dist.all_gather, gathered, counts_L, group=self.group)
+        counts_WL = torch.stack(gathered)
         shards = TokenShards(self.group, tuple(counts_WL.sum(1).tolist()))
         # Sorted by expert on each rank; by expert over all ranks is what the experts want.
         expert_R = torch.arange(self.num_experts, device=rows_RD.device, dtype=torch.int64).repeat(self.hidden_parts)
@@ -72,7 +73,7 @@ class ShardedFFNExperts(FFNExperts):
         rows_RD = shards.gather(rows_RD)[order_R]
         if keys_R is not None:
             keys_R = shards.all_gather(keys_R)[order_R]
-        bias_out = self.bias_out
+        bias_out: Tensor | None = self.bias_out
         if bias_out is not None:  # the sum over ranks has it once; its gradient is whole on each
             bias_out = bias_out / self.hidden_parts + (bias_out - bias_out.detach()) * (1 - 1 / self.hidden_parts)
         parameters = (self.weight_in, self.bias_in, self.weight_out, bias_out)

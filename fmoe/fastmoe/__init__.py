@@ -49,6 +49,6 @@ for _path, _module in _PATHS.items():
     setattr(sys.modules[_parent], _name, _module)
 for _name in _GATES:
     setattr(fmoe.gates, _name, getattr(gates, _name))
-fmoe.gates.FasterGate = faster_gate.FasterGate
+setattr(fmoe.gates, faster_gate.FasterGate.__name__, faster_gate.FasterGate)
 
 __all__ = ["DistributedGroupedDataParallel", "FMoE", "FMoELinear", "FMoETransformerMLP"]

@@ -102,7 +102,7 @@ class DistributedGroupedDataParallel(nn.Module):
         }
         parts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = {}
         for parameter in self.module.parameters():
-            name = getattr(parameter, "dp_comm", "none" if parameter in alone else "dp")
+            name = str(getattr(parameter, "dp_comm", "none" if parameter in alone else "dp"))
             parts.setdefault((name, parameter.dtype), []).append(parameter)
         for (name, _), parameters in parts.items():
             if name in self.comms:

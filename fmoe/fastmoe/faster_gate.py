@@ -30,6 +30,8 @@ class FasterGate(NaiveGate):
         mask: bool [E], True for experts of other nodes.
     """
 
+    mask: Tensor
+
     def __init__(self, d_model: int, n_expert: int, world_size: int, node_rank: int, gate_bias: bool = True):
         super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
         self.node_rank = node_rank
@@ -52,7 +54,7 @@ class FasterGate(NaiveGate):
         super().reset_parameters()
         self._fill_mask()
 
-    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, 2] and score [T, 2]."""
         logits_TE = self.gate(inp)
         top_TK, free_TK = logits_TE.topk(2, dim=-1)

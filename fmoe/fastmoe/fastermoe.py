@@ -104,6 +104,7 @@ def _fmoe_general_global_forward(
     stored = stored_models.nonzero().view(-1).tolist() if world_size > 1 else []
     if stored and experts is None:
         raise UserError("experts=None: shadowing needs the modules that expert_fn calls")
+    modules = experts or ()
     is_stored = torch.isin(gate, torch.tensor(stored, dtype=gate.dtype, device=gate.device))
     pos, sent, received, counts_L, num_rows = prepare_forward(gate.masked_fill(is_stored, -1), n_expert, world_size)
     token = torch.div(pos, top_k, rounding_mode="floor")
@@ -116,11 +117,11 @@ def _fmoe_general_global_forward(
     out = MOEGather.apply(torch.cat(outputs), pos, sent, received, gate.numel(), world_size)
     for expert in stored:
         owner, index = divmod(expert, n_expert)
-        names, own = zip(*experts[index].named_parameters(), strict=True)
+        names, own = zip(*modules[index].named_parameters(), strict=True)
         parameters = broadcast_parameters(moe_group_of(world_size), owner, own)
         place = (gate.reshape(-1) == expert).nonzero().view(-1)
         rows = inp.index_select(0, torch.div(place, top_k, rounding_mode="floor"))
-        with _reparametrize_module(experts[index], dict(zip(names, parameters, strict=True))):
+        with _reparametrize_module(modules[index], dict(zip(names, parameters, strict=True))):
             out = out.index_add(
                 0, place, expert_fn(rows, torch.tensor([len(rows)], dtype=torch.int64, device="cpu"), index)
             )

@@ -7,6 +7,8 @@ Shape letters: T tokens, K choices, D width, L experts per rank, W ranks, M choi
 rank's experts get.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +31,7 @@ def get_torch_default_comm() -> dist.ProcessGroup:
     """
     if not dist.is_initialized():
         raise UserError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
-    return dist.group.WORLD
+    return dist.distributed_c10d._get_default_group()
 
 
 def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
@@ -81,6 +83,7 @@ def count_by_gate(
 @torch.no_grad()
 def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Return `count_by_gate` with counts on the host, the number of rows of each of this rank's experts [L], and R."""
+    pos: Any
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     sent, received = torch.stack([local_expert_count, global_expert_count]).cpu()
     fwd_expert_count = received.view(world_size, num_expert).sum(0)
@@ -149,9 +152,9 @@ class AllGather:
         if world_size == 1:
             return inp
         group = get_torch_default_comm() if group is None else group
-        lengths = [torch.zeros(1, dtype=torch.int64, device=inp.device) for _ in range(world_size)]
-        collectives.run(dist.all_gather, lengths, lengths[rank].new_tensor([inp.shape[0]]), group=group)
-        lengths = torch.cat(lengths).tolist()
+        gathered = [torch.zeros(1, dtype=torch.int64, device=inp.device) for _ in range(world_size)]
+        collectives.run(dist.all_gather, gathered, gathered[rank].new_tensor([inp.shape[0]]), group=group)
+        lengths = torch.cat(gathered).tolist()
         bounds = [slice_bounds(sum(lengths), part, world_size) for part in range(world_size)]
         if lengths != [end - begin for begin, end in bounds]:
             raise UserError(

@@ -156,7 +156,7 @@ class GShardGate(NaiveGate):
         super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
         self.capacity, self.random_routing = capacity, random_routing
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, K], -1 for dropped choices, and score [T, K]."""
         index_TK, score_TK, logits_TE = super().forward(x, return_all_scores=True)
         self.set_loss(balance_loss(logits_TE, index_TK[:, 0]))
@@ -200,7 +200,7 @@ class SwitchGate(NaiveGate):
         super().__init__(d_model, num_expert, world_size, top_k=topk, gate_bias=gate_bias)
         self.switch_eps, self.capacity = switch_eps, capacity
 
-    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, K], -1 if the expert is full, and score [T, K]."""
         logits_TE = self.gate(inp)
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
@@ -224,7 +224,7 @@ class SwipeGate(NaiveGate):
 
     runs_collectives = True
 
-    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [T, D] to index [T, K] and score [T, K], a softmax over the logits of the assigned experts."""
         logits_TE = self.gate(inp)
         index_TK = logits_TE.topk(self.top_k, dim=-1).indices

@@ -4,7 +4,7 @@ Shape letters: T tokens of this rank, D model width, E experts, K experts per to
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class NestedTokens(LocalTokens):
         filled: FastMoE's ``mask`` of these tokens.
     """
 
-    nest: pytree.TreeSpec | None = None
+    nest: pytree.TreeSpec = field(kw_only=True)
     filled: Tensor | None = None
 
 
@@ -70,7 +70,7 @@ class NestedLayout(Layout):
             filled = filled.to(leaves[0].device).view(leading)
             mask = filled == 0 if mask is None else mask
         if is_fastmoe and self.slice_group is not None:
-            tokens = self._own_slice(leaves[0], mask, token_ids, seed)
+            tokens = self._own_slice(self.slice_group, leaves[0], mask, token_ids, seed)
         else:
             tokens = super().split(leaves[0], mask, token_ids, seed, by_logits)
         rest = leaves[1:]
@@ -85,9 +85,11 @@ class NestedLayout(Layout):
         inputs = [tokens.x_TD, *(leaf.reshape(num_tokens, *leaf.shape[len(leading) :]) for leaf in rest)]
         return NestedTokens(**vars(tokens) | {"inputs": inputs}, nest=nest, filled=filled)
 
-    def _own_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int) -> LocalTokens:
-        begin, end = slice_bounds(x.shape[0], self.slice_group.rank(), self.slice_group.size())
-        own, mask, token_ids = take_slice((x, mask, token_ids), self.slice_group)
+    def _own_slice(
+        self, group: dist.ProcessGroup, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int
+    ) -> LocalTokens:
+        begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
+        own, mask, token_ids = take_slice((x, mask, token_ids), group)
         x_TD, groups = self.tokens(own, mask, token_ids, seed)
         before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()  # tokens, on other ranks
         groups.first_group = (before + random.first_token()) // groups.size
@@ -170,6 +172,8 @@ class FMoE(MoE):
     num_local_experts: int = 0
     first_expert: int = 0
 
+    layout: NestedLayout
+
     def __init__(
         self,
         num_expert: int | None = None,
@@ -247,7 +251,8 @@ class FMoE(MoE):
     def expert_fn(self, inp: Any, fwd_expert_count: Tensor) -> Any:
         """Return the experts' outputs for their rows; a subclass may override it."""
         if type(self.experts) is nn.ModuleList:  # set by a subclass; FastMoE calls its items, not the list
-            return ModuleExperts.forward(self.experts, inp, fwd_expert_count)
+            forward: Callable[..., Any] = ModuleExperts.forward
+            return forward(self.experts, inp, fwd_expert_count)
         return self.experts(inp, fwd_expert_count)
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
@@ -271,13 +276,13 @@ class FMoE(MoE):
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> NestedTokens:
         x = x if mask is None else pytree.tree_map(lambda leaf: zero_padding(leaf, mask), x)
         filled = None if self.mask_dict is None else self.mask
-        kind = {"filled": filled, "is_fastmoe": self.is_fastmoe}
-        tokens = self.layout.split(x, mask, token_ids, self.seed, routes_by_logits(self.gate), **kind)
+        given = (x, mask, token_ids, self.seed, routes_by_logits(self.gate))
+        tokens = self.layout.split(*given, filled=filled, is_fastmoe=self.is_fastmoe)
         if self.world_size > 1:  # for FastMoE's functions, which the gate may call
             ensure_comm(tokens.x_TD, self.moe_group)
         return tokens
 
-    def route(self, tokens: NestedTokens) -> Routing:
+    def route(self, tokens: Any) -> Routing:
         if isinstance(self.gate, Router) or not self.is_fastmoe or takes_groups(self.gate):
             routing = super().route(tokens)
         else:  # FastMoE's gates get the whole input
@@ -287,16 +292,16 @@ class FMoE(MoE):
             self.gate_hook(routing.expert_TK, routing.weight_TK, None)
         return routing
 
-    def call(self, tokens: NestedTokens) -> NestedCall:
+    def call(self, tokens: Any) -> NestedCall:
         return NestedCall(self, tokens)
 
-    def finish(self, outputs: list[Tensor], tokens: NestedTokens, weight_TK: Tensor) -> list[Tensor]:
+    def finish(self, outputs: list[Tensor], tokens: Any, weight_TK: Tensor) -> list[Tensor]:
         outputs = super().finish(outputs, tokens, weight_TK)
-        if tokens.filled is None:
+        if tokens.filled is None or self.mask_dict is None:
             return outputs
         return [_fill_masked(y_TD, tokens.filled, self.mask_dict, weight_TK) for y_TD in outputs]
 
-    def result(self, outputs: list[Tensor], expert_call: NestedCall) -> Any:
+    def result(self, outputs: list[Tensor], expert_call: Any) -> Any:
         return pytree.tree_unflatten(outputs, expert_call.nest)
 
     def facts(self, x: Any) -> dict[str, object]:

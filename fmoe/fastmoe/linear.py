@@ -41,7 +41,8 @@ class FMoELinear(Stacked):
     def forward(self, inp: Tensor, fwd_expert_count: Tensor | Sequence[int]) -> Tensor:
         """Map [R, I] to [R, O]; ``fwd_expert_count`` is the number of rows of each expert."""
         counts = fwd_expert_count.tolist() if isinstance(fwd_expert_count, Tensor) else list(fwd_expert_count)
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         device = inp.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -108,12 +108,12 @@ STRATEGIES: dict[str, type[nn.Module]] = {
 }
 
 
-def _megatron_init_method(self: nn.Module, rng: Any, sigma: float) -> None:
+def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
     """Draw the weight from N(0, sigma) by a numpy generator; set the bias to zero."""
     _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
 
 
-def _random_init_weight(self: nn.Module, rng: Any) -> None:
+def _random_init_weight(self: Any, rng: Any) -> None:
     """Draw weight and bias from U(-1/sqrt(I), 1/sqrt(I)), with input width I, by a numpy generator."""
     bound = 1 / math.sqrt(self.weight.shape[-1])
     weight = rng.uniform(-bound, bound, size=tuple(self.weight.shape))
@@ -121,7 +121,7 @@ def _random_init_weight(self: nn.Module, rng: Any) -> None:
 
 
 @torch.no_grad()
-def _fill(linear: nn.Module, weight: Any, bias: Any) -> None:
+def _fill(linear: Any, weight: Any, bias: Any) -> None:
     linear.weight.copy_(torch.as_tensor(weight, dtype=torch.float64, device="cpu"))
     if linear.bias is not None:
         linear.bias.copy_(torch.as_tensor(bias, dtype=torch.float64, device="cpu"))
@@ -186,7 +186,7 @@ class MegatronMLP(FMoETransformerMLP):
     def _output_sigma(self) -> float:
         return self.sigma / math.sqrt(2 * self.num_layers)
 
-    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # FastMoE's
         """Map [s, b, h] to ([s, b, h], bias of zeros [h])."""
         return super().forward(inp), torch.zeros(self.hidden_size, dtype=inp.dtype, device=inp.device)
 
@@ -243,7 +243,7 @@ def fmoefy(
     return model
 
 
-def _old_layers(model: nn.Module) -> list[nn.Module]:
+def _old_layers(model: Any) -> list[Any]:
     while hasattr(model, "module"):
         model = model.module
     language_model = getattr(model, "language_model", None)

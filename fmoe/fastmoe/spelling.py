@@ -48,7 +48,7 @@ def translate(
     if world_size > 1:
         if not dist.is_initialized():
             raise UserError(f"world_size={world_size} needs torch.distributed: call init_process_group first")
-        moe_group = dist.group.WORLD if moe_group is None else moe_group
+        moe_group = dist.distributed_c10d._get_default_group() if moe_group is None else moe_group
         if moe_group.size() != world_size:
             raise UserError(f"world_size={world_size} differs from the {moe_group.size()} ranks of moe_group")
     else:
@@ -60,12 +60,8 @@ def translate(
         raise UserError(f"gate={gate!r} is a name, which needs num_experts= (over all ranks) instead of num_expert=")
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
-    if isinstance(gate, type) and issubclass(gate, NaiveGate):
-        built = gate(d_model, num_expert, world_size, top_k, gate_bias=gate_bias)
-    elif isinstance(gate, nn.Module):
-        built = gate
-    else:
-        built = gate(d_model, num_expert, world_size, top_k)
+    own = {"gate_bias": gate_bias} if isinstance(gate, type) and issubclass(gate, NaiveGate) else {}
+    built: Any = gate if isinstance(gate, nn.Module) else gate(d_model, num_expert, world_size, top_k, **own)
     experts = None
     if expert is not None:
         # The layer builds only this rank's experts; the list has an entry for every expert of all ranks.
@@ -85,13 +81,14 @@ def translate(
 
 def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
     """Tag parameters with ``dp_comm``, the group over which `DistributedGroupedDataParallel` averages them."""
-    for parameter in module.parameters():
-        parameter.dp_comm = comm
+    part: Any
+    for part in module.parameters():
+        part.dp_comm = comm
     for part in module.modules():
         part._dp_comm = comm  # for parameters that replace these
 
 
-def tag_missing(parameters: Iterable[nn.Parameter], comm: str) -> None:
+def tag_missing(parameters: Iterable[Any], comm: str) -> None:
     """Tag parameters without a tag: copies and new parameters."""
     for parameter in parameters:
         parameter.dp_comm = getattr(parameter, "dp_comm", comm)

@@ -69,10 +69,10 @@ class FMoETransformerMLP(FMoE):
                 **{"expert": "ffn"} | options,
             )
             return
-        activation = nn.GELU() if activation is None else activation
+        function: Any = nn.GELU() if activation is None else activation
         d_hidden = 4096 if d_hidden is None else d_hidden
 
-        expert = functools.partial(_one_expert, d_hidden=d_hidden, activation=activation, rank=expert_rank)
+        expert = functools.partial(_one_expert, d_hidden=d_hidden, activation=function, rank=expert_rank)
         super().__init__(num_expert, d_model, expert=expert, **options)
         self.d_hidden = d_hidden
         self.mark_parallel_comm(expert_dp_comm)

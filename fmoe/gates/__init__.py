@@ -5,6 +5,7 @@ top_k, **options)``, or a ready instance.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
 
 
 def build_gate(
-    gate: str | type[nn.Module] | Gate, d_model: int, num_experts: int, top_k: int | None, **options
+    gate: str | type[nn.Module] | Gate, d_model: int, num_experts: int, top_k: int | None, **options: Any
 ) -> Gate:
     """A gate from its name, its class or a ready instance (whose own settings then hold).
 
@@ -67,10 +68,10 @@ def build_gate(
         return gate(d_model, num_experts, top_k, **options)
     if options:
         raise UserError(f"gate_options={options!r} with a ready gate {type(gate).__name__}: set them on the gate")
-    if getattr(gate, "num_experts", num_experts) != num_experts:
-        raise UserError(f"gate.num_experts={gate.num_experts} differs from num_experts={num_experts}")
-    if top_k is not None and getattr(gate, "top_k", top_k) != top_k:
-        raise UserError(f"gate.top_k={gate.top_k} differs from top_k={top_k}")
+    if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
+        raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")
+    if top_k is not None and (own := getattr(gate, "top_k", top_k)) != top_k:
+        raise UserError(f"gate.top_k={own} differs from top_k={top_k}")
     return gate
 
 
@@ -84,6 +85,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
             Without it, biases would differ between ranks of a data parallel job.
     """
+    module: Any  # its type lacks these methods
     for module in model.modules():
         # `record` too: other libraries may call something end_step.
         if hasattr(module, "end_step") and hasattr(module, "record"):
@@ -92,6 +94,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def skip_step(model: nn.Module) -> None:
     """In place of `end_step` for an optimizer step that is not made: what its micro batches counted is dropped."""
+    module: Any  # its type lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):
             module.skip_step()

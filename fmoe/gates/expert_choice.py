@@ -1,5 +1,7 @@
 """The gate in which experts choose tokens."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,8 @@ class ExpertChoiceRouter(TopKRouter):
     routes_by_logits = True
 
     common_losses = ("z",)
+    capacity_factor: float
+    eval_capacity_factor: float
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class ExpertChoiceRouter(TopKRouter):
         *,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__(
             d_model,
@@ -46,10 +50,8 @@ class ExpertChoiceRouter(TopKRouter):
             eval_capacity_factor=eval_capacity_factor,
             **options,
         )
-        if self.capacity_factor is None:
-            self.capacity_factor = float(self.top_k)
-        if self.eval_capacity_factor is None:
-            self.eval_capacity_factor = self.capacity_factor
+        self.capacity_factor = float(self.top_k) if capacity_factor is None else capacity_factor
+        self.eval_capacity_factor = self.capacity_factor if eval_capacity_factor is None else eval_capacity_factor
         for name in ("capacity_factor", "eval_capacity_factor"):
             if getattr(self, name) > num_experts:
                 raise UserError(f"{name}={getattr(self, name)} experts a token is more than num_experts={num_experts}")
@@ -63,6 +65,9 @@ class ExpertChoiceRouter(TopKRouter):
                 columns = max(int(chosen_TE.sum(1).max()), 1) if len(chosen_TE) else 1
             ranked_TK, expert_TK = torch.where(chosen_TE, probs_TE, -1).topk(columns, dim=-1)
         return Choice(torch.where(ranked_TK >= 0, expert_TK, -1), probs_TE.gather(-1, expert_TK))
+
+    def _factor(self) -> float:
+        return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
         """bool [T, E]: which experts take which tokens; of equal tokens the first."""

@@ -4,6 +4,7 @@ Shape letters: T tokens, K experts per token, E experts.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class HashRouter(FixedRouter):
     routes_by_logits = True
 
     default_top_k = 1
+    table: Tensor | None
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class HashRouter(FixedRouter):
         *,
         seed: int = 0,
         table: Tensor | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         self.seed = seed

@@ -1,5 +1,7 @@
 """The gate of GShard."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class GShardRouter(TopKRouter):
         random_routing: bool = True,
         capacity_factor: float | None = 1.0,
         eval_capacity_factor: float | None = 2.0,
-        **options,
+        **options: Any,
     ):
         super().__init__(
             d_model,

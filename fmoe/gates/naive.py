@@ -5,6 +5,7 @@ Shape letters: T tokens, E experts, K experts per token, G groups of experts.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class NaiveRouter(TopKRouter):
         routed_scale: float = 1.0,
         expert_groups: int | None = None,
         kept_groups: int = 1,
-        **options,
+        **options: Any,
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         check_score(score, routed_scale)
@@ -52,9 +53,15 @@ class NaiveRouter(TopKRouter):
     def rule(self) -> tuple[Rule, None] | None:
         if not self.decides_as(NaiveRouter):
             return None
-        limit = {} if self.expert_groups is None else {"groups": self.expert_groups, "kept_groups": self.kept_groups}
-        kind = {"is_sigmoid": self.score == "sigmoid", "normalize": self.normalize, "scale": self.routed_scale}
-        return Rule(by_logits=True, **kind, **limit), None
+        rule = Rule(
+            is_sigmoid=self.score == "sigmoid",
+            by_logits=True,
+            normalize=self.normalize,
+            scale=self.routed_scale,
+            groups=self.expert_groups or 0,
+            kept_groups=self.kept_groups,
+        )
+        return rule, None
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         scores = super().scores(x_TD, groups)

@@ -1,6 +1,7 @@
 """The noisy top-k gate."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class NoisyRouter(TopKRouter):
 
     common_losses = ()
 
-    def __init__(self, d_model: int, num_experts: int, top_k: int | None = None, **options):
+    def __init__(self, d_model: int, num_experts: int, top_k: int | None = None, **options: Any):
         super().__init__(d_model, num_experts, top_k, **options)
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, d_model))
 

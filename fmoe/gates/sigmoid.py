@@ -1,6 +1,8 @@
 """The gate of DeepSeek-V3."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -60,7 +62,7 @@ class SigmoidRouter(TopKRouter):
         score: str = "sigmoid",
         expert_groups: int | None = None,
         kept_groups: int = 1,
-        **options,
+        **options: Any,
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if not bias_step >= 0:
@@ -79,14 +81,14 @@ class SigmoidRouter(TopKRouter):
         if "expert_bias_E" in self._buffers:
             self.expert_bias_E.zero_()
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         bias_E = self.expert_bias_E
         super()._apply(fn, recurse)
         if self.expert_bias_E.dtype.itemsize < 4:
             self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
         return self
 
-    def _load_from_state_dict(self, *args):
+    def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         if self.expert_bias_E.dtype.itemsize < 4:  # assign=True takes the state's tensor, dtype and all
             self.expert_bias_E = self.expert_bias_E.float()
@@ -103,10 +105,14 @@ class SigmoidRouter(TopKRouter):
     def rule(self) -> tuple[Rule, Tensor] | None:
         if not self.decides_as(SigmoidRouter):
             return None
-        limit = {} if self.expert_groups is None else {"groups": self.expert_groups, "kept_groups": self.kept_groups}
-        normalize = self.normalize and self.top_k > 1
-        is_sigmoid = self.score == "sigmoid"
-        rule = Rule(is_sigmoid=is_sigmoid, normalize=normalize, scale=self.routed_scale, best_of=2, **limit)
+        rule = Rule(
+            is_sigmoid=self.score == "sigmoid",
+            normalize=self.normalize and self.top_k > 1,
+            scale=self.routed_scale,
+            groups=self.expert_groups or 0,
+            kept_groups=self.kept_groups,
+            best_of=2,
+        )
         return rule, self.expert_bias_E
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -131,6 +137,8 @@ class SigmoidRouter(TopKRouter):
 
     def record(self, routing: Routing) -> None:
         """Counts the load of one micro batch; the layer calls it once, in its backward pass."""
+        if routing.stats is None:
+            return
         load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
         self._load_E = load_E if self._load_E is None else self._load_E + load_E
 

@@ -3,6 +3,8 @@
 Shape letters: T tokens, E experts, G routing groups, S places of a group.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class SinkhornRouter(TopKRouter):
         *,
         iterations: int = 30,
         tolerance: float = 1e-3,
-        **options,
+        **options: Any,
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if iterations < 1 or not tolerance >= 0:

@@ -1,5 +1,7 @@
 """The gate of the Switch Transformer."""
 
+from typing import Any
+
 from torch import Tensor
 
 from fmoe.errors import UserError
@@ -31,7 +33,7 @@ class SwitchRouter(TopKRouter):
         jitter: float = 0.01,
         capacity_factor: float | None = 1.25,
         eval_capacity_factor: float | None = 2.0,
-        **options,
+        **options: Any,
     ):
         super().__init__(
             d_model,

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from fmoe.errors import UserError
 from fmoe.gates.router import Choice, Scores, TopKRouter
 from fmoe.routing import RoutingGroups
 
-_LADDER = (1.0, 0.5, 0.25, 0.125, 0.0)
+_LADDER = (0.125, 0.25, 0.5, 1.0)
 
 
 class TopologyRouter(TopKRouter):
@@ -46,7 +47,7 @@ class TopologyRouter(TopKRouter):
         node_size: int | None = None,
         num_nodes: int | None = None,
         node_of: Callable[[RoutingGroups], Tensor] | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if not (bonus >= 0 and math.isfinite(bonus)):
@@ -92,14 +93,17 @@ class TopologyRouter(TopKRouter):
         near_GE = (node_E == nodes_G.to(device).view(-1, 1)).to(logits_TE.dtype)
         valid_GS1 = groups.valid(device).unsqueeze(-1)
         share_G = valid_GS1.sum((1, 2)).to(logits_TE.dtype) * self.top_k / num_experts
-        chosen_GSK, free_G = None, None
-        for step in reversed(_LADDER):  # from no bonus to all of it; each that keeps the bound replaces the one before
-            best_GSK = (logits_GSE + self.bonus * step * near_GE.unsqueeze(1)).topk(self.top_k).indices
+
+        def best(scores_GSE: Tensor) -> tuple[Tensor, Tensor]:
+            """The K best experts, and the largest load of each group."""
+            best_GSK = scores_GSE.topk(self.top_k).indices
             load_GE = torch.zeros(num_groups, num_experts, dtype=torch.int64, device=device)
             load_GE.scatter_add_(1, best_GSK.flatten(1), valid_GS1.expand_as(best_GSK).flatten(1).long())
-            most_G = load_GE.amax(1)
-            if chosen_GSK is None:
-                chosen_GSK, free_G = best_GSK, torch.maximum(most_G.to(share_G.dtype), self.skew * share_G)
-            else:
-                chosen_GSK = torch.where((most_G <= free_G).view(-1, 1, 1), best_GSK, chosen_GSK)
+            return best_GSK, load_GE.amax(1)
+
+        chosen_GSK, most_G = best(logits_GSE)
+        limit_G = torch.maximum(most_G.to(share_G.dtype), self.skew * share_G)
+        for step in _LADDER:  # each bonus that keeps the limit replaces the one before
+            best_GSK, most_G = best(logits_GSE + self.bonus * step * near_GE.unsqueeze(1))
+            chosen_GSK = torch.where((most_G <= limit_G).view(-1, 1, 1), best_GSK, chosen_GSK)
         return groups.join(chosen_GSK)

@@ -12,12 +12,15 @@ height of the first map (H, twice that where it is gated).
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.kernels import memory, reference
+
+Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # forward(x, out=), backward(upstream, x, grad_input=)
 
 _aten = torch.ops.aten
 
@@ -76,7 +79,7 @@ class _GroupedLinear(torch.autograd.Function):
     # time of the GEMMs. Here every expert's gradient is written once, into its slice.
 
     @staticmethod
-    def forward(ctx, rows_MI, weight_LOI, bias_LO, counts):
+    def forward(ctx: Any, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
         ctx.save_for_backward(rows_MI, weight_LOI, bias_LO)
         ctx.counts = counts
         out_MO = rows_MI.new_empty(rows_MI.shape[0], weight_LOI.shape[1])
@@ -90,7 +93,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out_MO
 
     @staticmethod
-    def backward(ctx, grad_MO):
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         rows_MI, weight_LOI, bias_LO = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
             plain = functools.partial(reference.grouped_linear, counts=ctx.counts)
@@ -108,17 +111,17 @@ class _GroupedLinear(torch.autograd.Function):
                     grad[expert].zero_()
         weights_OI = weight_LOI.unbind(0)
         for expert, rows in segments(ctx.counts):
-            if needs_rows:
+            if grad_rows_MI is not None:
                 torch.mm(grad_MO[rows], weights_OI[expert], out=grad_rows_MI[rows])
-            if needs_weight:
+            if grad_weight_LOI is not None:
                 torch.mm(grad_MO[rows].t(), rows_MI[rows], out=grad_weight_LOI[expert])
             if grad_bias_LO is not None:
                 torch.sum(grad_MO[rows], 0, out=grad_bias_LO[expert])
         return grad_rows_MI, grad_weight_LOI, grad_bias_LO, None
 
 
-def _kernels(activation: Callable) -> tuple[Callable, Callable] | None:
-    """forward(x, out=) and backward(upstream, x, grad_input=) of a known activation."""
+def _kernels(activation: Callable[[Tensor], Tensor]) -> Kernels | None:
+    """Return the kernels of a known activation."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return (
             functools.partial(_aten.gelu.out, **activation.keywords),
@@ -141,12 +144,12 @@ class _Between:
     """``activation(hidden)`` for up to ``most_rows`` rows of one expert, into memory that the next call writes again.
 
     Args:
-        forward, backward: what `_kernels` returns.
+        kernels: of the activation.
         like: of the dtype and device of the rows, and of their width after the activation.
     """
 
-    def __init__(self, forward: Callable, backward: Callable, most_rows: int, like: Tensor):
-        self._forward, self._backward, self._most_rows, self._like = forward, backward, most_rows, like
+    def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
+        (self._forward, self._backward), self._most_rows, self._like = kernels, most_rows, like
         self._active = self._buffer(like.shape[1])
         self._d_hidden: Tensor | None = None  # made by the first `backward`
 
@@ -168,8 +171,8 @@ class _Between:
 class _GatedBetween(_Between):
     """``activation(first half) * second half``."""
 
-    def __init__(self, forward: Callable, backward: Callable, most_rows: int, like: Tensor):
-        super().__init__(forward, backward, most_rows, like[:, : like.shape[1] // 2])
+    def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
+        super().__init__(kernels, most_rows, like[:, : like.shape[1] // 2])
         self._d_active: Tensor | None = None
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ class _GatedBetween(_Between):
         return super().forward(gates).mul_(values)
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
-        if self._d_hidden is None:
+        if self._d_hidden is None or self._d_active is None:
             self._d_hidden = self._buffer(hidden_nP.shape[1])
             self._d_active = self._buffer(upstream_nH.shape[1])
         num_rows = hidden_nP.shape[0]
@@ -191,8 +194,10 @@ class _GatedBetween(_Between):
         return active.mul_(values), d_hidden
 
 
-def _between(activation: Callable, gated: bool, most_rows: int, like: Tensor) -> _Between:
-    return (_GatedBetween if gated else _Between)(*_kernels(activation), most_rows, like)
+def _between(activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor) -> _Between:
+    if (kernels := _kernels(activation)) is None:
+        raise ValueError(f"{activation!r} has no kernels")
+    return (_GatedBetween if gated else _Between)(kernels, most_rows, like)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -201,7 +206,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_MD, w_in, b_in, w_out, b_out, counts, activation, gated):
+    def forward(
+        ctx: Any,
+        rows_MD: Tensor,
+        w_in: Tensor,
+        b_in: Tensor | None,
+        w_out: Tensor,
+        b_out: Tensor | None,
+        counts: Sequence[int],
+        activation: Callable[[Tensor], Tensor],
+        gated: bool,
+    ) -> Tensor:
         num_rows = rows_MD.shape[0]
         out_MD = memory.empty((num_rows, w_out.shape[1]), rows_MD)
         hidden_MP = memory.empty((num_rows, w_in.shape[1]), rows_MD)
@@ -213,24 +228,24 @@ class _ExpertFFN(torch.autograd.Function):
             hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
             _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
         ctx.save_for_backward(rows_MD, w_in, b_in, w_out, b_out, hidden_MP)
-        ctx.counts, ctx.between = counts, (activation, gated)
+        ctx.counts, ctx.activation, ctx.gated = counts, activation, gated
         return out_MD
 
     @staticmethod
-    def backward(ctx, grad_MD):
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
             plain = functools.partial(
-                reference.expert_ffn, counts=ctx.counts, activation=ctx.between[0], gated=ctx.between[1]
+                reference.expert_ffn, counts=ctx.counts, activation=ctx.activation, gated=ctx.gated
             )
             inputs = (rows_MD, w_in, b_in, w_out, b_out)
             return *reference.gradients(plain, inputs, ctx.needs_input_grad[:5], grad_MD), None, None, None
-        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, _, _, _ = ctx.needs_input_grad
+        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, *_ = ctx.needs_input_grad
         grad_MD = grad_MD.contiguous()
         d_rows = memory.empty(tuple(rows_MD.shape), rows_MD) if needs_rows else None
         most_rows = max(ctx.counts, default=0)
         d_active = memory.empty((most_rows, w_out.shape[2]), rows_MD)
-        middle = _between(*ctx.between, most_rows, hidden_MP)
+        middle = _between(ctx.activation, ctx.gated, most_rows, hidden_MP)
         d_w_in = memory.empty_gradient(w_in) if needs_w_in else None
         d_w_out = memory.empty_gradient(w_out) if needs_w_out else None
         d_b_in = w_in.new_empty(w_in.shape[:2]) if needs_b_in else None

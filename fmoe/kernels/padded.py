@@ -3,6 +3,8 @@
 Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """A plan whose rows are sorted by (chunk, expert, slot), with the methods of `DispatchPlan` that dispatch uses.
+    """A plan whose rows are sorted by (chunk, expert, slot); moves rows as a `DispatchPlan` does.
 
     Args:
         plan: plan sorted by expert, with at most ``slots`` rows per expert.
@@ -34,8 +36,7 @@ class PaddedPlan:
             self.assignment_P = plan.perm_N[place_P]
         else:
             self.assignment_P = place_P
-        self.top_k = plan.inverse_TK.shape[1]
-        self.kept_TK = plan.kept_TK
+        self.slots, self.top_k, self.kept_TK = slots, plan.inverse_TK.shape[1], plan.kept_TK
         # The inverse: the slot of assignment (t, k).
         sorted_N = torch.arange(num_assignments, device=device, dtype=torch.int64)
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
@@ -43,10 +44,6 @@ class PaddedPlan:
         place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
         place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # for dropped assignments, which are not read
         self.inverse_TK = place_N[plan.inverse_TK]
-
-    def arranged(self, num_chunks: int, expert_order: None, last: tuple[()]) -> "PaddedPlan":
-        """Return the plan itself, which is already sorted by chunk."""
-        return self
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
         """Map [T, D] to [P, D]. ``num_rows`` is P."""
@@ -68,24 +65,24 @@ class PaddedPlan:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, plan: PaddedPlan):
+    def forward(ctx: Any, x_TD: Tensor, plan: PaddedPlan) -> Tensor:
         ctx.plan = plan
         return plan.rows_of(x_TD)
 
     @staticmethod
-    def backward(ctx, grad_PD):
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None]:
         return gather_sum(grad_PD, None, ctx.plan.inverse_TK, ctx.plan.kept_TK), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_PD, weight_TK, plan: PaddedPlan):
+    def forward(ctx: Any, rows_PD: Tensor, weight_TK: Tensor, plan: PaddedPlan) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(rows_PD, weight_TK)
         return gather_sum(rows_PD, weight_TK, plan.inverse_TK, plan.kept_TK)
 
     @staticmethod
-    def backward(ctx, grad_TD):
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows_PD, weight_TK = ctx.saved_tensors
         plan = ctx.plan
         grad_weight_TK = None

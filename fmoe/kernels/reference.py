@@ -27,18 +27,37 @@ def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, 
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
 
 
-def expert_ffn(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated=False) -> Tensor:
+def expert_ffn(
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
+) -> Tensor:
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
     return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)
 
 
 def expert_ffn_of_tokens(
-    x_TD, weight_TK, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, *, perm_N, counts, activation, gated
+    x_TD: Tensor,
+    weight_TK: Tensor | None,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    *,
+    perm_N: Tensor | None,
+    counts: Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn` and `combine`; with ``perm_N`` None, `expert_ffn` of rows."""
+    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N`` and ``weight_TK``, `expert_ffn` of rows."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
-    if perm_N is None:
+    if perm_N is None or weight_TK is None:
         return expert_ffn(x_TD, *parameters, counts, activation, gated)
     perm_M = perm_N[: sum(counts)]
     token_M = perm_M // weight_TK.shape[1]
@@ -53,6 +72,6 @@ def gradients(
     """Return differentiable gradients of ``function(*inputs)`` for the inputs that need them."""
     with torch.enable_grad():
         own = [None if t is None else t.view_as(t) for t in inputs]  # one tensor may be passed as two inputs
-        wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
+        wanted = [t for t, needed in zip(own, needs, strict=True) if needed and t is not None]
         found = iter(torch.autograd.grad(function(*own), wanted, grad, create_graph=True, materialize_grads=True))
     return [next(found) if needed else None for needed in needs]

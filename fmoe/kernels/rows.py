@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class DispatchPlan:
         """`combine` by this plan."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
-    def fused_arguments(self, weight_TK: Tensor) -> dict[str, object]:
+    def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
         """Arguments by which a backend's `expert_ffn` takes tokens, gathers their rows and combines the outputs."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
@@ -242,24 +243,24 @@ def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, perm_N, inverse_TK, num_rows):
+    def forward(ctx: Any, x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(inverse_TK)
         return memory.gather(x_TD, perm_N[:num_rows] // inverse_TK.shape[1])
 
     @staticmethod
-    def backward(ctx, grad_MD):
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_TK,) = ctx.saved_tensors
         return _gather_sum(grad_MD, None, inverse_TK), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_MD, weight_TK, inverse_TK):
+    def forward(ctx: Any, rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_MD, weight_TK, inverse_TK)
         return _gather_sum(rows_MD, weight_TK, inverse_TK)
 
     @staticmethod
-    def backward(ctx, grad_TD):
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows_MD, weight_TK, inverse_TK = ctx.saved_tensors
         perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
         grad_MD = memory.gather(grad_TD, perm_M // inverse_TK.shape[1])
@@ -277,12 +278,12 @@ class _Combine(torch.autograd.Function):
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, index, inverse, dtype):
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(index, inverse)
         ctx.dtype = rows.dtype
         return memory.gather(rows, index).to(dtype)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, inverse = ctx.saved_tensors
         return _Reorder.apply(grad, inverse, index, ctx.dtype), None, None, None

@@ -7,7 +7,7 @@ from fmoe.errors import UserError
 
 def check(
     *,
-    betas: tuple[float, float] = (),
+    betas: tuple[float, ...] = (),
     momentum: float = 0.0,
     max_trust: float | None = None,
     positive: Mapping[str, float] | None = None,

@@ -5,6 +5,7 @@ Shape letters: B blocks, S elements per block.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class AdamW8bit(Optimizer):
         self._torchao = torchao.AdamW8bit(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
         loss = None
         if closure is not None:

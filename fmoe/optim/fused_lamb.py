@@ -30,7 +30,7 @@ def takes(slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]]) -> bool:
         return False
     for tensor in {slot.tensor: None for slot in slots}:
         gradient, moments = tensor.grad, [state[tensor][name] for name in ("exp_avg", "exp_avg_sq")]
-        if tensor.dtype not in DTYPES or gradient.dtype not in (tensor.dtype, torch.float32):
+        if gradient is None or tensor.dtype not in DTYPES or gradient.dtype not in (tensor.dtype, torch.float32):
             return False
         if any(m.dtype != torch.float32 for m in moments):
             return False
@@ -79,6 +79,8 @@ class FusedLamb:
             ratios: float32 [O], output for the trust ratios of stepped blocks.
         """
         start, device = launch.launcher(squares.device), squares.device
+        if start is None:
+            raise RuntimeError(f"no kernels are loaded for {device}")
         num_blocks = squares.shape[1]
         self._update_tables(slots, state, num_blocks)
         options = [_to(_options(table.slots, state), device) for table in self._tables]
@@ -95,8 +97,8 @@ class FusedLamb:
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):
-            arguments = (table.chunks, rows, squares, num_blocks, ratios)
-            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), arguments, device)
+            given = (table.chunks, rows, squares, num_blocks, ratios)
+            start(f"fmoe::lamb_update<{DTYPES[table.dtype]}>", _blocks_of(len(table.chunks), 512), given, device)
 
     def _update_tables(self, slots: Sequence[Slot], state: dict[Tensor, dict[str, Any]], num_blocks: int) -> None:
         addresses = [_addresses(slot, state[slot.tensor]) for slot in slots]
@@ -106,7 +108,7 @@ class FusedLamb:
         self._key, self._tables = key, []
         alike = defaultdict(list)
         for slot, pointers in zip(slots, addresses, strict=True):
-            alike[slot.tensor.dtype, slot.tensor.grad.dtype].append((slot, pointers))
+            alike[slot.tensor.dtype, slot.gradient.dtype].append((slot, pointers))
         for (dtype, grad_dtype), members in alike.items():
             members.sort(key=lambda member: (not member[0].part.count, member[0].part.block))
             sizes = torch.tensor([dtype.itemsize, grad_dtype.itemsize, 4, 4], dtype=torch.int64, device="cpu")
@@ -121,7 +123,7 @@ class FusedLamb:
 
 
 def _addresses(slot: Slot, state: dict[str, Any]) -> list[int]:
-    tensors = (slot.tensor, slot.tensor.grad, state["exp_avg"], state["exp_avg_sq"])
+    tensors = (slot.tensor, slot.gradient, state["exp_avg"], state["exp_avg_sq"])
     return [slot.part.of(tensor).data_ptr() for tensor in tensors]
 
 

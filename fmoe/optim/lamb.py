@@ -76,7 +76,7 @@ class Lamb(TrustOptimizer):
         updates = torch._foreach_mul(weights, group["weight_decay"] if slots[0].part.count else 0.0)
         factors = [root / (1 - beta1**step) for root, step in zip(roots, steps, strict=True)]
         torch._foreach_addcdiv_(updates, self._states(slots, "exp_avg"), denominators, factors)
-        return updates
+        return list(updates)
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
         ratio = weight_norms / compared_norms

@@ -49,7 +49,7 @@ class Lars(TrustOptimizer):
 
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         decay = slots[0].group["weight_decay"] if slots[0].part.count else 0.0
-        return torch._foreach_add(gradients, weights, alpha=decay)
+        return list(torch._foreach_add(gradients, weights, alpha=decay))
 
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:
         ratio = group["trust_coefficient"] * weight_norms / (compared_norms + group["weight_decay"] * weight_norms)

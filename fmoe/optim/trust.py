@@ -31,6 +31,13 @@ class Slot:
     part: Part
     blocks: Tensor
 
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the tensor, which has one."""
+        if self.tensor.grad is None:
+            raise RuntimeError("the tensor has no gradient")
+        return self.tensor.grad
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -94,7 +101,7 @@ class TrustOptimizer(Optimizer):
                     self.state[tensor][name] = value.to(tensor.device, copy=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Collective over the groups of the layout, with at most one reduction per group."""
         loss = None
         if closure is not None:
@@ -115,7 +122,7 @@ class TrustOptimizer(Optimizer):
             if not slots:
                 continue
             weights = self._weights(slots)
-            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            gradients = floats([slot.part.of(slot.gradient) for slot in slots])
             self._advance(slots, gradients)
             updates = self._updates(slots, weights, gradients)
             if slots[0].part.count:
@@ -131,7 +138,7 @@ class TrustOptimizer(Optimizer):
         self._reduce(plan)
         for slots, blocks in waiting:
             weights = self._weights(slots)
-            gradients = floats([slot.part.of(slot.tensor.grad) for slot in slots])
+            gradients = floats([slot.part.of(slot.gradient) for slot in slots])
             updates = self._updates(slots, weights, gradients)
             self._scale(plan, slots, updates, blocks)
             self._move(slots, weights, updates)
@@ -183,8 +190,8 @@ class TrustOptimizer(Optimizer):
         layout = self._layout or Layout.of(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
         ends = [0]
-        for blocks in layout.parameters:
-            ends.append(ends[-1] + blocks.count)
+        for parameter_blocks in layout.parameters:
+            ends.append(ends[-1] + parameter_blocks.count)
         chunks: dict[tuple, list[list[Slot]]] = {}
         filled: dict[tuple, int] = defaultdict(int)
         for number, group in enumerate(self.param_groups):

@@ -1,6 +1,6 @@
 """Buckets of gradients for collectives."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class Reduction:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._gradients = [parameter.grad for parameter in parameters]
+        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         alone = len(parameters) == 1 and self._gradients[0].is_contiguous()
         self._sum = (
             self._gradients[0].detach() if alone else torch.cat([g.detach().reshape(-1) for g in self._gradients])
@@ -58,7 +58,7 @@ class Reduction:
             copy_back(self._sum, self._gradients)
 
 
-def copy_back(flat: Tensor, targets: list[Tensor]) -> None:
+def copy_back(flat: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy consecutive slices of ``flat`` into ``targets``."""
     for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
         target.copy_(part.view_as(target))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fmoe.errors import UserError
+from fmoe.moe import MoE
 from fmoe.parallel.buckets import Reduction, broadcast, buckets_of
 from fmoe.parallel.gradients import has_mark
 from fmoe.parallel.groups import ParallelGroups, moe_layers
@@ -89,7 +90,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _restart(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._launched, self._running = 0, []
+        self._launched = 0
+        self._running: list[Reduction] = []
 
     def _begin(self) -> None:
         """Queue `_finish`, which reduces missing gradients as zeros, for the end of the backward pass."""
@@ -161,7 +163,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
         method(owner, *args)
 
 
-def _buffers_of_a_rank(layers: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
+def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the buffers that differ between ranks: those of experts, and None for those computed from the rank.
 
     torch's wrapper would overwrite them with those of rank 0 before every forward pass.

@@ -81,8 +81,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-    elif hasattr(model, "no_sync"):
-        with model.no_sync():
+    elif (without_sync := getattr(model, "no_sync", None)) is not None:
+        with without_sync():
             yield
     else:  # not wrapped, or reduced by an explicit call
         yield

@@ -7,6 +7,7 @@ data parallel group, divided by the size of the data parallel group.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,8 +66,8 @@ def average_gradients(
             for bucket in buckets_of(parameters):
                 Reduction(bucket, over).finish(group.size())
         else:
-            for parameter in parameters:
-                parameter.grad.div_(group.size())
+            for gradient in [p.grad for p in parameters if p.grad is not None]:
+                gradient.div_(group.size())
 
 
 @torch.no_grad()
@@ -154,7 +155,7 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def _sharded_over(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharded_over(parameter: Any) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups of the mesh dimensions over which a DTensor is sharded, not replicated."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:

@@ -4,6 +4,7 @@ import datetime
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,7 @@ def init(
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         _start(device_type, timeout)
     elif device_type is None:
-        has_cuda = any(device.type == "cuda" for device in dist.group.WORLD._device_types)
+        has_cuda = any(device.type == "cuda" for device in dist.distributed_c10d._get_default_group()._device_types)
         device_type = "cuda" if has_cuda and torch.cuda.is_available() else "cpu"
     world = dist.get_world_size()
     if world % ep:
@@ -138,7 +139,7 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
     missing = [name for name in _FROM_TORCHRUN if name not in os.environ]
     if 0 < len(missing) < len(_FROM_TORCHRUN):
         raise UserError(f"{missing[0]} is not set, but other variables of torchrun are")
-    options = {} if timeout is None else {"timeout": timeout}
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -149,7 +150,7 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
     dist.init_process_group(backend, **options)
 
 
-def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, nn.Module]:
+def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, MoE]:
     """Return the `MoE` layers of a model by name.
 
     Raises:

@@ -7,10 +7,11 @@ reading a mark.
 """
 
 import weakref
+from typing import Any
 
 from torch import nn
 
-_owners: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_owners: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules with a method `_mark_parameters`
 
 
 def enrol(module: nn.Module) -> None:

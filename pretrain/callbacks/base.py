@@ -9,7 +9,7 @@ from pretrain.data.inputs import Inputs
 from pretrain.engine import Engine
 from pretrain.process import Processes
 
-Metrics = dict[str, float | int | list[float]]
+Metrics = dict[str, float | int | list[float] | None]
 
 
 class Loop(Protocol):

@@ -45,10 +45,10 @@ class Checkpointing(Callback):
             self._writer.poll()
         if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
-        elif self._buffers is not None and not self._reserved:
+        elif (buffers := self._buffers) is not None and self._writer is not None and not self._reserved:
             # After the first step, which creates the optimizer state; in the thread, because page faults take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
-            self._writer.start(lambda group: self._buffers.reserve(wanted))
+            self._writer.start(lambda group: buffers.reserve(wanted))
         self._reserved = True
         if trainer.is_last:
             self.finish()

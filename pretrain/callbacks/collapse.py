@@ -26,7 +26,7 @@ class CollapseWarning(Callback):
 
     def on_step(self, trainer: Loop, metrics: Metrics) -> None:
         for layer in self.layers:
-            load = metrics.get(f"moe/layer_{layer}/load", [])
+            load: Any = metrics.get(f"moe/layer_{layer}/load", [])
             sums = self._load.get(layer) or [0.0] * len(load)
             self._load[layer] = [a + b for a, b in zip(sums, load, strict=True)]
         self._steps += 1

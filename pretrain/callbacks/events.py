@@ -51,7 +51,7 @@ class Events(Callback):
         self._add(step, "save", f"{folder.parent.name}/{folder.name}")
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        if self._log is None:
+        if self._log is None or self._handler is None:
             return
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(self._handler)

@@ -1,6 +1,7 @@
 """Signals that stop a run between steps."""
 
 import signal
+from typing import Any
 
 from pretrain import lock, torchrun
 from pretrain.callbacks.base import Callback, Loop, Metrics
@@ -16,11 +17,11 @@ class Stopping(Callback):
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
         self._is_asked = False
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
-        def ask(number: int, _frame) -> None:
+        def ask(number: int, _frame: object) -> None:
             self._is_asked = trainer.engine.asks_to_stop = True
             lock.ending()
             if number == signal.SIGINT:

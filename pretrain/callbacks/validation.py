@@ -20,4 +20,5 @@ class Validation(Callback):
             self._evaluate(trainer, metrics)
 
     def _evaluate(self, trainer: Loop, metrics: Metrics) -> None:
-        metrics["val/loss"] = trainer.engine.evaluate(trainer.inputs.validation, self.sequences)
+        if trainer.inputs.validation is not None:
+            metrics["val/loss"] = trainer.engine.evaluate(trainer.inputs.validation, self.sequences)

@@ -25,7 +25,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group, votes = (None, None) if is_alone else (dist.new_group(backend="gloo") for _ in range(2))
+        self._group, votes = (None if is_alone else dist.new_group(backend="gloo") for _ in range(2))
         self._votes = Ranks(votes)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

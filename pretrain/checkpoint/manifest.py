@@ -114,7 +114,7 @@ def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
-    return {name: FileRecord(*_counts([entry["size"]]), str(entry["sha256"])) for name, entry in fields.items()}
+    return {name: FileRecord(_counts([entry["size"]])[0], str(entry["sha256"])) for name, entry in fields.items()}
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Ranks:
     def _lowest(self, value: int) -> int:
         return self._reduced(value, dist.ReduceOp.MIN)
 
-    def _reduced(self, value: int, operation: dist.ReduceOp) -> int:
+    def _reduced(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device())

@@ -194,7 +194,8 @@ def save_parts(
     with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):
         _prepare(final, tmp, space)
         with space.disk_full_as_save_error():
-            parts, held, size = 0, [], 0
+            parts, size = 0, 0
+            held: list[Any] = []
             for piece in pieces:
                 piece.check()
                 if held and size + piece.data.nbytes > part_bytes:

@@ -50,7 +50,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fmoe.errors import UserError, require
 from pretrain.compare.groups import Group
@@ -56,7 +57,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
         axes.grid(alpha=0.3, which="both")
     right.legend()
     # Reproducible bytes, and text as text.
-    settings = {"svg.hashsalt": "fmoe", "svg.fonttype": "none"}
+    settings: Any = {"svg.hashsalt": "fmoe", "svg.fonttype": "none"}
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
     with matplotlib.rc_context(settings), replacing(path) as (file,):
         whole.savefig(file, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)

@@ -114,9 +114,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for (_, group), name in zip(members, names, strict=True):
         name = name if name and names.count(name) == 1 else str(group[0].folder)
         groups.append(Group(name, tuple(sorted(group, key=lambda run: run.recipe.train.seed))))
-    for group in groups:
-        if not group.curve:
-            folders = ", ".join(str(run.folder) for run in group.runs)
+    for joined in groups:
+        if not joined.curve:
+            folders = ", ".join(str(run.folder) for run in joined.runs)
             raise UserError(f"{folders} differ only in train.seed, but have no validated step in common")
     return groups
 

@@ -172,7 +172,7 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
             continue
         step, loss = row["step"], row["val/loss"]
         if not isinstance(loss, int | float):  # JSON has no NaN (`JsonlTracker`)
-            loss = {"inf": math.inf, "-inf": -math.inf}.get(row.get("val/loss_nonfinite"), math.nan)
+            loss = {"inf": math.inf, "-inf": -math.inf}.get(str(row.get("val/loss_nonfinite")), math.nan)
         tokens = row.get("tokens")
         if type(tokens) is not int:
             tokens = recipe.batches.first(step) * recipe.tokens_per_sequence

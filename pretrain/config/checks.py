@@ -117,16 +117,16 @@ def check_values(recipe: Any) -> None:
                         raise UserError(f"{key}={item} exceeds {limit}")
                 if isinstance(item, str):
                     check_text(key, item)
-    for section, names in POSITIVE.items():
+    for part, names in POSITIVE.items():
         for name in names:
-            value = getattr(getattr(recipe, section), name)
+            value = getattr(getattr(recipe, part), name)
             if value is not None and value < 1:
-                raise UserError(f"{section}.{name}={value} is not positive")
-    for section, names in NOT_NEGATIVE.items():
+                raise UserError(f"{part}.{name}={value} is not positive")
+    for part, names in NOT_NEGATIVE.items():
         for name in names:
-            value = getattr(getattr(recipe, section), name)
+            value = getattr(getattr(recipe, part), name)
             if value is not None and not value >= 0:  # NaN too
-                raise UserError(f"{section}.{name}={value} is not 0 or more")
+                raise UserError(f"{part}.{name}={value} is not 0 or more")
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:

@@ -78,7 +78,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     return _build(Recipe, values, "")
 
 
-def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     """Build a dataclass from a TOML table, checking every key and type."""
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]
@@ -118,7 +118,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def recipe_keys(cls: type = Recipe, prefix: str = "") -> dict[str, Any]:
+def recipe_keys(cls: Any = Recipe, prefix: str = "") -> dict[str, Any]:
     """Return the full names of all keys, with their types."""
     hints = typing.get_type_hints(cls)
     out = {}

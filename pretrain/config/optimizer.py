@@ -82,7 +82,7 @@ class OptimizerConfig:
 
     def lr_factor(self, global_batch: int) -> float:
         """Return the factor of the learning rate at a global batch of so many sequences."""
-        if self.lr_scaling == "none":
+        if self.lr_scaling == "none" or self.base_batch is None:
             return 1.0
         ratio = global_batch / self.base_batch
         return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)

@@ -96,7 +96,7 @@ class Recipe:
             raise UserError(f"guard.collapse_dead={guard.collapse_dead} is not in [0, 1]")
         if self.warmup_steps >= self.decay_steps:
             key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
-            name, value = "optimizer.warmup_steps", optimizer.warmup_steps
+            name, value = "optimizer.warmup_steps", str(optimizer.warmup_steps)
             if optimizer.warmup_tokens is not None:
                 name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
             raise UserError(f"{name}={value} must be less than {key}={self.decay_steps}: shorten the warmup too")
@@ -154,7 +154,7 @@ class Recipe:
     def batches(self) -> Batches:
         """The samples of every step."""
         train = self.train
-        if train.ramp_batch is None:
+        if train.ramp_batch is None or train.ramp_increment is None or train.ramp_samples is None:
             return Batches(train.global_batch, train.global_batch, 1, 0)
         return Batches(train.global_batch, train.ramp_batch, train.ramp_increment, train.ramp_samples)
 

@@ -48,7 +48,7 @@ def options_help(recipe: Recipe, program: str) -> str:
     for section in fields(Recipe):
         cls = hints[section.name]
         kinds, texts = typing.get_type_hints(cls), field_docs(cls)
-        lines += ["", f"[{section.name}] {' '.join(inspect.getdoc(cls).partition(chr(10) * 2)[0].split())}"]
+        lines += ["", f"[{section.name}] {' '.join(str(inspect.getdoc(cls)).partition(chr(10) * 2)[0].split())}"]
         for field in fields(cls):
             option = field.name.replace("_", "-")
             kind = _type(kinds[field.name]).replace("`", "").replace('"', "")
@@ -61,7 +61,7 @@ def options_help(recipe: Recipe, program: str) -> str:
 
 def _section(name: str, cls: type) -> str:
     hints, texts = typing.get_type_hints(cls), field_docs(cls)
-    lines = [f"## [{name}]", "", _text(inspect.getdoc(cls)), "", "| key | type | default | |", "|---|---|---|---|"]
+    lines = [f"## [{name}]", "", _text(str(inspect.getdoc(cls))), "", "| key | type | default | |", "|---|---|---|---|"]
     for field in fields(cls):
         kind = ", ".join([_type(hints[field.name]), *_limits(name, field)])
         row = (f"`{field.name}`", kind, f"`{to_toml(field.default)}`", _text(texts[field.name]))
@@ -75,11 +75,13 @@ def field_docs(cls: type) -> dict[str, str]:
     Raises:
         ValueError: a field has none.
     """
+    body: Any
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     docs = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            docs[field.target.id] = inspect.cleandoc(text.value.value)
+            target: Any = field.target
+            docs[target.id] = inspect.cleandoc(str(text.value.value))
     if missing := [field.name for field in fields(cls) if field.name not in docs]:
         raise ValueError(f"{cls.__name__}.{missing[0]} has no docstring")
     return docs

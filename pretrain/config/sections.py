@@ -64,7 +64,7 @@ class TrainConfig:
         given = [key for key in keys if getattr(self, key) is not None]
         if given and (missing := [key for key in keys if key not in given]):
             raise UserError(f"train.{given[0]}={getattr(self, given[0])} needs train.{missing[0]}")
-        if given:
+        if self.ramp_batch is not None and self.ramp_increment is not None:
             if self.ramp_batch >= self.global_batch:
                 raise UserError(
                     f"train.ramp_batch={self.ramp_batch} must be less than train.global_batch={self.global_batch}"

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from fmoe.errors import UserError
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Blocks
 
 _LONGEST_PERIOD = 1_000_000
 
@@ -56,7 +56,7 @@ class Blend:
         UserError: see `whole_weights`.
     """
 
-    def __init__(self, members: Sequence[Samples], weights: Sequence[float]):
+    def __init__(self, members: Sequence[Blocks], weights: Sequence[float]):
         self.samples_per_epoch = sum(member.samples_per_epoch for member in members)
         self._members, self._weights = members, whole_weights(weights)
         self._order = _order(self._weights)
@@ -70,7 +70,7 @@ class Blend:
         member = int(self._order[slot])
         return member, period * self._weights[member] + int(self._rank[slot])
 
-    def __getitem__(self, n: int) -> np.ndarray | dict[str, np.ndarray]:
+    def __getitem__(self, n: int) -> np.ndarray:
         """Sample ``n``.
 
         Raises:

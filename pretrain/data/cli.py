@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
     name: str,
     run: Callable[[argparse.Namespace], None],
     summary: str,

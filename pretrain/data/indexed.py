@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
 # Megatron's codes for token types. Small signed types and floats (2, 3, 6, 7) cannot hold a vocabulary; without them
 # each size has one type, so a damaged code contradicts the pointers.
-_DTYPES = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+_DTYPES: dict[int, np.dtype] = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
 

@@ -10,7 +10,7 @@ from pretrain.data.blend import Blend
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
-from pretrain.data.samples import GPTSamples, Samples
+from pretrain.data.samples import Blocks, GPTSamples, Samples
 from pretrain.data.spans import SpanCorruption
 from pretrain.data.tokenizers import Tokenizer
 
@@ -59,7 +59,7 @@ def epochs_per_sample(
 
 
 def build_masking(
-    blocks: Samples, sequence_length: int, noise_density: float, tokenizer: Tokenizer, seed: int
+    blocks: Blocks, sequence_length: int, noise_density: float, tokenizer: Tokenizer, seed: int
 ) -> Masking:
     """Build a BERT's samples from blocks.
 
@@ -79,7 +79,7 @@ def build_masking(
     )
 
 
-def _blocks(corpora: Sequence[IndexedCorpus], length: int, seed: int, weights: Sequence[float]) -> Samples:
+def _blocks(corpora: Sequence[IndexedCorpus], length: int, seed: int, weights: Sequence[float]) -> Blocks:
     if not weights:
         return GPTSamples(corpora, length, seed)
     # Different orders, also if a corpus is named twice.

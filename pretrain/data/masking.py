@@ -8,7 +8,7 @@ MASK, 1 in 10 a random token of text, and 1 in 10 stay. The choice differs each 
 import numpy as np
 
 from pretrain.data import noise
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Blocks
 
 
 class Masking:
@@ -28,7 +28,7 @@ class Masking:
 
     def __init__(
         self,
-        blocks: Samples,
+        blocks: Blocks,
         sequence_length: int,
         density: float,
         *,

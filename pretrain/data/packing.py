@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Blocks
 
 
 class DocumentMask:
@@ -18,7 +18,7 @@ class DocumentMask:
         end: id of the end of a document.
     """
 
-    def __init__(self, blocks: Samples, end: int):
+    def __init__(self, blocks: Blocks, end: int):
         self.samples_per_epoch = blocks.samples_per_epoch
         self._blocks, self._end = blocks, end
 

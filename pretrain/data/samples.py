@@ -32,6 +32,14 @@ class Samples(Protocol):
     def __getitem__(self, n: int) -> np.ndarray | dict[str, np.ndarray]: ...
 
 
+class Blocks(Protocol):
+    """`Samples` of tokens alone."""
+
+    samples_per_epoch: int
+
+    def __getitem__(self, n: int) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class _Epoch:
     number: int

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fmoe.errors import UserError
 
@@ -134,6 +134,7 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
         UserError: the mark is of another encoding.
     """
     suffix = source.path.suffix.lower()
+    file: Any
     if suffix == ".gz":
         file = gzip.open(source.path)  # noqa: SIM115 - the caller closes it
     elif suffix == ".zst":
@@ -232,9 +233,13 @@ def _items(source: Source) -> Iterator[tuple[str, object]]:
             size -= len(block)
         text, at = "".join(parts), 0
 
+    def spaces_end() -> int:
+        found = _SPACES.match(text, at)
+        return at if found is None else found.end()
+
     def next_character() -> str:
         nonlocal at
-        while (at := _SPACES.match(text, at).end()) == len(text) and not is_over:
+        while (at := spaces_end()) == len(text) and not is_over:
             more()
         return text[at : at + 1]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fmoe.errors import UserError
 from pretrain.data import noise
-from pretrain.data.samples import Samples
+from pretrain.data.samples import Blocks
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SpanCorruption:
         UserError: fewer sentinels than spans.
     """
 
-    def __init__(self, blocks: Samples, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
+    def __init__(self, blocks: Blocks, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
         if len(sentinels) < spans.count:
             raise UserError(
                 f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each; "

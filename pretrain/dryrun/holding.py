@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 from fmoe.optim import AdamW8bit
 from fmoe.parallel.gradients import is_expert
@@ -107,7 +108,7 @@ def hold(engine: Engine) -> Holding:
     )
 
 
-def _layers(engine: Engine) -> Iterator[tuple[nn.Module, int]]:
+def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
     for chunk in engine.chunks:
         for stack in stacks(chunk):
             for layer in stack.layers:

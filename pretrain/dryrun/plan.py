@@ -1,6 +1,7 @@
 """All kinds of ranks of a run, and their totals."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_patch import cpu
 from pretrain.config import Recipe
@@ -84,7 +85,8 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
     check_parts(recipe)
     parallel, train = recipe.parallel, recipe.train
     size = parallel.world_size
-    kinds, axes = [], None
+    kinds: list[RankKind] = []
+    axes: Any = None  # of any rank: all have as many
     for stages in _alike(recipe):
         rank = stages[0] * (size // parallel.pipeline)
         with as_rank(recipe, rank) as processes:

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ class Engine:
         self.recipe, self.processes = recipe, processes
         self.kind = kind_of(recipe)
         random.set_position(recipe.train.seed, step=0)
-        self.chunks = [build(recipe, **stage) for stage in stages(recipe.parallel)]
+        self.chunks: list[Any] = [build(recipe, **stage) for stage in stages(recipe.parallel)]
         if bf16_linear.is_needed():
             for chunk in self.chunks:
                 bf16_linear.mark_weights(chunk)
@@ -207,7 +208,8 @@ class Engine:
         loss_sum, norm_sum, asks_to_stop = sums.tolist()
         mean_loss, grad_norm = loss_sum / self._num_losses, norm_sum / self.processes.world_size
         has_overflowed = found_inf and can_fall
-        if has_overflowed:
+        reason: str | None
+        if has_overflowed and scaler is not None:
             what = "an overflow" if math.isfinite(mean_loss) else "the loss is not finite"
             reason = f"{what} at loss scale {loss_scale:g}, now {float(scaler.scale):g}"
         else:

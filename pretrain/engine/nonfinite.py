@@ -16,7 +16,8 @@ def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
     on which it is bad again, with the first bad gradient in the order of the backward pass, which begins at the last
     layer. If the step is finite this time, weights and data were not the cause.
     """
-    found = _gather(None if engine.last_loss.isfinite().item() else "loss")
+    is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
+    found = _gather(None if is_finite else "loss")
     if found:
         return found
     reduced = _gather(_first_bad(engine.gpt))

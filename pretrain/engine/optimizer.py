@@ -84,8 +84,8 @@ def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
     """Build the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
-    optimizer, main = shard.optimizer, shard.main
-    state = {}
+    optimizer: Any = shard.optimizer
+    main, state = shard.main, {}
     for entry in state_tensors(shard):
         value = read(entry).to(main.device).view(entry.along(main.shape, 1)).clone()
         state[entry.name] = optimizer.moment_of(main, entry.name, value) if is_8_bit(optimizer) else value

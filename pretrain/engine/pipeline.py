@@ -66,6 +66,7 @@ def fill_drain(
             micro_batch_size=micro_batch_size,
             forward_only=True,
         )
+    chunk: Any
     (chunk,), (batches,) = model, data_iterator
     config, kind = get_model_config(chunk), get_model_type(chunk)
     group = parallel_state.get_pipeline_model_parallel_group()

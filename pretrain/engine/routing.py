@@ -73,7 +73,7 @@ class RoutingReports:
         width = self._width + len(self._loss_names) + 2
         rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
         for layer, sent in zip(self._layers, self._sent, strict=True):
-            row = rows[layer.layer_number - 1]
+            row = rows[(layer.layer_number or 1) - 1]
             row[: self._width] = layer.metrics.sums(self._device)
             row[-2] = layer.exchange.traffic.sent - sent
             row[self._width : -2] = torch.tensor(

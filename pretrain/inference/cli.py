@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,6 +139,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     ids = _prompt_ids(prompt, trained)
     with single_process(arguments.seed) as processes:
         model = load_model(trained, processes, drops=False)
+        decoder: decoding.Decoder
         if is_t5:
             decoder = decoding.T5Decoder(
                 model, torch.tensor(ids, device=processes.device, dtype=torch.int64), arguments.num_samples
@@ -268,7 +270,7 @@ def _generated(
     end = tokenizer.end_of_document
     found = []
     for tokens in samples:
-        sample = {"finish": "end" if tokens[-1] == end else "length", "tokens": tokens}
+        sample: dict[str, Any] = {"finish": "end" if tokens[-1] == end else "length", "tokens": tokens}
         if trained.recipe.model.kind == "t5":
             spans = spans_of(tokens, tokenizer)
             sample |= {"spans": {str(number): text for number, text in spans.items()}, "text": fill(prompt, spans)}

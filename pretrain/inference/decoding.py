@@ -4,7 +4,7 @@ Shape letters: N samples, S tokens of each, V vocabulary, D width.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class GPTDecoder:
     def __init__(self, model: nn.Module, length: int, *, keeps: bool = True):
         refuse_expert_choice(model)
         self._model, self._length, self._keeps = model, length, keeps
-        self._context = None  # Megatron-core's cache of keys and values
+        self._context: Any = None  # Megatron-core's cache of keys and values
         self._begin = self._end = 0  # the cached tokens
 
     def __call__(self, tokens_NS: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class T5Decoder:
         inputs_S: the encoder's tokens.
     """
 
-    def __init__(self, model: nn.Module, inputs_S: Tensor, num_samples: int):
+    def __init__(self, model: Any, inputs_S: Tensor, num_samples: int):
         refuse_expert_choice(model.decoder)  # the encoder sees all of its tokens at once
         self._model = model
         with torch.no_grad():

@@ -126,4 +126,4 @@ def _add(
     result.nats += float(nats_S[counted_S].double().sum())
     result.correct += int(is_correct_S[counted_S].sum())
     if byte_lengths is not None:
-        result.bytes += int(byte_lengths[labels_S[counted_S].numpy()].sum())
+        result.bytes = (result.bytes or 0) + int(byte_lengths[labels_S[counted_S].numpy()].sum())

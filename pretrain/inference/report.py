@@ -60,10 +60,10 @@ def open_source(
                 f"{trained.name}: data.validation={list(recipe.data.validation)} has changed since the run; "
                 "pass --data to evaluate on its present content"
             )
-        count = recipe.train.validation_sequences
+        num = recipe.train.validation_sequences
         if max_sequences is not None:
-            count = min(max_sequences, samples.samples_per_epoch)
-        return Source(recipe.data.validation, count, (samples[n] for n in range(count)))
+            num = min(max_sequences, samples.samples_per_epoch)
+        return Source(recipe.data.validation, num, (samples[n] for n in range(num)))
     if stride is not None and model.kind != "gpt":
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} is a model.kind={model.kind}")
     if stride is not None and stride > model.sequence_length:
@@ -77,9 +77,9 @@ def open_source(
         count = -(-max(text.num_tokens - block, 0) // (stride or block)) + 1
     if max_sequences is not None:
         count = max_sequences if count is None else min(count, max_sequences)
-    samples = samples_of(recipe, trained.tokenizer, text, stride)
-    first = next(samples)  # fails on empty data before the model is built
-    return Source(tuple(map(str, data)), count, islice(chain([first], samples), max_sequences))
+    found = samples_of(recipe, trained.tokenizer, text, stride)
+    first = next(found)  # fails on empty data before the model is built
+    return Source(tuple(map(str, data)), count, islice(chain([first], found), max_sequences))
 
 
 @dataclass(frozen=True)

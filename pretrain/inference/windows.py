@@ -51,7 +51,8 @@ class Text:
         with naming("--data"):
             self._parts = [self._open(path) for path in paths]
         counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
-        self.num_tokens = None if None in counts else sum(counts)
+        known = [count for count in counts if count is not None]
+        self.num_tokens = None if len(known) < len(counts) else sum(known)
 
     def _open(self, path: Path):
         if path.name not in ("", "..") and all(file.is_file() for file in corpus_paths(path)[::2]):

@@ -91,12 +91,12 @@ def _as_default(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(key: Key, config: Mapping[str, Any]) -> Any:
-    value = config.get(key.theirs, config.get(key.other, key.default))
+    value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing")
     if key.kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not key.kind or (key.kind is int and value < 1):
+    if type(value) is not key.kind or (isinstance(value, int) and key.kind is int and value < 1):
         raise UserError(f"{key.theirs}={toml(value)} must be {_KINDS[key.kind]}")
     return value
 

@@ -55,9 +55,10 @@ class HuggingFaceFolder:
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
-        self.config = self.json(CONFIG)
-        if self.config is None:
+        config = self.json(CONFIG)
+        if config is None:
             raise UserError(f"{path} is not a Hugging Face model: it has no {CONFIG}")
+        self.config: dict[str, Any] = config
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
     def json(self, name: str) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from pretrain.interchange.tensors import Place, places, sizes_of
 from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # For the written recipe: a rate for continued training.
 _LR = 1e-5
 # In older folders: computed, not learned.

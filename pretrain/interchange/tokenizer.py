@@ -100,7 +100,8 @@ def _converted(tokenizer: Tokenizer) -> bytes:
     require("google.protobuf", "pretrain", f"converting {tokenizer.path}")
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())
+    messages: Any = sentencepiece_model_pb2
+    proto = messages.ModelProto.FromString(tokenizer.path.read_bytes())
     spec = proto.normalizer_spec
     # Without a normalizer that adds or drops spaces, a space stays one, and its mark in a text is a character.
     is_plain = not (spec.precompiled_charsmap or spec.add_dummy_prefix or spec.remove_extra_whitespaces)

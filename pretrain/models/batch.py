@@ -32,7 +32,7 @@ def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: i
     if isinstance(samples[0], dict):
         arrays = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
     else:
-        tokens = np.stack(samples)
+        tokens = np.stack([np.asarray(sample) for sample in samples])
         arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     if vocab_size is not None:
         for name in _IDS:

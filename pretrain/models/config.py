@@ -1,6 +1,7 @@
 """Megatron-core's configuration of a recipe's model."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from pretrain.config import ModelConfig, Recipe
 
@@ -40,7 +40,7 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
         attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
 
 
-def set_rope_theta(module: nn.Module, recipe: Recipe) -> None:
+def set_rope_theta(module: Any, recipe: Recipe) -> None:
     """Set the base on a T5Model or BertModel, whose constructors have no ``rotary_base``."""
     model = recipe.model
     if model.position == "rope":
@@ -55,7 +55,7 @@ def set_rope_theta(module: nn.Module, recipe: Recipe) -> None:
 def _split(recipe: Recipe) -> dict:
     """Return the fields of ``[parallel]``, without experts: `megatron_patch` reads their process groups."""
     parallel = recipe.parallel
-    recompute = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},

@@ -37,7 +37,8 @@ class Curves:
 
     def __init__(self, spans: int):
         self.stride, self.names = 1, dict[str, int]()
-        self._spans, self._first = spans, None
+        self._spans = spans
+        self._first: int | None = None
         self._columns: dict[tuple[str, ...], np.ndarray] = {}
         self._low, self._high = np.full((spans, 0), math.inf), np.full((spans, 0), -math.inf)
         self._low_at, self._high_at = np.zeros((spans, 0), np.int64), np.zeros((spans, 0), np.int64)
@@ -52,19 +53,19 @@ class Curves:
             self._first = step
         while (span := (step - self._first) // self.stride) >= self._spans:
             self._double()
-        columns, values = self._columns_of(names), np.asarray(values, np.float64)
-        is_finite = np.isfinite(values)
-        self._last[0, columns], self._last_at[0, columns] = np.where(is_finite, values, math.nan), step
+        columns, numbers = self._columns_of(names), np.asarray(values, np.float64)
+        is_finite = np.isfinite(numbers)
+        self._last[0, columns], self._last_at[0, columns] = np.where(is_finite, numbers, math.nan), step
         self._gap[span, columns[~is_finite]] = True
-        columns, values = columns[is_finite], values[is_finite]
-        self._last[1, columns], self._last_at[1, columns] = values, step
+        columns, numbers = columns[is_finite], numbers[is_finite]
+        self._last[1, columns], self._last_at[1, columns] = numbers, step
         for extreme, at, is_new in (
-            (self._low, self._low_at, values < self._low[span, columns]),
-            (self._high, self._high_at, values > self._high[span, columns]),
+            (self._low, self._low_at, numbers < self._low[span, columns]),
+            (self._high, self._high_at, numbers > self._high[span, columns]),
         ):
-            extreme[span, columns[is_new]] = values[is_new]
+            extreme[span, columns[is_new]] = numbers[is_new]
             at[span, columns[is_new]] = step
-        self._sum[span, columns] += values
+        self._sum[span, columns] += numbers
         self._sum_at[span, columns] += step
         self._count[span, columns] += 1
 
@@ -326,7 +327,7 @@ def _number(value: Any, row: Mapping[str, Any], key: str) -> float | None:
             return math.inf if value > 0 else -math.inf
     if value is None:
         try:
-            return float(row.get(key + _NONFINITE))
+            return float(row.get(key + _NONFINITE, math.nan))
         except (TypeError, ValueError):
             return math.nan
     return None

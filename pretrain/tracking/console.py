@@ -39,7 +39,9 @@ class ConsoleTracker:
         self._latest: dict[str, Any] = {}
         self._refreshed_at = float("-inf")
         self._progress = _progress(self._console) if self._console.is_terminal else None
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step) if self._progress else None
+        self._task: Any = (
+            self._progress.add_task("", total=total_steps, completed=first_step) if self._progress else None
+        )
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Print the step if it is due."""
@@ -49,7 +51,7 @@ class ConsoleTracker:
             # soft_wrap: one step is one line, in a log file as in a narrow terminal.
             self._console.print(self._step(step) + text, markup=False, highlight=False, soft_wrap=True)
         if self._progress is not None:
-            self._update_progress(step, metrics)
+            self._update_progress(self._progress, step, metrics)
 
     def close(self, ok: bool = True) -> None:
         """Remove the progress line."""
@@ -59,13 +61,13 @@ class ConsoleTracker:
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
-    def _update_progress(self, step: int, metrics: Metrics) -> None:
+    def _update_progress(self, progress: Progress, step: int, metrics: Metrics) -> None:
         self._latest.update((key, value) for key, value in metrics.items() if key in _PROGRESS_KEYS)
-        self._progress.update(self._task, completed=step, description=self._step(step) + _fields(self._latest))
-        self._progress.start()
+        progress.update(self._task, completed=step, description=self._step(step) + _fields(self._latest))
+        progress.start()
         # Drawn here and not by a thread, which could hold a lock while the training loop forks data workers.
         if (now := time.monotonic()) - self._refreshed_at >= _REFRESH_SECONDS:
-            self._progress.refresh()
+            progress.refresh()
             self._refreshed_at = now
 
 

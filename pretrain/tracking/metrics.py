@@ -112,7 +112,7 @@ DECLARED: list[Metric] = [
            title="router z-loss", is_evaluated=False),
     Metric("exchange_bytes", "bytes",
            "sent by a rank in the layer's exchange, forward and backward, mean over data-parallel ranks",
-           lambda layer: layer.exchange_bytes, title="exchange", is_evaluated=False),
+           lambda layer: getattr(layer, "exchange_bytes", 0.0), title="exchange", is_evaluated=False),
     Metric("guard/skipped", "0 or 1", "whether a guard skipped the step", section="events"),
     Metric("guard/collapsed_layers", "layers", "whose router has collapsed",
            when="end of each `guard.collapse_window`", section="events"),

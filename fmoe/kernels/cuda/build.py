@@ -72,6 +72,8 @@ def library(
         check_arch(arch, found)
 
     def make(folder: Path, is_locked: bool) -> Path:
+        if isinstance(found, BuildError):
+            raise found
         return _build(sources, arch, found, folder, is_locked, echo)
 
     cannot = found if isinstance(found, BuildError) else None
@@ -160,7 +162,8 @@ def _build(
         result = place / f"library{_SUFFIX}"
         index = json.dumps({name: code.symbols for name, code in codes.items()})
         with zipfile.ZipFile(result, "w") as archive:
-            for name, data in ((_INDEX, index), *((f"{name}.cubin", code.cubin) for name, code in codes.items())):
+            entries: dict[str, str | bytes] = {_INDEX: index} | {f"{n}.cubin": code.cubin for n, code in codes.items()}
+            for name, data in entries.items():
                 archive.writestr(zipfile.ZipInfo(name), data)  # without a date, for reproducible bytes
         entry = cache.publish(result, folder, key)
     finally:

@@ -55,9 +55,9 @@ def expert_ffn(
     if perm_N is not None:
         end, limit = offsets
         if end is None:
-            ends = counts.cumsum(0)
+            ends = torch.as_tensor(counts).cumsum(0)
             end, limit = ends.int(), ends[-1:]
-        weight_TK = weight_TK.float().contiguous()
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         end = torch.tensor(on_host, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
@@ -184,7 +184,7 @@ _DIFFERENTIABLE = (0, 3, 6, 7, 8, 9)
 
 
 def _backward(ctx, grad, _grad_hidden):
-    results = [None] * 15
+    results: list[Tensor | None] = [None] * 15
     if grad is None:
         return tuple(results)
     x, *tensors, hidden = ctx.saved_tensors
@@ -200,15 +200,15 @@ def _backward(ctx, grad, _grad_hidden):
         for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
             results[position] = gradient
         return tuple(results)
-    sums = [None, None]
+    sums: list[Tensor | None] = [None, None]
     if ctx.into_main_grad:
         sums = [native.main_grad(w) if needed else None for w, needed in ((w_in, needs[2]), (w_out, needs[4]))]
     if sums == [None, None]:
         gradients = _expert_ffn_backward(grad.contiguous(), x, hidden, *tensors, *ctx.options, needs)
     else:  # a plain function: main_grad does not exist under tracing
-        batch = Batch(x, *tensors, counts, activation, gated)
+        batch = Batch(*(x, *tensors, counts, activation, gated))
         with torch.no_grad():
-            gradients = _gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)
+            gradients = [*_gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)]
     for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
         if total is not None:
             w.grad_added_to_main_grad = True

@@ -40,7 +40,7 @@ class Gemms:
         if not self._is_grouped and counts is None:
             ends = end_L.tolist()
             counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        self._counts = counts
+        self._counts: list[int] = counts or []  # of no use to the one call
 
     @property
     def adds_bias(self) -> bool:

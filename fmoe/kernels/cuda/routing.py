@@ -40,13 +40,13 @@ class Routed:
 
     Attributes:
         expert_TK: -1 if the mask is False.
-        score_TE: softmax or sigmoid; None unless requested.
+        score_TE: softmax or sigmoid.
         entropy_T: entropy of the softmax, or of the sigmoids divided by their sum.
     """
 
     expert_TK: Tensor
     weight_TK: Tensor
-    score_TE: Tensor | None
+    score_TE: Tensor
     logsumexp_T: Tensor
     entropy_T: Tensor
 
@@ -58,7 +58,6 @@ def route(
     *,
     bias_E: Tensor | None = None,
     mask_T: Tensor | None = None,
-    with_scores: bool = True,
 ) -> Routed:
     """Return the experts and weights of each token by a rule."""
     bias_E = None if bias_E is None else bias_E.float().contiguous()
@@ -66,9 +65,9 @@ def route(
     flags = (rule.is_sigmoid, rule.by_logits, rule.normalize, rule.scale)
     expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T = _route(
         *(logits_TE.contiguous(), bias_E, mask_T, top_k, *flags, rule.groups, rule.kept_groups, rule.best_of),
-        with_scores,
+        True,
     )
-    return Routed(expert_TK, weight_TK, score_TE if with_scores else None, logsumexp_T, entropy_T)
+    return Routed(expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T)
 
 
 @torch.library.custom_op("fmoe_cuda::route", mutates_args=())

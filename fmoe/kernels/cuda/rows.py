@@ -125,8 +125,8 @@ def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, 
     Returns:
         (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).
     """
-    perm_N, places, kept, *rest = calls.place(expert_TK.contiguous().view(-1), num_experts)
-    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), *rest
+    perm_N, places, kept, count_E, end_E, num_kept = calls.place(expert_TK.contiguous().view(-1), num_experts)
+    return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), count_E, end_E, num_kept
 
 
 @place.register_fake

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from fmoe.errors import UserError
 from fmoe.kernels.cuda.tuning import TuningCache, milliseconds
 
 logger = logging.getLogger("fmoe")
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -236,7 +240,7 @@ class TritonGemms:
             tiles, count = self._tiles(config.rows)
             columns = _ceil(hidden, config.columns)
             # Zero for dropped assignments.
-            dots = weight_N.new_zeros(columns, weight_N.shape[0]) if needs_weight else None
+            dots = weight_N.new_zeros(columns, weight_N.shape[0]) if needs_weight and weight_N is not None else None
             outputs = (_or(scaled, hidden_MP), _or(d_hidden, hidden_MP), _or(dots, hidden_MP))
             given = (grad, _or(index_M, grad), w_out_LDH, hidden_MP, _or(weight_N, grad), *outputs, tiles, self._end)
             sizes = (count, width, hidden, per, 0 if dots is None else dots.shape[1])
@@ -296,7 +300,7 @@ class TritonGemms:
 
     def _with_config(
         self,
-        launch: Callable[[Config], Tensor],
+        launch: Callable[[Config], T],
         like: Tensor,
         kind: str,
         rows: int,
@@ -304,7 +308,7 @@ class TritonGemms:
         depth: int,
         gated: bool,
         may_tune: bool = True,
-    ):
+    ) -> T:
         """Call ``launch`` with the given, measured or default configuration; with FMOE_TUNE=1, measure it first."""
         sizes = (kind, like.dtype, rows, columns, depth, gated)
         if kind in self._tuned:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def failure(device: torch.device, **options) -> str | None:
     """Return the first wrong result of `self_check` on a device, or its error; None if all results are right."""
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            return self_check(device, **options)
+            return "there is no self-check" if self_check is None else self_check(device, **options)
     except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -52,23 +53,26 @@ class TuningCache:
         self._name, self._is_valid = name, is_valid
         self._known: dict[str, object] | None = None
 
-    def get(self, key: str):
+    def get(self, key: str) -> Any:
         """Return the value of a key, or None."""
-        if self._known is None:
-            self._known = {key: value for key, value in self._read().items() if self._is_valid(value)}
-        return self._known.get(key)
+        return self._values().get(key)
 
     def put(self, key: str, value: object) -> None:
         """Store a value, and keep the values that other processes have written since."""
-        self.get(key)
-        self._known[key] = value
+        known = self._values()
+        known[key] = value
         path = self._path()
         if path is None:
             return
         with suppress(OSError, ValueError):
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**self._read(), **self._known}, indent=1), encoding="utf-8")
+            part.write_text(json.dumps({**self._read(), **known}, indent=1), encoding="utf-8")
             os.replace(part, path)
+
+    def _values(self) -> dict[str, object]:
+        if self._known is None:
+            self._known = {key: value for key, value in self._read().items() if self._is_valid(value)}
+        return self._known
 
     def _read(self) -> dict[str, object]:
         path = self._path()

@@ -85,7 +85,7 @@ def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
         active = calls.activate(hidden, after[0], batch.end, batch.limit, batch.activation, batch.gated)
         out = gemms.forward(active, batch.w_out, in_gemm[1])
         if after[1] is not None:
-            calls.add_bias(out, batch.b_out, batch.end)
+            calls.add_bias(out, after[1], batch.end)
     return batch.mixed(out, batch.weight), hidden
 
 
@@ -129,14 +129,15 @@ class Backward:
         batch = self._batch
         if "x" in found:
             found["x"] = batch.mixed(found["x"], None)
-        if "weight" in found:
+        if "weight" in found and batch.weight is not None:
             found["weight"] = found["weight"].view_as(batch.weight)
-            if batch.b_out is not None:
+            if batch.b_out is not None and batch.inverse is not None:
                 found["weight"] += _of_bias(self._grad, batch.b_out, batch.inverse, batch.end)
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        batch, needs, found = self._batch, self._needs, {}
+        batch, needs, d_hidden = self._batch, self._needs, None
+        found: dict[str, Tensor | None] = {}
         gemms = Gemms(batch.end, variant, batch.counts)
         d_out = batch.rows(self._grad)
         if needs["b_out"]:
@@ -145,23 +146,26 @@ class Backward:
             d_active = gemms.backward(d_out, batch.w_out)
             scaled, d_hidden, found["weight"] = calls.activate_backward(
                 *(self._hidden, d_active, batch.flat, batch.perm, batch.limit, batch.activation, batch.gated),
-                **self._needs_of_activation(),
+                needs_active=needs["w_out"],
+                needs_hidden=self._needs_hidden,
+                needs_weight=needs["weight"],
             )
             del d_active
-            if needs["w_out"]:
+            if scaled is not None:
                 found["w_out"] = gemms.weights(d_out, scaled, sums["w_out"])
                 del scaled
         del d_out
-        if needs["b_in"]:
+        if d_hidden is not None and needs["b_in"]:
             found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
-        if needs["w_in"]:
+        if d_hidden is not None and needs["w_in"]:
             found["w_in"] = gemms.weights(d_hidden, batch.rows(batch.x), sums["w_in"])
-        if needs["x"]:
+        if d_hidden is not None and needs["x"]:
             found["x"] = gemms.backward(d_hidden, batch.w_in)
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def _by_triton(self, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        batch, needs, found = self._batch, self._needs, {}
+        batch, needs, d_hidden = self._batch, self._needs, None
+        found: dict[str, Tensor | None] = {}
         gemms = TritonGemms(batch.end, batch.num_rows)
         at = (batch.perm, batch.per)
         if needs["b_out"]:
@@ -169,26 +173,20 @@ class Backward:
         if self._needs_inner:
             scaled, d_hidden, found["weight"] = gemms.down_backward(
                 *(self._grad, *at, batch.w_out, self._hidden, batch.flat, batch.activation, batch.gated),
-                **self._needs_of_activation(),
+                needs_active=needs["w_out"],
+                needs_hidden=self._needs_hidden,
+                needs_weight=needs["weight"],
             )
-            if needs["w_out"]:
+            if scaled is not None:
                 found["w_out"] = gemms.weights(self._grad, scaled, *at, gathered="left", total=sums["w_out"])
                 del scaled
-        if needs["b_in"]:
+        if d_hidden is not None and needs["b_in"]:
             found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
-        if needs["w_in"]:
+        if d_hidden is not None and needs["w_in"]:
             found["w_in"] = gemms.weights(d_hidden, batch.x, *at, gathered="right", total=sums["w_in"])
-        if needs["x"]:
+        if d_hidden is not None and needs["x"]:
             found["x"] = gemms.up_backward(d_hidden, batch.w_in)
         return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-    def _needs_of_activation(self) -> dict[str, bool]:
-        needs = self._needs
-        return {
-            "needs_active": needs["w_out"],
-            "needs_hidden": self._needs_hidden,
-            "needs_weight": needs["weight"],
-        }
 
 
 def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:

@@ -93,6 +93,8 @@ def library(
     cxx = recipe.compiler
 
     def make(folder: Path, is_locked: bool) -> Path:
+        if isinstance(cxx, BuildError):
+            raise cxx
         return _build(recipe, cxx, folder, is_locked, echo)
 
     cannot = cxx if isinstance(cxx, BuildError) else None
@@ -162,7 +164,7 @@ def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: 
 def _commands(recipe: _Recipe, cxx: Compiler, place: Path) -> tuple[list[Path], list[list[str]]]:
     """Return the objects in link order, and the commands that compile them."""
     sources = recipe.sources
-    jobs = [(name, "", ()) for name in sources.once]
+    jobs: list[tuple[str, str, tuple[str, ...]]] = [(name, "", ()) for name in sources.once]
     jobs += [(name, isa, flags) for isa, flags in compiler.isas().items() for name in sources.by_isa]
     objects, commands = [], []
     for name, isa, flags in jobs:

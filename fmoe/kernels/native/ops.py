@@ -9,6 +9,7 @@ height of the first map (H, twice that where it is gated).
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,31 +112,33 @@ def register(huge_pages: bool = True) -> None:
     register_flop_formula(torch.ops.fmoe_native.expert_ffn_backward)(_flops_backward)
 
 
-def _fake(x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, activation, gated, wide, into_main_grad=False):
+def _fake(
+    x: Tensor, perm: Tensor | None, inverse: Tensor | None, weight: Tensor | None, count: Tensor, w_in: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if perm is None else torch.library.get_ctx().new_dynamic_size()
     return torch.empty_like(x), x.new_empty(rows, w_in.shape[1])
 
 
 def _fake_backward(
-    grad,
-    x,
-    hidden,
-    perm,
-    inverse,
-    weight,
-    count,
-    w_in,
-    b_in,
-    w_out,
-    b_out,
-    activation,
-    gated,
-    wide,
-    needs,
-    sum_in,
-    sum_out,
-):
-    def like(needed, tensor):
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    perm: Tensor | None,
+    inverse: Tensor | None,
+    weight: Tensor | None,
+    count: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    activation: int,
+    gated: bool,
+    wide: bool,
+    needs: Sequence[bool],
+    sum_in: Tensor | None,
+    sum_out: Tensor | None,
+) -> tuple[Tensor, ...]:
+    def like(needed: bool, tensor: Tensor | None) -> Tensor:
         return torch.empty_like(tensor) if needed and tensor is not None else x.new_empty(0)
 
     return (
@@ -164,16 +167,20 @@ def backward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int], needs: 
     return second + needs_w_out * second + (needs_w_in + needs_x) * first
 
 
-def _flops(x, perm, inverse, weight, count, w_in, b_in, w_out, *others, out_shape=None, **options) -> int:
+# Called with shapes in place of tensors.
+def _flops(
+    x: Any, perm: Any, inverse: Any, weight: Any, count: Any, w_in: Any, b_in: Any, w_out: Any, *_: Any, out_shape: Any
+) -> int:
     return forward_flops(out_shape[1][0], w_in, w_out)
 
 
-def _flops_backward(grad, x, hidden, perm, inverse, weight, count, w_in, b_in, w_out, *others, **options) -> int:
+def _flops_backward(*arguments: Any, **_options: Any) -> int:
+    _grad, _x, hidden, _perm, _inverse, _weight, _count, w_in, _b_in, w_out, *others = arguments
     needs = others[4]  # after b_out, activation, gated, wide
     return backward_flops(hidden[0], w_in, w_out, needs)
 
 
-def _keep(ctx, inputs, output):
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, *ctx.options = inputs
     ctx.save_for_backward(x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, output[1])
     ctx.mark_non_differentiable(output[1])
@@ -183,8 +190,8 @@ def _keep(ctx, inputs, output):
 _DIFFERENTIABLE = (0, 3, 5, 6, 7, 8)  # where x, weight, w_in, b_in, w_out, b_out are among the arguments
 
 
-def _backward(ctx, grad, _grad_hidden):
-    nothing = [None] * 13
+def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor | None, ...]:
+    nothing: list[Tensor | None] = [None] * 13
     if grad is None:
         return tuple(nothing)
     x, perm, inverse, weight, count, w_in, b_in, w_out, b_out, hidden = ctx.saved_tensors
@@ -196,7 +203,7 @@ def _backward(ctx, grad, _grad_hidden):
         for position, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
             nothing[position] = gradient
         return tuple(nothing)
-    sums = [None, None]
+    sums: list[Tensor | None] = [None, None]
     if into_main_grad:
         sums = [main_grad(w) if n else None for w, n in ((w_in, needs[2]), (w_out, needs[4]))]
     gradients = list(

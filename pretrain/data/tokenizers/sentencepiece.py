@@ -37,8 +37,9 @@ class SentencePieceTokenizer(Tokenizer):
         # Independent lines are encoded separately: faster than a long text at once.
         self._newline = self._id_of["\n"] if self._lines_are_independent() else None
         # sentencepiece writes a space as U+2581, so it would decode a literal U+2581 to a space: spell it in bytes.
-        mark = [self._id_of.get(f"<0x{byte:02X}>") for byte in _SPACE_MARK.encode()]
-        self._mark = None if self._newline is None or None in mark else mark
+        pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
+        mark = [self._id_of[piece] for piece in pieces if piece in self._id_of]
+        self._mark = None if self._newline is None or len(mark) < len(pieces) else mark
 
     def encode(self, text: str) -> list[int]:
         if self._mark is not None and _SPACE_MARK in text:
