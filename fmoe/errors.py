@@ -1,4 +1,4 @@
-"""What a user can get wrong, as one line that names the value, the limit and the key.
+"""An invalid input, as one line that names the value, the limit and the key.
 
 Commands end with that line and exit code 2; everything else keeps its traceback, because it is our mistake.
 """
@@ -45,7 +45,7 @@ def known_names(name: str, known: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional dependency, or says which extra to install.
+    """Import an optional dependency, or raise an error that names the extra to install.
 
     Args:
         module: what to import, e.g. ``"sentencepiece"``.
@@ -53,7 +53,7 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
         purpose: what needs it, the subject of the sentence, e.g. ``"fmoe data tokenizer"``.
 
     Raises:
-        MissingPackageError: the package itself is absent. An error inside the package is passed on as it is.
+        MissingPackageError: the package itself is absent. An error inside the package propagates unchanged.
     """
     try:
         return importlib.import_module(module)

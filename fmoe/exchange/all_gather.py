@@ -1,4 +1,4 @@
-"""Every rank gets all tokens and computes the share of its own experts; each token's rank sums the shares.
+"""Every rank gets all tokens and computes its experts' share; each token's rank sums the shares.
 
 For small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and each pair
 of ranks exchanges a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every rank holds

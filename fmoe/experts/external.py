@@ -53,7 +53,7 @@ def check(
             raise UserError("backend='sonicmoe' is for swiglu experts: its other activations are not exactly ours")
         if d_model % 64 or d_model < 512 or d_hidden % 64:
             raise UserError(
-                f"backend='sonicmoe' wants d_model in multiples of 64 from 512 on and d_hidden in multiples of 64: "
+                f"backend='sonicmoe' needs d_model in multiples of 64 from 512 on and d_hidden in multiples of 64: "
                 f"d_model={d_model}, d_hidden={d_hidden}"
             )
         if num_experts % 4:
@@ -137,7 +137,7 @@ def _linear(rows: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: li
 
 @functools.lru_cache(64)
 def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype: torch.dtype) -> nn.Module:
-    """Without weights of its own."""
+    """A module without weights."""
     options = {"bias": has_bias, "params_dtype": dtype, "device": "meta"}
     return _module("te").GroupedLinear(experts, width, height, **options)
 

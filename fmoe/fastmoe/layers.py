@@ -42,7 +42,7 @@ class NestedTokens(LocalTokens):
 
 
 class NestedLayout(Layout):
-    """Layout of nests of tensors that agree in all but their last dimension.
+    """Layout of nests of tensors that agree in every dimension but the last.
 
     The gate sees the first tensor, the experts get rows of all tensors.
     """
@@ -148,19 +148,19 @@ class FMoE(MoE):
     """A Mixture-of-Experts layer that replaces a feed-forward block (FastMoE, arXiv 2103.13262).
 
     ``y = sum over the K experts that the gate chooses of weight * expert(x)``. With ``moe_group`` the experts are split
-    over its ranks; the result equals that of one rank with all experts. There are two signatures:
+    over its ranks; the result equals the result of one rank with all experts. There are two signatures:
 
     ``FMoE(d_model=512, num_experts=64, top_k=2, gate="switch", expert="swiglu", moe_group=None)``
-        `fmoe.MoE` by its options (`fmoe.build.Spec`): ``num_experts`` counts those of all ranks; auxiliary losses are
-        applied by default.
+        `fmoe.MoE` by its options (`fmoe.build.Spec`): ``num_experts`` counts the experts of all ranks;
+        auxiliary losses are applied by default.
     ``FMoE(num_expert=32, d_model=1024, world_size=1, ..., gate=NaiveGate, expert=None, ...)``
-        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`): ``num_expert`` counts those of a rank; users
-        add ``gate.get_loss()`` themselves.
+        FastMoE's signature with its meaning (`fmoe.fastmoe.spelling`): ``num_expert`` counts the experts of a rank;
+        users add ``gate.get_loss()`` themselves.
 
     Args:
         num_expert, world_size, mp_group, gate_hook, mask, mask_dict, gate_bias: FastMoE's signature only.
         d_model, slice_group, moe_group, top_k, gate, expert, num_experts, options: see `fmoe.build.Spec`; inputs may
-            also be nests of tensors that agree in all but their last dimension.
+            also be nests of tensors that agree in every dimension but the last.
 
     Raises:
         UserError: an invalid argument; names it, its value and its limit.
@@ -265,7 +265,7 @@ class FMoE(MoE):
         """As `MoE.forward`.
 
         Args:
-            x: as in `MoE.forward`, or a nest of tensors that agree in all but their last dimension. The gate sees the
+            x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. The gate sees the
                 first tensor, the experts get all tensors.
 
         Returns:

@@ -18,7 +18,7 @@ class Lamb(TrustOptimizer):
         w = w - lr * |w| / |r| * r                     the ratio is 1 if either norm is 0
 
     Each expert of a stacked weight is a separate tensor. Vectors (biases, norms, biases of stacked experts) have
-    ratio 1 and no decay, whatever the options of their group.
+    ratio 1 and no decay, regardless of their group's options.
 
     Args:
         params: parameters or parameter groups.

@@ -185,7 +185,7 @@ class TrustOptimizer(Optimizer):
         for tensor in tensors:
             if hasattr(tensor, "placements"):
                 raise UserError(
-                    f"{type(self).__name__} does not support DTensors: trust ratios would be those of shards"
+                    f"{type(self).__name__} does not support DTensors: trust ratios would be computed from shards"
                 )
         layout = self._layout or Layout.of(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -220,7 +220,7 @@ class TrustOptimizer(Optimizer):
         )
 
     def _begin(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        """Prepare a step of the tensor; create its state if there is none."""
+        """Prepare a step of the tensor; create its state if needed."""
         if not state:
             state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in self.state_names}
 

@@ -56,7 +56,7 @@ class StepGuard(Callback):
             where = nonfinite_report(trainer.engine, trainer.step, trainer.inputs.train)
             reason = f"the {what} is not finite{trainer.engine.scale_limit}, first in: {where}"
             if self.config.nonfinite == "stop":
-                raise Diverged(f"step {trainer.step + 1}: {reason}; nothing of the step was applied")
+                raise Diverged(f"step {trainer.step + 1}: {reason}; the step was not applied")
         if reason is None:
             self._in_a_row = 0
             self._losses.append(loss)

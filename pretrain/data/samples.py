@@ -21,7 +21,7 @@ _DOCUMENTS, _BLOCKS = 0, 1  # uses of a permutation, in its key
 
 
 class Samples(Protocol):
-    """An endless sequence: sample n depends on n alone. Tokens [L + 1], or arrays by name (`pretrain.models.batch`).
+    """An endless sequence: sample n depends only on n. Tokens [L + 1], or arrays by name (`pretrain.models.batch`).
 
     Attributes:
         samples_per_epoch: samples before the order repeats or is redrawn.
@@ -33,7 +33,7 @@ class Samples(Protocol):
 
 
 class Blocks(Protocol):
-    """`Samples` of tokens alone."""
+    """`Samples` of plain tokens."""
 
     samples_per_epoch: int
 

@@ -58,8 +58,8 @@ class Family:
         architecture: transformers' class for causal language models.
         table: its tensors, in the form that export writes.
         tables: all forms of its tensors that import reads.
-        keys: of config.json, in addition to those of all families.
-        demands: in addition to those of all families.
+        keys: of config.json, in addition to the common ones.
+        demands: in addition to the common ones.
         constants: keys of config.json with the same value in every export.
         read: returns values of ``[model]`` without a `Key`, from config.json.
         write: returns keys of config.json without a `Key`.
