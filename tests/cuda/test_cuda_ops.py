@@ -81,8 +81,8 @@ def test_rows(dropped, chunks, on):
 def test_rows_are_packed_for_a_wire_in_one_pass(dtype, wire, on):
     """Converted as they are brought into order, there and back, gradients too: the bits of torch in two passes."""
     order = torch.randperm(11, generator=torch.Generator().manual_seed(3))
-    hop = Hop(None, [], [], order, order.argsort(), wire)
-    plain = Hop(None, [], [], None, None, wire)
+    hop = Hop(None, [], [], (order, order.argsort()), wire)
+    plain = Hop(None, [], [], None, wire)
     rows = draw(11, D, seed=2).detach().to(dtype).requires_grad_()
     sent = hop.pack(rows)
     assert sent.dtype == wire and torch.equal(sent, plain.pack(rows)[order.argsort()])
