@@ -64,25 +64,30 @@ class Layout:
             seen = x if by_logits else shards.gather(x)
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
         loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
-        seen_AD, groups = self.tokens(seen, mask, token_ids, seed, shards=shards if by_logits else None)
+        seen_AD, groups = self._tokens(seen, mask, token_ids, seed, shards if by_logits else None)
         # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
         x_TD = seen_AD if local is seen else local.reshape(-1, self.d_model)
         rows = local.shape[1:-1].numel()
         return LocalTokens([x_TD], seen_AD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
 
     def tokens(
-        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None" = None
+        self, x: Tensor, mask: Tensor | None = None, token_ids: Tensor | None = None, seed: int = 0
     ) -> tuple[Tensor, RoutingGroups]:
         """Return the tokens ``x_TD`` of an input (a view if possible) and their routing groups.
 
         Args:
             x, mask, token_ids, seed: see `split`.
-            shards: ``x`` is this rank's part, along the first dimension, of the tokens that the groups consist of;
-                ``mask`` and ``token_ids`` are of all of them.
 
         Raises:
             UserError: see `split`.
         """
+        return self._tokens(x, mask, token_ids, seed, None)
+
+    def _tokens(
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
+    ) -> tuple[Tensor, RoutingGroups]:
+        """`tokens`; with ``shards``, ``x`` is this rank's part, along the first dimension, of the tokens that the groups
+        consist of, and ``mask`` and ``token_ids`` cover all of them."""
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
         if not x.is_floating_point():
