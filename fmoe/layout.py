@@ -86,7 +86,7 @@ class Layout:
     def _tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
     ) -> tuple[Tensor, RoutingGroups]:
-        """`tokens`; with ``shards``, ``x`` is this rank's part, along the first dimension, of the tokens that the groups
+        """`tokens`; with ``shards``, ``x`` is this rank's part, along the first dimension, of the tokens that groups
         consist of, and ``mask`` and ``token_ids`` cover all of them."""
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
