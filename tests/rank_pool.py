@@ -85,22 +85,41 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
     torch.set_num_threads(1)
     # A file, not a port: nothing to be taken by another test.
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    meshes = _counted_meshes()
+    kept = {dist.group.WORLD}
     pipe.send(READY)
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             break
+        meshes.clear()
         try:
             result = function(*args)
         except Exception as error:
             result = Raised(type(error), str(error), traceback.format_exc())
-        _destroy_groups()
+        if meshes:  # DTensor caches them with the names of their groups
+            kept.update(dist.distributed_c10d._world.pg_map)
+        _destroy_groups(kept)
         pipe.send(result)
     dist.destroy_process_group()
 
 
-def _destroy_groups() -> None:
+def _counted_meshes() -> list[None]:
+    """Return a list that grows with every DeviceMesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    made, init = [], DeviceMesh.__init__
+
+    def counted(self, *args, **options):
+        made.append(None)
+        init(self, *args, **options)
+
+    DeviceMesh.__init__ = counted
+    return made
+
+
+def _destroy_groups(kept: set) -> None:
     """Destroy the groups that a call made: each gloo group has a thread that wakes up a hundred times a second."""
     import torch.distributed as dist
 
@@ -108,6 +127,6 @@ def _destroy_groups() -> None:
 
     hierarchical._subgroups.clear()
     world = dist.distributed_c10d._world
-    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+    for group in [group for group in world.pg_map if group not in kept]:
         dist.destroy_process_group(group)
         world.pg_names[object()] = ""  # torch makes names from their number, and the store keeps those of before

@@ -40,7 +40,7 @@ def _of_ours(block: MegatronMoE) -> Iterator[Mark]:
     if block.exchange.group is not None:  # the exchange of counts
         yield block.exchange, "open", "plan"
     # A changed `forward` of experts would keep the layer from the native operation (`ExpertCall.fused`).
-    yield block.experts, "forward" if block.experts.backend == "torch" else "mix", "experts"
+    yield block.experts, "forward" if block.experts.backend == "torch" else "fused_forward", "experts"
 
 
 def _of_megatron(block: nn.Module) -> Iterator[Mark]:

@@ -140,7 +140,7 @@ def test_dry_run(bash, name):
     assert f"{total} parameters in total" in end.stdout and grid in end.stdout and "largest rank:" in end.stdout, (
         end.stdout
     )
-    assert "[model]" in end.stdout and "parameters a rank" in end.stdout
+    assert "[model]" in end.stdout and " parameters (" in end.stdout
 
 
 def test_scripts_are_shipped():

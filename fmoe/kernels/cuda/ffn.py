@@ -55,7 +55,7 @@ def expert_ffn(
     if perm_N is not None:
         end, limit = offsets
         if end is None:
-            ends = torch.as_tensor(counts).cumsum(0)
+            ends = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device).cumsum(0)
             end, limit = ends.int(), ends[-1:]
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     else:
