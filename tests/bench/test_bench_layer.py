@@ -39,6 +39,8 @@ def differences(shape, skew):
 @pytest.mark.parametrize("skew", [None, 2.0], ids=["routed", "told"])
 @pytest.mark.parametrize("shape", [GELU, SWIGLU], ids=["gelu", "swiglu"])
 def test_all_contenders_compute_the_same(shape, skew, forks):
+    if shape is GELU:  # the layer of transformers that has these experts is younger than the lowest version
+        pytest.importorskip("transformers.models.nemotron_h")
     found = only(forks.run(1, differences, shape, skew))
     assert {"fmoe torch", "sorted slices", "megatron-core SequentialMLP"} <= found.keys()
     for name, difference in found.items():
