@@ -36,6 +36,15 @@ class Stack(NamedTuple):
     offset: int
 
 
+def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
+    """Return `stacks`; raise a UserError if the model has another type or cannot be converted."""
+    if not isinstance(model, MODELS):
+        names = ", ".join(kind.__name__ for kind in MODELS)
+        raise UserError(f"{caller} takes a model of type {names}, not {type(model).__name__}")
+    check_model(model)
+    return stacks(model)
+
+
 def stacks(model: Any) -> tuple[Stack, ...]:
     """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5."""
     blocks = {"decoder": model.config}
@@ -100,11 +109,7 @@ def fmoefy(
     """
     if hasattr(model, "module"):
         raise UserError(f"fmoefy got a model inside {type(model).__name__}: call it before the model is wrapped")
-    if not isinstance(model, MODELS):
-        names = ", ".join(kind.__name__ for kind in MODELS)
-        raise UserError(f"megatron_patch.fmoefy takes a model of type {names}, not {type(model).__name__}")
-    check_model(model)
-    parts = stacks(model)
+    parts = checked_stacks(model, "megatron_patch.fmoefy")
     total = sum(config.num_layers for _, config, _ in parts)
     for number in sorted(layers or ()):
         if not 1 <= number <= total:

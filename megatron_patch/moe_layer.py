@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from fmoe import UserError
-from fmoe.convert import NOT_DRAWN, check_model
+from fmoe.convert import NOT_DRAWN
 from megatron_patch.layer import MegatronMoE
-from megatron_patch.models import MODELS, stacks
+from megatron_patch.models import checked_stacks
 
 _ROUTER = "router.weight"
 # Parameters and buffers of Megatron's router and their names in FMoE.
@@ -152,11 +152,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
         UserError: the model is wrapped, has another type or has no MoELayer; FMoE does not support a layer's config.
             The model is then unchanged.
     """
-    if not isinstance(model, MODELS):
-        names = ", ".join(kind.__name__ for kind in MODELS)
-        raise UserError(f"convert_moe_layers takes a model of type {names}, not {type(model).__name__}")
-    check_model(model)
-    parts = stacks(model)
+    parts = checked_stacks(model, "convert_moe_layers")
     total = sum(config.num_layers for _, config, _ in parts)
     more = {"model_layers": total} if len(parts) > 1 else {}
     made = [
