@@ -19,7 +19,7 @@ endif
 CONSTRAINTS ?=
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help train compare test conformance gpu lint bench docs corpus clean
+.PHONY: help train compare test coverage conformance gpu lint bench docs corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
@@ -27,8 +27,9 @@ help:
 	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
+	@echo "make coverage   set up, run the tests and report the lines and branches of the packages that they miss"
 	@echo "make gpu     set up, run what needs a GPU: the CUDA kernels against float64, graphs, streams, the sanitizer"
-	@echo "make lint    set up, check style and types"
+	@echo "make lint    set up, check style, spelling and types"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
 	@echo "make docs    set up, build the documentation as a site: build/site/index.html"
 	@echo "make clean   remove .venv and the prepared corpus; runs/ stays"
@@ -56,6 +57,10 @@ SIDE_BY_SIDE = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 test: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
 
+# Processes that tests start count too. ARGS names files or folders; the report then is of the whole packages still.
+coverage: $(VENV)/.test
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
+
 # The second part runs after failures of the first too.
 conformance: $(VENV)/.test
 	status=0; \
@@ -69,6 +74,7 @@ gpu: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell .
 	$(BIN)/python -m mypy
 	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch
 

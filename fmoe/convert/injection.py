@@ -27,6 +27,8 @@ def required(function: Callable) -> list[str]:
 
 
 class Call(NamedTuple):
+    """One recorded call of a module: its input and output."""
+
     module: nn.Module
     input: Any
     output: Any
@@ -125,6 +127,8 @@ class Rates(TorchFunctionMode):
 
 
 class Injected(NamedTuple):
+    """One run of a block with known values: what its linear maps and the block received and returned."""
+
     inputs: list[Tensor]
     hidden: Tensor
     result: Tensor

@@ -173,6 +173,7 @@ class Slice:
 
 
 def moe_group_of(world_size: int) -> dist.ProcessGroup:
+    """Return the group of `ensure_comm`, or torch's default one, after a check that it has ``world_size`` ranks."""
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(

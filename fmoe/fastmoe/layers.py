@@ -226,7 +226,7 @@ class FMoE(MoE):
 
     @property
     def aux_loss(self) -> str:
-        """ "auto" or "manual"."""
+        """How the losses are applied: "auto" or "manual"."""
         return "manual" if self.aux.is_manual else "auto"
 
     @aux_loss.setter

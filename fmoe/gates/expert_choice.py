@@ -70,7 +70,7 @@ class ExpertChoiceRouter(TopKRouter):
         return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """bool [T, E]: which experts take which tokens; of equal tokens the first."""
+        """Return which experts take which tokens, bool [T, E]; ties go to the first token."""
         factor = self._factor()
         limit_G = limits(groups, 1, self.num_experts, factor, probs_TE.device)
         probs_GSE = groups.split(probs_TE)

@@ -10,7 +10,9 @@ from fmoe.optim.trust import Slot, TrustOptimizer, write_back
 
 
 class Lars(TrustOptimizer):
-    """SGD with momentum and a learning rate for each tensor (algorithm 1)::
+    """SGD with momentum and a learning rate for each tensor.
+
+    Algorithm 1::
 
         ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)       1 if |w| or |g| is 0
         v = momentum * v + lr * ratio * (g + weight_decay * w)

@@ -34,10 +34,12 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(rank: int) -> str:
+    """File name of a rank's tensors."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def rank_name(rank: int) -> str:
+    """File name of what belongs to one rank alone: its random state and position."""
     return f"rank-{rank:05d}.json"
 
 

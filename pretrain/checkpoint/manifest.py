@@ -35,6 +35,8 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """A global tensor and the pieces that the shards hold of it."""
+
     dtype: torch.dtype
     shape: Shape
     pieces: tuple[StoredPiece, ...]
@@ -74,6 +76,7 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
 
 
 def tensors_to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return the manifest's entry of the tensors."""
     return {
         name: {
             "dtype": name_of(tensor.dtype),
@@ -110,10 +113,12 @@ def _piece_from_json(fields: Mapping[str, Any]) -> StoredPiece:
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    """Return the manifest's entry of the files: sizes in bytes and checksums."""
     return {name: {"size": record.size, "sha256": record.sha256} for name, record in files.items()}
 
 
 def files_from_json(fields: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Inverse of `files_to_json`; raises ValueError, KeyError or TypeError for invalid entries."""
     return {name: FileRecord(_counts([entry["size"]])[0], str(entry["sha256"])) for name, entry in fields.items()}
 
 
@@ -124,6 +129,7 @@ def _counts(values: Any) -> tuple[int, ...]:
 
 
 def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
+    """Return the content of manifest.json."""
     return {
         "format": FORMAT,
         "step": manifest.step,

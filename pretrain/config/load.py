@@ -224,6 +224,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def to_toml(value: Any) -> str:
+    """Return a recipe's value as TOML."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):

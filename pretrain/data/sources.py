@@ -155,6 +155,7 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
 
 
 def decode(data: bytes, source: Source, offset: int) -> str:
+    """Decode UTF-8; the UserError names the byte, counted from ``offset``."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -32,6 +32,7 @@ class Text:
         paths: prefixes of .bin/.idx pairs, or inputs of `pretrain.data.documents.find_sources`.
         text_key: key or column of the text in JSON lines and tables.
         format: of the text files, as for `find_sources`.
+
     Attributes:
         num_tokens: total; None if there is text, which is tokenized while it is read.
 

@@ -1,4 +1,4 @@
-"""Kinds of models, one module each, with the same two functions:
+"""Kinds of models, one module each, with the same two functions.
 
 ``build(recipe, *, pre_process, post_process, vp_stage) -> nn.Module``
     Build Megatron-core's model on the host, with dense blocks, or none where experts will be; called once per pipeline

@@ -29,6 +29,8 @@ class Geometry:
 
 
 class Launcher(Protocol):
+    """Launches kernels: cuda-core on a GPU, the emulator in tests."""
+
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         """Launch a kernel by its name expression.
 
