@@ -83,6 +83,7 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    share_gloo_device()
     # A file, not a port: nothing to be taken by another test.
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     meshes = _counted_meshes()
@@ -103,6 +104,22 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
         _destroy_groups(kept)
         pipe.send(result)
     dist.destroy_process_group()
+
+
+def share_gloo_device() -> None:
+    """Give all gloo groups of this process one device: each has a thread that polls a hundred times a second."""
+    from torch.distributed import ProcessGroupGloo as Gloo
+
+    init, devices = Gloo.__init__, []
+
+    def with_device(self, store, rank, size, timeout):
+        if not devices:
+            devices.append(Gloo.create_default_device())
+        options = Gloo._Options()
+        options._devices, options._timeout = devices, timeout
+        init(self, store, rank, size, options)
+
+    Gloo.__init__ = with_device
 
 
 def _counted_meshes() -> list[None]:

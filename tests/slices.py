@@ -1,24 +1,49 @@
-"""One case in n of a parametrized test by default, all of them in `make conformance`. Not a test itself."""
+"""Which cases of a parametrized test run by default; `make conformance` runs them all. Not a test itself.
 
-import math
-import zlib
-from collections import defaultdict
+``@pytest.mark.cover(1)`` keeps cases in which every value of every parameter occurs, ``cover(2)`` those in which every
+two values of different parameters meet. ``@pytest.mark.by_default("id", 3, ...)`` lists the cases to keep, by id or
+position. The rest is marked ``slow``. The choice depends on the values and their order alone, not on names of tests.
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
 
 import pytest
 
 
 def thin(items: list[pytest.Item]) -> None:
-    """Marks as ``conformance`` what ``one_in(n)`` leaves out of a test's cases.
-
-    Which ones stay goes by a checksum of their names: every n-th of a grid would meet some values of a parameter alone.
-    A test always keeps one, and one without parameters stays.
-    """
-    cases = defaultdict(list)
+    """Mark as ``slow`` what ``cover`` and ``by_default`` leave out of each test's cases."""
+    cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("one_in") and getattr(item, "callspec", None):
+        if getattr(item, "callspec", None):
             cases[item.nodeid.partition("[")[0]].append(item)
-    for of_test in cases.values():
-        of_test.sort(key=lambda item: (zlib.crc32(item.nodeid.partition("[")[2].encode()), item.nodeid))
-        (n,) = of_test[0].get_closest_marker("one_in").args
-        for item in of_test[math.ceil(len(of_test) / n) :]:
-            item.add_marker(pytest.mark.conformance)
+    for name, of_test in cases.items():
+        if named := of_test[0].get_closest_marker("by_default"):
+            kept = [index for index, item in enumerate(of_test) if {index, item.callspec.id} & {*named.args}]
+            # A case selected on the command line comes without the others.
+            if len(of_test) > 1 and len(kept) != len(named.args):
+                raise pytest.UsageError(f"{name}: of by_default{named.args} only {len(kept)} are cases")
+        elif strength := of_test[0].get_closest_marker("cover"):
+            kept = cover([tuple((n, id(v)) for n, v in i.callspec.params.items()) for i in of_test], *strength.args)
+        else:
+            continue
+        for index, item in enumerate(of_test):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def cover(cases: Sequence[tuple], strength: int) -> list[int]:
+    """Return the indices of cases that contain every ``strength`` values that occur together.
+
+    Greedy: always the case with most combinations that are still missing; of those the one whose values were used
+    least, then the first one.
+    """
+    parts = [set(itertools.combinations(case, min(strength, len(case)))) for case in cases]
+    missing, used, chosen = set().union(*parts), collections.Counter(), []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(parts[i] & missing), -sum(used[v] for v in cases[i]), -i))
+        missing -= parts[best]
+        used.update(cases[best])
+        chosen.append(best)
+    return chosen

@@ -75,7 +75,7 @@ def test_what_pages_link_to_outside_of_docs_is_on_the_site(site):
     assert "moe-32.toml" in (site / "repository/bench/convergence.html").read_text()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("right", "outside", "anchor")
 @pytest.mark.parametrize(
     ("link", "says"),
     [

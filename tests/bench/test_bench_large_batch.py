@@ -114,7 +114,7 @@ def test_a_table_says_what_diverged_and_what_lies_at_an_end(tmp_path):
     assert "| LARS" in text and "4: diverged, 8: diverged" in text
 
 
-@pytest.mark.conformance  # a run of each contender
+@pytest.mark.slow  # a run of each contender
 def test_a_small_slice_for_real(tmp_path, capsys):
     """Runs of `fmoe train`; called again, it makes the run that is missing, with the same loss."""
     command = [sys.executable, "-m", "bench", "large_batch", "--quick", "--out", str(tmp_path)]

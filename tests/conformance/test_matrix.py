@@ -39,7 +39,7 @@ def alone(gate, experts, optimizer, dtype):
 
 
 def marks(index):
-    return [] if index % IN_CI == 0 else [pytest.mark.conformance]
+    return [] if index % IN_CI == 0 else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

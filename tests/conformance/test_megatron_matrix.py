@@ -46,7 +46,7 @@ def alone(forks):
 
 
 def marks(case, in_ci):
-    return pytest.param(case, id=name_of(case), marks=[] if in_ci else [pytest.mark.conformance])
+    return pytest.param(case, id=name_of(case), marks=[] if in_ci else [pytest.mark.slow])
 
 
 CHOSEN = {
@@ -134,7 +134,7 @@ def test_grouped_queries_norms_of_heads_and_shared_experts_too(forks, alone, cas
 
 BF16 = {case["layout"]: case for case in CASES if case["distributed"]}
 BF16_CASES = [
-    pytest.param(case, id=layout, marks=[] if layout == "TP2xEP2" else [pytest.mark.conformance])
+    pytest.param(case, id=layout, marks=[] if layout == "TP2xEP2" else [pytest.mark.slow])
     for layout, case in BF16.items()
 ]
 

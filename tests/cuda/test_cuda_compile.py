@@ -58,7 +58,7 @@ def test_no_warning_and_no_spill(compiled, capsys, arch, source):
     check(compiled[arch, source].result(), instances(arch, source), f"{arch} {source}", capsys)
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 def test_all_types_for_all_architectures(capsys):
     for (arch, source), code in compile_all(lambda _, source: KERNELS[source]).items():
         check(code.result(), KERNELS[source], f"{arch} {source}", capsys)

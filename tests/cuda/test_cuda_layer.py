@@ -269,7 +269,7 @@ def report(layer):
     return [*found.load, found.entropy, *found.losses.values(), found.tokens]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", [{}, {"gate": "sigmoid"}, {"gate": "switch", "top_k": 1}], ids=str)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_compiled_layer_without_graph_breaks(options, recomputes, on):

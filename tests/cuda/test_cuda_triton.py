@@ -87,7 +87,7 @@ class Case:
         return reference.combine(out, weight, self.plan.inverse_TK)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.by_default(*map(str, range(12)))
 @pytest.mark.parametrize("seed", range(48))
 def test_values_and_gradients(seed):
     case = Case(seed)
@@ -177,7 +177,7 @@ def test_kernels_compile_without_a_gpu(tmp_path, capsys):
     compile_for("sm_90", "bf16", "some", tmp_path, capsys)
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_all_kernels_compile(arch, dtype, tmp_path, capsys):

@@ -91,9 +91,9 @@ def helped():
 @pytest.mark.parametrize("command", [loud, lambda: print("one line"), helped])
 def test_a_reader_that_ends_first_ends_the_command_quietly(command):
     (read, write), (error_read, error_write) = os.pipe(), os.pipe()
+    os.close(read)  # before the fork: from the first byte on nobody reads
     pid = os.fork()
     if pid == 0:
-        os.close(read)  # nobody reads
         os.dup2(write, 1)
         os.dup2(error_write, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
@@ -103,7 +103,7 @@ def test_a_reader_that_ends_first_ends_the_command_quietly(command):
             sys.stdout.flush()  # as Python does when it ends
             sys.stderr.flush()
         os._exit(code)
-    for file in (read, write, error_write):
+    for file in (write, error_write):
         os.close(file)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGPIPE
     assert os.read(error_read, 1000) == b""

@@ -68,7 +68,7 @@ def cases():
                     yield pytest.param(gate, kind, precision, factor, id=f"{gate}-{kind}-{precision}-{name}")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("gate", "kind", "precision", "factor"), list(cases()))
 def test_the_layer_is_the_loop(gate, kind, precision, factor):
     dtype, cast_to, limit = PRECISIONS[precision]

@@ -51,6 +51,7 @@ def counted(layer):
     return fmoe.metrics(layer)[""].tokens, load_E if load_E is None else load_E.sum().item() / layer.gate.top_k
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("gate", ["naive", "sigmoid", "random", "zero", "hash"])
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("how", CHECKPOINTS)
@@ -77,6 +78,7 @@ def test_a_backward_pass_that_runs_again_counts_nothing(gate, how):
         torch.testing.assert_close(p.grad, 2 * once[name])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("gate", ["sigmoid", "random"])
 def test_compiled_passes_count_once(gate, trained):

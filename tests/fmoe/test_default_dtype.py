@@ -116,6 +116,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {getattr(case[1], '__name__', case[1])}")
 def test_a_float32_layer_computes_the_same_under_every_default(case, dtype):
@@ -142,6 +143,7 @@ def test_a_layer_computes_the_same_under_every_default_device(case):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {getattr(case[1], '__name__', case[1])}")
 def test_a_layer_built_under_a_default_trains_and_saves(case, dtype):

@@ -95,7 +95,7 @@ def recomputed(way, use_reentrant):
     return told, max(relative_error(y, z), relative_error(a.grad, b.grad), gradients_differ(spread, alone))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @all_ways
 def test_recomputation_is_no_failure(forks, way, use_reentrant):
@@ -146,7 +146,7 @@ def second_derivatives(way):
     return relative_error(*found)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("all_to_all", "padded", "padded chunks", "all_gather")
 @all_ways
 def test_second_derivatives_are_those_of_one_process(forks, way):
     assert max(values(forks.run(2, second_derivatives, way))) < 1e-10
@@ -266,7 +266,7 @@ def uneven(way, kind):
     return max(errors)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", ["frozen of one", "no input", "input of one", "constant", "copy"])
 @all_ways
 def test_workers_whose_backward_passes_go_differently_far(forks, way, kind):
@@ -291,7 +291,7 @@ def frozen(way):
     return max(relative_error(y, z), relative_error(a.grad, b.grad))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("all_to_all", "padded", "padded chunks", "all_gather")
 @all_ways
 def test_experts_may_be_frozen(forks, way):
     assert max(values(forks.run(2, frozen, way))) < 1e-5

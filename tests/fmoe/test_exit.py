@@ -15,7 +15,7 @@ def test_ranks_that_never_destroy_their_group_exit_with_0(forks):
     assert only(forks.run(1, exit_codes, 3 * len(SCRIPTS), SCRIPTS, "idle")) == {0: 6 * len(SCRIPTS)}
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("provocation", ["idle", "none"])
 def test_a_thousand_ranks_exit_with_0(forks, provocation, is_whole):

@@ -36,7 +36,7 @@ def counts(index, num_experts=L):
     return torch.bincount(index[index >= 0], minlength=num_experts)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
@@ -256,7 +256,7 @@ def test_the_same_in_every_run(kind):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("NaiveGate", "ZeroGate")
 @pytest.mark.parametrize("kind", [NaiveGate, NoisyGate, GShardGate, SwitchGate, DCGate, ZeroGate])
 def test_no_graph_break_in_a_gate(kind):
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def layer_experts(layer):
     return range(layer.first_expert, layer.first_expert + layer.num_expert)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("counts", [(7, 5), (6, 0)], ids=["uneven", "none-on-one"])
 @pytest.mark.parametrize(("top_k", "name_group"), [(2, True), (3, False)], ids=["top2", "top3-whole-world"])
@@ -195,7 +195,7 @@ def grouped(options, dtype):
     return seen
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "options", [{}, {"no_scale": True}, {"reduce_after": True, "fp32_allreduce": True}], ids=["mean", "sum", "after"]

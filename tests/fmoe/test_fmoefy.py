@@ -47,7 +47,9 @@ def test_output_is_unchanged_and_every_block_swapped(family):
         assert_close(actual.loss, expected.loss, 1e-5, "loss")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default(
+    "gpt2", "llama", "bert", "roberta", "t5", "t5 gated", "swin", "albert", "funnel", "xlm", "torch", "sequential"
+)
 @families
 def test_trains_and_its_state_dict_comes_back(family):
     model, inputs = tiny(family, dropout=0.1)
@@ -84,7 +86,7 @@ def test_new_experts_have_the_sizes_of_the_block(family):
     assert model(**inputs).logits.shape == dense.shape
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_generation_is_unchanged(family):
     model, inputs = tiny(family)
@@ -95,7 +97,7 @@ def test_generation_is_unchanged(family):
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("t5")
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_gradient_checkpointing_changes_nothing_and_counts_once(family):
     def gradients(convert, checkpointing):
@@ -147,7 +149,7 @@ def test_dropout_stays_where_the_block_had_it():
     assert model.bert.encoder.layer[0].output.dropout.p == 0.2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "bert", "torch"])
 def test_dtype_mode_and_what_is_frozen_stay(family, dtype):

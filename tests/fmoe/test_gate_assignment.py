@@ -25,7 +25,7 @@ def problem(seed):
     return scores, valid, load
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default(*map(str, range(40)))
 @pytest.mark.parametrize("seed", range(120))
 def test_it_is_optimal(seed):
     scores, valid, load = problem(seed)
@@ -48,7 +48,7 @@ def test_it_is_optimal(seed):
         assert got == expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", ["plain", "common", "few factors", "all equal", "copies", "strong", "one wins"])
 @pytest.mark.parametrize(("size", "experts"), [(256, 16), (160, 64), (40, 64)], ids=str)
 def test_loads_are_even_whatever_the_scores(kind, size, experts):

@@ -76,7 +76,7 @@ VARIANTS = [pytest.param(name, k, {}, id=f"{name}-top{k}") for name in GATES for
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

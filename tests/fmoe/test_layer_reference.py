@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(("gate", "top_k", "factor"), CASES)

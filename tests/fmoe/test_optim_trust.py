@@ -202,7 +202,7 @@ def sharded_steps(kind, options):
     return [shard for shard, _, _ in shards], optimizer.trust_ratios()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_flat_shards_equal_the_whole(forks, name, size):
@@ -241,7 +241,7 @@ def rows_and_replicas(kind):
     assert torch.equal(replica, whole[1]), "a replica was counted twice"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("Lars")
 @pytest.mark.parametrize("kind", [Lamb, Lars])
 def test_tensor_parallel_rows_and_replicas(forks, kind):
     values(forks.run(2, rows_and_replicas, kind))

@@ -213,7 +213,7 @@ def sharded(case):
     return list(state) == list(plain.state_dict()) and all(isinstance(v, DTensor) for v in state.values())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("whole", "kept", "plain list")
 @pytest.mark.parametrize("case", ["whole", "blocks", "kept", "bf16", "uneven", "plain list"])
 def test_fully_shard(four_ranks, case):
     assert values(four_ranks.run(sharded, case)) == [True] * 4

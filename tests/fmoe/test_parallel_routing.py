@@ -88,14 +88,14 @@ def sliced(gate, how, spread, group_size, expert):
     return True
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("how", ["slice", "sequence"])
 @pytest.mark.parametrize("gate", sorted(set(GATES) - {"topology"}))
 def test_every_gate_decides_over_the_whole(two_ranks, gate, how):
     assert values(two_ranks.run(sliced, gate, how, "spread", None, "ffn")) == [True] * 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("how", ["slice", "sequence"])

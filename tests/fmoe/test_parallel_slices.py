@@ -83,7 +83,7 @@ def sliced(split, gate, batch):
     return True
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("batch", [4, 3, 1])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("split", GROUPS)

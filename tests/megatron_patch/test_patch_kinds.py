@@ -92,7 +92,7 @@ def upcycled(kind, options):
     return before, after, layers, bool(marked) and all(marked)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("options", "numbers"),
     [

@@ -195,7 +195,7 @@ def as_dense(activation, gated, bias):
     return output, expected + expected_bias if bias else expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True), ("gelu", True), ("relu", False)])
 def test_activation_gating_and_bias_are_those_of_the_config(forks, activation, gated, bias):

@@ -88,7 +88,9 @@ def converted(options, expert_parallel=1, **own):
     return seen, [layer.layer_number for layer in gpt.decoder.layers if isinstance(layer.mlp, MegatronMoE)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default(
+    "swiglu, softmax before the choice", "sigmoid", "sigmoid with a bias", "shared expert", "shared expert with a gate"
+)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_output_and_gradients_are_unchanged(forks, config):
     (before, after), layers = only(forks.run(1, converted, CONFIGS[config]))
@@ -99,7 +101,7 @@ def test_output_and_gradients_are_unchanged(forks, config):
         assert_close(after[1][name], grad, 1e-5, f"gradient of {name}")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("sigmoid with a bias")
 @pytest.mark.parametrize("config", ["gelu", "sigmoid with a bias"])
 def test_two_expert_parallel_ranks_convert_their_own(forks, config):
     expected = only(forks.run(1, converted, CONFIGS[config]))[0][0][0]
@@ -215,7 +217,7 @@ def refusal(options):
     return str(first.value), second and str(second.value), [isinstance(x.mlp, MoELayer) for x in gpt.decoder.layers]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("jitter", "sinkhorn")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_computed_otherwise_is_refused(forks, case):
     options, message = REFUSED[case]

@@ -74,7 +74,7 @@ def train(options):
     return [name for name in plain if not torch.equal(plain[name], again[name])], plain_bytes, again_bytes
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("split", ["one", "expert", "tensor"])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_bit_changes(forks, mode, split):

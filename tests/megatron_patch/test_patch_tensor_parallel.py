@@ -22,7 +22,7 @@ def upcycled(options):
     return before, loss_of(gpt)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tokens alike", "sequence parallel"])
 def test_upcycling_keeps_the_output(forks, sequence_parallel, gated):

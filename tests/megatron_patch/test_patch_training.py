@@ -78,7 +78,7 @@ def alone(forks):
     return only(forks.run(1, trained, 1, False))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("dp2-distributed")
 @pytest.mark.parametrize(
     ("expert_parallel", "distributed"),
     [

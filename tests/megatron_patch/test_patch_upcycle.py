@@ -59,7 +59,7 @@ def fmoefied(config, options, expert_parallel=1, steps=0):
     return {"before": before, "after": after, "dense": dense, "experts": experts, "losses": losses}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,7 +96,7 @@ def test_new_experts_where_asked_for(forks):
     assert not torch.equal(weight[0], weight[1])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("noise", [0.0, 0.1], ids=lambda noise: f"noise{noise}")
 @pytest.mark.parametrize("config", ["gelu+bias", "swiglu"])
 def test_expert_parallel_size_2_is_1_and_trains_on(forks, config, noise):
@@ -179,7 +179,7 @@ def refused(config, options, break_it=None):
     return "it was accepted"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default(0, 5, 7, 10, 11, 12, 14, 15, 16)
 @pytest.mark.parametrize(
     ("options", "break_it", "parts"),
     [

@@ -80,7 +80,9 @@ def _of_every_rank(recipe):
     return plan, holdings, stepped
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default(
+    "one process", "expert tensor 2, expert 2", "pipeline 4", "t5, tensor 2, expert 4", "bert, pipeline 2, data 2"
+)
 @pytest.mark.parametrize("name", GRIDS)
 def test_what_is_counted_is_the_whole_model_once(forks, name):
     recipe = recipe_with(**GRIDS[name])
@@ -137,7 +139,7 @@ def _plan(recipe, nodes=1):
     return make_plan(recipe, nodes)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("adamw, bf16, sharded", "sgd, bf16, sharded", "adamw8bit, bf16")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_predicted_bytes_are_those_of_a_run(forks, name):
     if "8bit" in name:
@@ -229,7 +231,7 @@ def test_options_that_do_not_belong_together(forks, recipe_file, options, said):
 BIG = {"switch-c": ("1.57T", 2048), "gshard-600b": ("619B", 2048)}
 
 
-@pytest.mark.parametrize("name", ["switch-c", pytest.param("gshard-600b", marks=pytest.mark.conformance)])
+@pytest.mark.parametrize("name", ["switch-c", pytest.param("gshard-600b", marks=pytest.mark.slow)])
 def test_the_largest_recipes_at_their_real_world_size(forks, name):
     """Seconds, and no memory."""
     recipe = load_recipe(name)
@@ -259,7 +261,7 @@ def _plan_and_peak(recipe):
     return plan, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.by_default("bert", "switch-base", "switch-large", "t5")
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_has_a_plan(forks, path):
     recipe = load_recipe(path.stem)

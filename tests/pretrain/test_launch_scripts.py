@@ -127,7 +127,7 @@ DRY = {
     "pretrain_multinode.sh": ([], "10.4M", "world size 2, 2 nodes of 1"),
     "slurm.sbatch": (["--recipe=switch-c"], "1.57T", "world size 2,048, 64 nodes of 32"),
 }
-LONG = [pytest.param(name, marks=pytest.mark.conformance) for name in DRY if name != "pretrain_switch_t5.sh"]
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in DRY if name != "pretrain_switch_t5.sh"]
 
 
 @pytest.mark.parametrize("name", ["pretrain_switch_t5.sh", *LONG])
@@ -158,7 +158,7 @@ RUNS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("pretrain_bert_moe.sh")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_processes(bash, tiny_corpus, tmp_path, name):
     """Its data come from the environment."""
@@ -177,7 +177,7 @@ def test_a_run_of_two_processes(bash, tiny_corpus, tmp_path, name):
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 def test_two_nodes_and_a_process_that_dies(environment, tiny_corpus, tmp_path):
     """One process a node. The one on node 1 dies in step 3; both are started again and go on from step 2."""
     hook = tmp_path / "hook"
@@ -303,7 +303,7 @@ def wait_for_steps(folder, count, process, output):
 
 
 # Whom Slurm signals: the batch shell (--signal=B:USR1), the tasks alone, or every process of the step.
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["batch shell", "tasks", "all processes"])
 def test_a_preempted_job_saves_is_queued_again_and_goes_on(slurm, tiny_corpus, tmp_path, whom):
     from test_run_signals import descendants

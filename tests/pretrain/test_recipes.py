@@ -152,7 +152,7 @@ OF_THEIR_OWN = ("quickstart", "t5", "bert")  # trained by other tests
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.conformance])
+        pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow])
         for name in NAMES
         if name not in OF_THEIR_OWN
     ],

@@ -127,7 +127,7 @@ def test_a_quickstart_on_either_backend_begins_alike(forks):
     assert found[-1][0] < found[0][0] - 0.1
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 def test_a_quickstart_on_either_backend_trains_to_the_same_losses(forks):
     found, others = only(forks.run(1, runs, None, 50, 2))
     check(found, others)

@@ -71,7 +71,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("program", ["pretrain", "fmoe train of two"])
 @pytest.mark.parametrize("case", RECIPES)
 def test_a_wrong_recipe(refused, recipe_file, case, program):
@@ -183,7 +183,7 @@ class Without(MetaPathFinder):
 EXTRA = {"tensorboard": "tensorboard", "trackio": "trackio"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "package", ["megatron", "sentencepiece", "safetensors", "rich", "wandb", "tensorboard", "trackio"]
@@ -198,7 +198,7 @@ def test_training_without_a_package_names_the_extra(refused, recipe_file, packag
     refused("pretrain", recipe, says=says, before=Without(package), size=size, environment={"WANDB_MODE": "offline"})
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("sentencepiece-data prepare", "numpy-data show")
 @pytest.mark.parametrize(
     ("package", "argv"),
     [

@@ -112,7 +112,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("shard-00000.safetensors-2", "state.json-1")
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -232,7 +232,7 @@ def test_a_warm_start_takes_the_weights_alone(forks, finished, tmp_path):
     assert list(steps(folder)) == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default(1, 2, 4)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -295,8 +295,8 @@ class KillLater:
     ("total", "deaths"),
     [
         (24, 3),
-        pytest.param(200, 3, marks=pytest.mark.conformance),
-        pytest.param(200, 50, marks=pytest.mark.conformance),
+        pytest.param(200, 3, marks=pytest.mark.slow),
+        pytest.param(200, 50, marks=pytest.mark.slow),
     ],
 )
 def test_killed_again_and_again_ends_with_the_same_weights(forks, recipe_file, tmp_path, total, deaths):

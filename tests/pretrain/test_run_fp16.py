@@ -93,7 +93,7 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("EP2, expert, after the reduction", "TP2, expert", "PP2, expert")
 @pytest.mark.parametrize("case", OVERFLOWS)
 def test_an_overflow_on_one_rank_skips_one_step_on_both(forks, case):
     split, name = OVERFLOWS[case]
@@ -172,12 +172,12 @@ def skipped_and_resumed(folder, recipe):
 
 
 DISTRIBUTED = [
-    pytest.param(name, True, marks=[] if name == "lamb" else pytest.mark.conformance, id=f"{name} distributed")
+    pytest.param(name, True, marks=[] if name == "lamb" else pytest.mark.slow, id=f"{name} distributed")
     for name in ("adamw", *SHARDED)
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
 )

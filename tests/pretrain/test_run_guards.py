@@ -116,7 +116,7 @@ NAN_CASES = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("loss, EP=2, skip", "dense gradient, EP=2, stop", "after the reduction, DP=2, skip")
 @pytest.mark.parametrize("case", NAN_CASES)
 def test_nan_on_one_rank_ends_the_step_on_both_and_changes_nothing(forks, case):
     what, _, mode = NAN_CASES[case]

@@ -68,7 +68,7 @@ def test_fp16_is_close(forks, alone):
             assert found[name] == pytest.approx(value, rel=1e-2), name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "options",
     [{"data": 2}, {"expert": 2}, {"expert": 2, "distributed": True, "micro_batch": 1}],

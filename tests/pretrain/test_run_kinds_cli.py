@@ -25,7 +25,7 @@ def kind_recipe(recipe_file):
     return write
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("t5")
 @pytest.mark.parametrize("kind", MODELS)
 def test_killed_and_resumed_at_two_splits(forks, kind_recipe, tmp_path, kind):
     """Bit for bit where the split is the same, within rounding in one process; checkpoints of both are alike."""
@@ -60,7 +60,7 @@ def _size(shape):
     return size
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("t5")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path, kind):
     data = {"train": (str(tiny_corpus.train), str(tiny_corpus.validation)), "weights": (0.7, 0.3)}

@@ -52,7 +52,7 @@ IN_CI = {
     "sgd": ("EP2 distributed",),
 }
 CASES = [
-    pytest.param(name, split, marks=[] if split in IN_CI[name] else [pytest.mark.conformance])
+    pytest.param(name, split, marks=[] if split in IN_CI[name] else [pytest.mark.slow])
     for name, splits in (("lamb", SPLITS), ("lars", SPLITS), ("adafactor", WHOLE), ("sgd", ("EP2 distributed",)))
     for split in splits
 ]
@@ -141,7 +141,7 @@ CHAINED = [
 
 @pytest.mark.parametrize(
     ("name", "chain"),
-    [c if c[0] in ("lamb", "adafactor") else pytest.param(*c, marks=pytest.mark.conformance) for c in CHAINED],
+    [c if c[0] in ("lamb", "adafactor") else pytest.param(*c, marks=pytest.mark.slow) for c in CHAINED],
 )
 def test_the_next_loss_is_the_same_at_another_split(forks, tmp_path, name, chain):
     base, expected = recipe_of(name), None
@@ -173,7 +173,7 @@ def resumed(folder, recipe):
     return ends, sum(hasattr(m.get("exp_avg"), "codes") for m in moments)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision):

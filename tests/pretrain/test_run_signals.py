@@ -93,7 +93,7 @@ def is_alive(pid):
     [
         "SIGTERM",
         "SIGKILL",
-        *(pytest.param(f"{name} to all", marks=pytest.mark.conformance) for name in ("SIGTERM", "SIGUSR1")),
+        *(pytest.param(f"{name} to all", marks=pytest.mark.slow) for name in ("SIGTERM", "SIGUSR1")),
     ],
 )
 def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):

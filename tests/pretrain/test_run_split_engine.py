@@ -81,7 +81,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_equal_one(forks, alone, split, distributed):

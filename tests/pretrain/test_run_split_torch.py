@@ -91,7 +91,7 @@ def train_all(*case):
     return {split: train(split, *case) for split in ("alone", "ep2", "dp2")}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("factor", [None, 0.75], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("gate", GATES)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.conformance  # three lives import torch and megatron-core anew
+@pytest.mark.slow  # three lives import torch and megatron-core anew
 def test_max_restarts(forks, recipe_file, tmp_path):
     recipe = recipe_file(checkpoint={"every": 2}, train={"steps": 10}, parallel={"expert": 2})
     train(forks, recipe, "--run.folder", tmp_path / "whole", size=2)

@@ -127,6 +127,7 @@ def check(case, compute):
         assert_close(found[name], value, limit * (10 if value.numel() < 4 else 1), name)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("compute", [fused, by_rows])
 @pytest.mark.parametrize("part", range(10))
 def test_float32_over_random_shapes(part, compute, threads, gemms):
@@ -134,12 +135,14 @@ def test_float32_over_random_shapes(part, compute, threads, gemms):
         check(Case(seed), compute)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("part", range(10))
 def test_bfloat16_over_random_shapes(part, wide, gemms):
     for seed in range(part * 20, part * 20 + 20):
         check(Case(seed, torch.bfloat16), fused)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("sizes", [(96, 3, 2, 512, 1024), (70, 2, 2, 301, 1100), (500, 3, 2, 130, 609)], ids=str)
 def test_matrices_of_many_blocks(sizes, dtype, threads):
     """So large that our GEMMs take them in blocks, add parts up, and write past the caches; gated and not."""

@@ -101,7 +101,7 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch):
             native.load()
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LEVELS)
 def test_the_numbers_are_right_on_lesser_processors(name, monkeypatch):
@@ -116,7 +116,7 @@ def test_the_numbers_are_right_on_lesser_processors(name, monkeypatch):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_clean_under_sanitizers():
     """The tests of this folder that use the library, with AddressSanitizer and UBSan in it."""

@@ -109,7 +109,7 @@ def compare_decoders(options):
     return worst, sequence[7:], ways, counted, bool((torch.get_rng_state() == before).all())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("learned positions, some layers", "gshard", "sigmoid", "modern")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_full_passes_in_which_nothing_is_dropped(forks, name):
     worst, expected, ways, counted, is_untouched = only(forks.run(1, compare_decoders, MODELS[name]))
@@ -245,7 +245,7 @@ def by_hand(kind, precision):
     return found, (nats, tokens, correct, num_bytes), {m.training for m in model.modules()}, metrics(model)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_are_those_of_a_loop(forks, kind, precision):

@@ -27,7 +27,7 @@ QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2"
 
 def quick(names):
     """A case of each family and each kind of split by default."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.conformance) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("case", quick(CASES))

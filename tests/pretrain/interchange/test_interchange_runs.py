@@ -51,7 +51,7 @@ def train(forks, *argv, size=1):
         assert end.code == 0, end.err
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("mixtral, EP2")
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_goes_out_and_comes_back(forks, recipe_file, tiny_corpus, tmp_path, capsys, case):
     model, parallel = RUNS[case]

@@ -127,7 +127,7 @@ def test_ten_thousand_steps_of_24_layers_with_128_experts_have_less_than_800_kil
     assert size < 800_000
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 def test_nor_are_those_of_many_layers_and_many_runs(tmp_path):
     runs = []
     for n in range(2):

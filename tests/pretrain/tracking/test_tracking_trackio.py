@@ -61,7 +61,7 @@ def run(parts, **environment):
     return json.loads(child.stdout)  # and so nothing else was printed
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.by_default("jsonl")
 @pytest.mark.parametrize("mode", ["sqlite", "jsonl"])  # jsonl: what trackio takes on a network file system
 def test_a_resumed_run_is_a_new_run_of_the_group(tmp_path, mode):
     folder = tmp_path / "run"
@@ -77,7 +77,7 @@ def test_a_resumed_run_is_a_new_run_of_the_group(tmp_path, mode):
     assert (folder / "trackio" / "tiny.db").exists()
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 def test_runs_of_one_name_in_one_database_stay_apart(tmp_path):
     first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
     parts = [(first, range(1, 4), None), (second, range(1, 3), None), (first, range(3, 5), 2), (second, [3], 2)]

@@ -83,7 +83,7 @@ print(_mode(wandb))
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.by_default("key")
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

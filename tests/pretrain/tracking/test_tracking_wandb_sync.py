@@ -98,7 +98,7 @@ def serving():
             thread.join()
 
 
-@pytest.mark.conformance
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False], ids=["all at once", "a part at a time"])
 def test_every_process_of_a_run_is_uploaded_as_a_run_of_its_group(tmp_path, together):
     if not os.path.exists(WANDB):
