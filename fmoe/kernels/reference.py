@@ -8,20 +8,24 @@ from torch.nn import functional as F
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
+    """Reference of `fmoe.kernels.permute`."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
+    """Reference of `fmoe.kernels.combine`."""
     padded_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])  # for assignments without a row
     rows_TKD = padded_MD[inverse_TK.clamp(max=len(rows_MD))]
     return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Reference of `fmoe.kernels.reorder`."""
     return rows[index].to(rows.dtype if dtype is None else dtype)
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """Reference of `fmoe.kernels.grouped_linear`."""
     parts = rows_MI.split(list(counts))
     biases = [None] * len(parts) if bias_LO is None else bias_LO
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
@@ -37,6 +41,7 @@ def expert_ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
 ) -> Tensor:
+    """Reference of `fmoe.kernels.expert_ffn`."""
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
     return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)
