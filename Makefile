@@ -82,7 +82,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m bench step $(ARGS)
 
 docs: $(VENV)/.test
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	$(BIN)/python -m sphinx -c docs -d build/doctrees -E -W --keep-going --quiet . build/site $(ARGS)
 	@echo "build/site/index.html is written"
 
 clean:

@@ -196,7 +196,7 @@ def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
 
 
 def dropped(keys_G: Tensor, count: int, rate: float) -> Tensor:
-    """Return bool [G, count], each True with probability `drop_rate(rate)`; row g is a pure function of ``keys_G[g]``.
+    """Return bool [G, count], each True with probability ``drop_rate(rate)``; row g is a function of ``keys_G[g]``.
 
     Each decision uses 16 bits, half of a hash, without floating-point numbers.
     """

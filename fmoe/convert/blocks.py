@@ -154,18 +154,22 @@ class Block:
 
     @property
     def d_model(self) -> int:
+        """Width of the input and of the output."""
         return self.map_out.weight.shape[0]
 
     @property
     def d_hidden(self) -> int:
+        """Number of hidden units."""
         return self.map_out.weight.shape[1]
 
     @property
     def is_gated(self) -> bool:
+        """Whether a second map gates the hidden units."""
         return len(self.maps_in) == 2
 
     @property
     def has_bias(self) -> bool:
+        """Whether any map has a bias."""
         return any(m.bias is not None for m in (*self.maps_in, self.map_out))
 
     @property

@@ -16,13 +16,13 @@ from fmoe.exchange.local import LocalExchange
 from fmoe.exchange.padded import PaddedExchange
 from fmoe.exchange.shadow import Cost
 
-# Called as (group, num_experts, **exchange_options).
 EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
     "all_to_all": AllToAllExchange,
     "padded": PaddedExchange,
     "all_gather": AllGatherExchange,
     "hierarchical": HierarchicalExchange,
 }
+"""Factories of exchanges by name, called as ``(group, num_experts, **exchange_options)``."""
 
 
 def build_exchange(

@@ -22,7 +22,7 @@ from fmoe.routing import Routing
 
 
 class AllGatherExchange(GroupExchange):
-    """See the module.
+    """Exchange that gathers all tokens on every rank and sums the ranks' shares, for small groups and large K.
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`. Sums are computed in float32 for every

@@ -44,7 +44,7 @@ class _Agreed(NamedTuple):
 
 
 class AllToAllExchange(base.GroupExchange):
-    """See the module.
+    """All-to-all of exactly the rows that the gate chose, optionally in chunks and with shadowed experts.
 
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.

@@ -46,7 +46,7 @@ def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
 
 
 class HierarchicalExchange(AllToAllExchange):
-    """See the module.
+    """All-to-all in two stages: within the node, then between nodes (arXiv 2203.14685; 2201.05596 section 5.3).
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.

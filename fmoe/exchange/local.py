@@ -14,7 +14,7 @@ from fmoe.routing import Routing
 
 
 class LocalExchange:
-    """See the module.
+    """Exchange of a single rank, which owns all experts; nothing is sent.
 
     Args:
         num_experts: E.

@@ -20,7 +20,7 @@ from fmoe.routing import Routing
 
 
 class PaddedExchange(GroupExchange):
-    """See the module.
+    """Exchange of equally many rows per expert, padded with zeros: the host reads no counts (arXiv 2006.16668).
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.

@@ -19,12 +19,12 @@ from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
 from fmoe.experts.tensor_parallel import ShardedFFNExperts
 
-# Factories of stacked experts: called as (num_experts, d_model, d_hidden, first_expert=, seed=, **options).
 EXPERTS: dict[str, Callable[..., nn.Module]] = {
     "ffn": FFNExperts,
     "swiglu": functools.partial(FFNExperts, gated=True, activation="silu"),
     "geglu": functools.partial(FFNExperts, gated=True, activation="gelu"),
 }
+"""Factories of stacked experts, called as ``(num_experts, d_model, d_hidden, first_expert=, seed=, **options)``."""
 
 
 def register_expert(name: str, factory: Callable[..., nn.Module]) -> None:

@@ -70,9 +70,9 @@ def count_by_gate(
         gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 for no choice.
 
     Returns:
-        pos: [M], indices into ``gate.view(-1)``, by expert and then in order; None unless ``require_pos``.
-        local_expert_count: [W * L], choices of this rank for every expert.
-        global_expert_count: [W * L], choices of each rank, in order, for this rank's experts.
+        ``pos`` [M], indices into ``gate.view(-1)``, by expert and then in order, None unless ``require_pos``;
+        ``local_expert_count`` [W * L], choices of this rank for every expert;
+        ``global_expert_count`` [W * L], choices of each rank, in order, for this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
@@ -173,7 +173,11 @@ class Slice:
 
 
 def moe_group_of(world_size: int) -> dist.ProcessGroup:
-    """Return the group of `ensure_comm`, or torch's default one, after a check that it has ``world_size`` ranks."""
+    """Return the group of `ensure_comm`, or the default group.
+
+    Raises:
+        UserError: it does not have ``world_size`` ranks.
+    """
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(

@@ -314,9 +314,8 @@ def limit_by_capacity(
         capacity: capacity of every expert, or of each of this rank's experts [L].
 
     Returns:
-        new_lec: [W * L], choices of this rank that each expert accepts.
-        new_gec: [W * L], choices of each rank that this rank's experts accept.
-        topk_idx: ``topk_idx`` with -1 for choices that are not accepted (`keep_first`).
+        ``new_lec`` [W * L], choices of this rank that each expert accepts; ``new_gec`` [W * L], choices of each rank
+        that this rank's experts accept; ``topk_idx`` with -1 for choices that are not accepted (`keep_first`).
     """
     _, _, offered = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
     new_gec = grant(offered.view(world_size, num_expert), capacity).view(-1)

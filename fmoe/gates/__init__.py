@@ -28,6 +28,7 @@ from fmoe.gates.topology import TopologyRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
+"""Contract of a gate: ``gate(x_TD, groups) -> Routing``."""
 
 GATES: dict[str, type[nn.Module] | Gate] = {
     "naive": NaiveRouter,
@@ -44,6 +45,7 @@ GATES: dict[str, type[nn.Module] | Gate] = {
     "sigmoid": SigmoidRouter,
     "topology": TopologyRouter,
 }
+"""Gates by name; `register_gate` adds one."""
 
 
 def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:

@@ -47,6 +47,7 @@ class DispatchPlan:
     @classmethod
     @torch.no_grad()
     def from_routing(cls, routing: Routing, num_experts: int) -> "DispatchPlan":
+        """Return the plan that sorts the assignments of a routing by expert."""
         expert_TK = routing.expert_TK
         if backends.cuda_takes_choices(expert_TK, num_experts):
             return cls(*cuda_rows.place(expert_TK, num_experts))

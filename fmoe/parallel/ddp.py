@@ -132,10 +132,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class DenseAverager:
-    """Wrapper of torch's model averagers (`PeriodicModelAverager`, `HierarchicalModelAverager`) that skips experts.
+    """Wrapper of torch's ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` that skips experts.
 
-    torch would average different experts with each other. Use it for `PostLocalSGDOptimizer`, with `post_localSGD_hook`
-    on `DistributedDataParallel`. Replicas of an expert stay equal, because their gradients are reduced in every step.
+    torch would average different experts with each other. Use it for ``PostLocalSGDOptimizer``, with
+    ``post_localSGD_hook`` on `DistributedDataParallel`. Replicas of an expert stay equal, because their gradients are
+    reduced in every step.
     """
 
     def __init__(self, averager: Any):
@@ -143,7 +144,7 @@ class DenseAverager:
 
     @property
     def step(self) -> int:
-        """Number of calls, which `PostLocalSGDOptimizer` saves."""
+        """Number of calls, which ``PostLocalSGDOptimizer`` saves."""
         return self.averager.step
 
     @step.setter

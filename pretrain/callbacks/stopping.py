@@ -12,8 +12,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class Stopping(Callback):
     """Stop all ranks after the same step, with a checkpoint, on SIGTERM, SIGUSR1 or a first SIGINT on any rank.
 
-    The handler sets a flag that is reduced with the loss (`Engine.train_step`); a signal after that reduction stops the
-    run one step later. A second SIGINT interrupts at once.
+    The handler sets a flag that is reduced with the loss (`pretrain.engine.Engine.train_step`); a signal after that
+    reduction stops the run one step later. A second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:

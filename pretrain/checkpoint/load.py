@@ -89,6 +89,7 @@ class Checkpoint:
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
         return self._tensor(name).dtype
 
     def read(

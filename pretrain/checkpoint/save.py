@@ -63,6 +63,7 @@ class Piece:
 
     @property
     def region(self) -> Region:
+        """Part of the global tensor that the piece covers."""
         return Region.of(self.offset, self.block, self.start, self.stop)
 
     @property

@@ -48,7 +48,7 @@ class OptimizerConfig:
     momentum: float = 0.9
     """For lars and sgd."""
     trust_coefficient: float = 1e-3
-    """Factor of lars' trust ratio |weights| / |gradient|."""
+    """Factor of lars' trust ratio, the norm of the weights over the norm of the gradient."""
     max_trust: float | None = None
     """Upper bound on the trust ratio of lamb and lars; None for no bound."""
     beta2_decay: float = -0.8

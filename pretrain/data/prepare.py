@@ -86,7 +86,7 @@ def prepare(
     existing ones are replaced once the new ones are complete. Memory is bounded for text of any size.
 
     Args:
-        inputs: files and folders, as for `iter_documents`.
+        inputs: files and folders, as for `pretrain.data.documents.iter_documents`.
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column of the text in JSON lines and tables.

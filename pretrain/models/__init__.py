@@ -4,8 +4,9 @@
     Build Megatron-core's model on the host, with dense blocks, or none where experts will be; called once per pipeline
     chunk of a rank.
 ``forward(model, batch) -> Tensor``
-    Run a chunk on a micro batch from `collate`. The last chunk returns losses [b, s], or logits [b, s, vocabulary] if
-    the batch has no ``labels``; others return activations. ``model`` may be wrapped for the schedule, or bare.
+    Run a chunk on a micro batch from `pretrain.models.batch.collate`. The last chunk returns losses [b, s], or logits
+    [b, s, vocabulary] if the batch has no ``labels``; others return activations. ``model`` may be wrapped for the
+    schedule, or bare.
 
 `pretrain.engine.model.build_model` inserts experts; `pretrain.data.inputs` opens the samples of a kind.
 """

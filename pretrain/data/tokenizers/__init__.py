@@ -73,7 +73,7 @@ def train_tokenizer(
     in a text is only text. The same inputs give the same file, byte for byte.
 
     Args:
-        inputs: files and folders, as for `iter_documents`; all are read through once.
+        inputs: files and folders, as for `pretrain.data.documents.iter_documents`; all are read through once.
         output: the model file, which is replaced. One that ends in ``.json`` is of Hugging Face ``tokenizers``,
             byte-level BPE with the same special pieces: every byte has a piece, and coverage has no effect.
         vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and 3 line
