@@ -85,6 +85,7 @@ class ForkServer:
         """``python -m PROGRAM ARGV...`` in ``size`` processes, with torchrun's environment if there are two or more.
 
         Args:
+            program: a module, or a file by its path.
             folder: to run in; by default an empty one.
             environment: variables beside those of this process.
             before: called in each process first, e.g. to break something.
@@ -239,7 +240,10 @@ def _run_command(
     try:
         if before is not None:
             before()
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code or 0, None
     return 0, None

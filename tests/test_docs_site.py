@@ -62,6 +62,7 @@ class Tags(HTMLParser):
         self.fetched += [value for name, value in attributes if (tag, name) in FETCHED and value]
 
 
+@pytest.mark.slow
 def test_every_page_is_there_and_nothing_is_fetched_from_elsewhere(site):
     navigation = (site / "docs" / "index.html").read_text()
     for page in PAGES + API_PAGES:
@@ -80,6 +81,7 @@ def test_every_page_is_there_and_nothing_is_fetched_from_elsewhere(site):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", style.read_text()), f"{style} fetches"
 
 
+@pytest.mark.slow
 def test_what_pages_link_to_outside_of_docs_is_on_the_site(site):
     assert 'href="docs/layer.html"' in (site / "README.html").read_text()
     assert 'href="../examples/own_gate.py.html"' in (site / "docs" / "gates.html").read_text()
@@ -105,6 +107,7 @@ def public_names(module):
     return [name for name in getattr(module, "__all__", defined) if not name.startswith("_")]
 
 
+@pytest.mark.slow
 def test_every_public_name_is_on_a_page_of_the_api(site):
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     documented = set(re.findall(r"^(\S+) py:(?!module)\w+ .* docs/api/", inventory, re.M))

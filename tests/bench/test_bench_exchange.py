@@ -7,6 +7,7 @@ from bench.dispatchers import Batch
 from fmoe.errors import UserError
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path, capfd):
     exchange.main(
         ["--ranks=2", "--tokens=64", "--skew=2", "--d-model=128", "--rounds=5", "--seconds=0.1", f"--out={tmp_path}"]

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 from forks import values
 
 from bench import recompute
@@ -22,6 +23,7 @@ def tiny():
     return row.facts, sorted(row.seconds), row.failures
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_less(forks):
     ((facts, timed, failures),) = values(forks.run(1, tiny))
     assert not failures and timed == sorted(recompute.MODES)

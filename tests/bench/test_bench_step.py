@@ -175,6 +175,7 @@ def measured(folder):
     return values, losses
 
 
+@pytest.mark.slow
 def test_a_tiny_run(forks, tmp_path):
     values, losses = only(forks.run(1, measured, str(tmp_path)))
     steps, alone = (SimpleNamespace(**row) for row in values["measurements"])

@@ -281,7 +281,7 @@ def test_output_is_unchanged_or_the_block_refused(trap):
     check_that_output_is_unchanged_or_the_block_refused(trap, torch.float32)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default(*range(0, 165, 8))
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("trap", TRAPS)

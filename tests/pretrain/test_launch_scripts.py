@@ -158,7 +158,7 @@ RUNS = {
 }
 
 
-@pytest.mark.by_default("pretrain_bert_moe.sh")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_two_processes(bash, tiny_corpus, tmp_path, name):
     """Its data come from the environment."""

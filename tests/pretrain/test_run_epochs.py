@@ -34,7 +34,7 @@ def test_a_blend_tells_the_epochs_of_each_source_and_what_is_doubtful(forks, rec
         shutil.copy2(path, tmp_path / f"copied{path.suffix}")
     recipe = recipe_file(
         data={"train": (str(tiny_corpus.train), str(tiny_corpus.validation), str(copied)), "weights": (3, 1, 1)},
-        train={"steps": 4, "validation_sequences": 1 << 12},
+        train={"steps": 4, "global_batch": 16 * BATCH, "micro_batch": 8 * BATCH, "validation_sequences": 1 << 12},
     )
     ends = forks.command("pretrain", recipe, "--run.folder", tmp_path / "run", "--parallel.data", "2", size=2)
     assert [end.code for end in ends] == [0, 0], ends
@@ -51,7 +51,7 @@ def test_a_blend_tells_the_epochs_of_each_source_and_what_is_doubtful(forks, rec
     row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     for number, (prefix, share) in enumerate([(tiny_corpus.train, 3), (tiny_corpus.validation, 1), (copied, 1)], 1):
         per_epoch = (IndexedCorpus(prefix).num_tokens - 1) // LENGTH
-        assert row[f"epochs/source_{number}"] == pytest.approx(4 * BATCH * share / 5 / per_epoch)
+        assert row[f"epochs/source_{number}"] == pytest.approx(4 * 16 * BATCH * share / 5 / per_epoch)
 
 
 @pytest.mark.parametrize(("kind", "length"), [("gpt", 16), ("bert", 14), ("t5", None)], ids=["gpt", "bert", "t5"])

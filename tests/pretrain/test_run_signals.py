@@ -92,8 +92,7 @@ def is_alive(pid):
     "name",
     [
         "SIGTERM",
-        "SIGKILL",
-        *(pytest.param(f"{name} to all", marks=pytest.mark.slow) for name in ("SIGTERM", "SIGUSR1")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGTERM to all", "SIGUSR1 to all")),
     ],
 )
 def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):

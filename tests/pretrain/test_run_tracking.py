@@ -13,6 +13,7 @@ from contextlib import closing
 
 import pytest
 
+from fmoe.kernels import cache
 from pretrain.tracking import read_metrics
 from pretrain.tracking.loads import LOAD
 from pretrain.tracking.metrics import DECLARED
@@ -104,6 +105,7 @@ def run(forks, write_tiny_recipe, tmp_path_factory):
         },
     )
     ours = {"HOME": str(folder), "NETRC": str(folder / "none"), "WANDB_MODE": "offline"}
+    ours["FMOE_CACHE"] = str(cache.writable())  # nothing is compiled again
     ours["WANDB_ERROR_REPORTING"] = "false"
     for argv in (["--train.steps", STOPPED, "--optimizer.decay-steps", STEPS], ["--resume"]):
         if argv == ["--resume"]:  # as a machine that went down leaves it

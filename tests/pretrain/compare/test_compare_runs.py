@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from bench.convergence import main as convergence
 from fmoe.cli import run
 from pretrain.compare.cli import main
@@ -38,6 +40,7 @@ def test_what_a_run_writes_is_what_is_read(forks, recipe_file, tmp_path, capsys)
     assert values["groups"][1]["recipe"]["model.num_experts"] == 0
 
 
+@pytest.mark.slow
 def test_the_study_of_make_compare_with_the_trainer(write_tiny_recipe, tmp_path, capsys):
     recipes = [
         str(write_tiny_recipe(tmp_path / f"{name}.toml", model={"num_experts": experts}, checkpoint={"every": 2}))

@@ -279,6 +279,7 @@ def test_axes_scales_smoothing_and_zoom(open_page, reports):
     assert opened.drawing("Gradient norm") != marked
 
 
+@pytest.mark.by_default(0, 2)
 @pytest.mark.parametrize(("entropy", "is_above"), [(5.89, True), (7.4, True), (7.75, False)])
 def test_the_level_of_unigram_entropy_is_named_beside_its_line(open_page, tmp_path, entropy, is_above):
     def change(row):
@@ -314,6 +315,7 @@ def test_the_last_expert_and_the_last_step_have_their_number(open_page, tmp_path
                 assert apart or one == other, f"{one} and {other} lie on each other"
 
 
+@pytest.mark.slow
 def test_small_charts_have_numbers_all_along(open_page, tmp_path):
     write_report([write_run(tmp_path / "run", 300)], tmp_path / "x.html")
     opened = open_page(tmp_path / "x.html", watched=True)
@@ -325,6 +327,7 @@ def test_small_charts_have_numbers_all_along(open_page, tmp_path):
         assert {"0", "100", "200", "300"} <= set(opened.texts(card))
 
 
+@pytest.mark.slow
 def test_a_few_layers_are_all_named_and_of_many_the_ends(open_page, tmp_path):
     for layers, scheme in ((4, "light"), (8, "dark"), (9, "light")):
         path = tmp_path / f"{layers}.html"
@@ -346,6 +349,7 @@ def test_a_few_layers_are_all_named_and_of_many_the_ends(open_page, tmp_path):
         assert names.count() == layers + 1, "the step, and all of them"
 
 
+@pytest.mark.slow
 def test_the_legend_and_the_numbers_tell_the_same(open_page, tmp_path):
     """Of a loss whose fourth digit is lost with a few bits, and of a run that is longer than a curve has spans."""
 
@@ -362,6 +366,7 @@ def test_the_legend_and_the_numbers_tell_the_same(open_page, tmp_path):
     assert "dead experts, mean of the layers, last" in numbers
 
 
+@pytest.mark.slow
 def test_layers_by_metric(open_page, reports):
     opened = open_page(reports / "one.html")
     readout = opened.card("By layer").locator(".readout")
@@ -505,6 +510,7 @@ def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
         assert drawn > 3, f"{title} is empty"
 
 
+@pytest.mark.by_default("time")
 @pytest.mark.parametrize("axis", ["tokens", "time"])
 def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
     """Of one step, and of a run of some minutes, whose ticks lie less than a minute apart."""
@@ -521,6 +527,7 @@ def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
         assert not any("e+" in text for text, _ in texts), texts
 
 
+@pytest.mark.by_default("3000")
 @pytest.mark.parametrize("steps", [60, 3000])
 def test_a_run_that_became_nan_shows_what_was_finite(open_page, tmp_path, steps):
     lost = steps // 2
@@ -585,6 +592,7 @@ def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
     assert "\\u202egnol" in heads and "a\\u001b[31mb\\u0000" in heads
 
 
+@pytest.mark.slow
 def test_names_of_runs_with_control_characters_are_shown_by_number(open_page, tmp_path):
     names = ("\x1b]0;owned\x07", "\u202eexe.nur", "new\nline", "__proto__")
     write_report([write_run(tmp_path / name, 4) for name in names], tmp_path / "x.html")
@@ -639,6 +647,7 @@ def test_fifty_runs_are_grouped_by_seed(open_page, sweep):
     assert opened.drawing("Gradient norm") == together
 
 
+@pytest.mark.slow
 def test_fifty_runs_are_sorted_and_hidden(open_page, sweep):
     opened = open_page(sweep)
     opened.page.uncheck("#together")
@@ -675,6 +684,7 @@ def test_fifty_runs_are_sorted_and_hidden(open_page, sweep):
     assert losses.count() == 50
 
 
+@pytest.mark.slow
 def test_a_few_runs_are_sorted_in_their_columns(open_page, tmp_path):
     runs = [
         write_run(tmp_path / name, 20, seed=seed, gate=name) for seed, name in enumerate(("naive", "switch", "gshard"))
@@ -688,6 +698,7 @@ def test_a_few_runs_are_sorted_in_their_columns(open_page, tmp_path):
     assert [text.strip() for text in heads.all_inner_texts()] == ["gshard", "switch", "naive"], "the largest first"
 
 
+@pytest.mark.slow
 def test_fifty_runs_open_soon(open_page, sweep):
     limit = patience.within(2)
     seconds = float(open_page(sweep).page.get_attribute("html", "data-ready")) / 1000
