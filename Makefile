@@ -64,8 +64,8 @@ coverage: $(VENV)/.test
 # The second part runs after failures of the first too.
 conformance: $(VENV)/.test
 	status=0; \
-	$(PYTEST) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
-	$(PYTEST) tests --ignore tests/conformance -m slow $(ARGS) || status=$$?; \
+	$(PYTEST) $(SIDE_BY_SIDE) tests/conformance -m 'slow or not slow' $(ARGS) || status=$$?; \
+	$(PYTEST) $(SIDE_BY_SIDE) tests --ignore tests/conformance -m slow $(ARGS) || status=$$?; \
 	exit $$status
 
 gpu: $(VENV)/.test

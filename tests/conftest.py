@@ -1,6 +1,9 @@
 """Fixtures for all tests: processes that last the session, text to train on."""
 
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait for work do not spin
+
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; it looks at this
     os.environ.setdefault("TRITON_INTERPRET", "1")  # when it is imported, which fmoe does by way of torch._dynamo
+
+
+# Side by side, each worker gets its share of the cores: threads that wait for a core of another worker spin.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
