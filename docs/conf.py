@@ -135,5 +135,5 @@ NAV = {
         interchange large-batch precision convergence /data/README /data/pylib/README""",
     "Speed": "performance native cuda kernels",
     "API": "api/index api/layer api/gates api/experts api/parallel api/convert api/fastmoe api/pretrain api/data",
-    "Project": "/README /CONTRIBUTING /CHANGELOG",
+    "Project": "/README /CONTRIBUTING /CODE_OF_CONDUCT /SECURITY /CHANGELOG",
 }
