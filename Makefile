@@ -50,9 +50,9 @@ ISA_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE FMOE_NAT
 PYTEST = $(if $(ISA),$(or $(ISA_$(ISA)),$(error ISA=$(ISA) is unknown: avx2 or avx512)) )$(BIN)/python -m pytest
 
 # Test files side by side: a process each, of which some keep ten more with torch in them (2.5 GB). `make JOBS=1 test`
-# runs one after the other.
+# runs one after the other. In the order of folders those that wait for processes run beside those that compute.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
-SIDE_BY_SIDE = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+SIDE_BY_SIDE = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 test: $(VENV)/.test
 	$(PYTEST) $(SIDE_BY_SIDE) $(ARGS)
