@@ -36,7 +36,7 @@ class SharedGradScaler(MegatronGradScaler):
 
     @property
     def can_fall(self) -> bool:
-        """Whether further overflows can lower the scale."""
+        """True if further overflows can lower the scale."""
         return isinstance(self.scaler, DynamicGradScaler) and bool(self.scale > self.scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:

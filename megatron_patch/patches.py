@@ -96,7 +96,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
-    """Sum the gradients marked `PARTIAL` over tensor parallel ranks, after those of sequence parallel models."""
+    """Sum the gradients marked `PARTIAL` over tensor parallel ranks, after sequence parallelism's own sums."""
 
     @functools.wraps(reduce)
     def reduced(model, config, tp_group=None, *args, **kwargs):

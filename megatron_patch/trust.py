@@ -20,7 +20,7 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     Collective over all ranks; reads sizes on the host.
 
     Returns:
-        The ratios of dense matrices, and those of experts (one per expert of each stacked weight), float32 on the
+        The ratios of dense matrices, and the ratios of experts (one per expert of each stacked weight), float32 on the
         device of the parameters. Values are equal on every rank; their order depends on the split. Both are empty
         before the first step, and for other optimizers.
     """

@@ -164,12 +164,12 @@ class Block:
 
     @property
     def is_gated(self) -> bool:
-        """Whether a second map gates the hidden units."""
+        """True if a second map gates the hidden units."""
         return len(self.maps_in) == 2
 
     @property
     def has_bias(self) -> bool:
-        """Whether any map has a bias."""
+        """True if any map has a bias."""
         return any(m.bias is not None for m in (*self.maps_in, self.map_out))
 
     @property

@@ -156,7 +156,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
 
 
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
-    """Return a new folder to build in, and remove those of dead builders: under the lock none is running."""
+    """Return a new folder to build in, and remove the folders of dead builders: under the lock none is running."""
     if is_locked:
         _remove_workplaces(folder, key)
     return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
@@ -230,7 +230,7 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return an identity of the file, which differs from that of a later file with the same name; None for None."""
+    """Return the identity of a file, by which a later file with the same name differs; None if it is missing."""
     try:
         found = path.stat()
     except OSError:

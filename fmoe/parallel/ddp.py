@@ -165,9 +165,9 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 
 
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the buffers that differ between ranks: those of experts, and None for those computed from the rank.
+    """Yield the buffers that differ between ranks: expert buffers, and None for buffers computed from the rank.
 
-    torch's wrapper would overwrite them with those of rank 0 before every forward pass.
+    torch's wrapper would overwrite them with rank 0's before every forward pass.
     """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""

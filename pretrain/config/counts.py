@@ -61,7 +61,7 @@ def _matrices(model: ModelConfig, number: int, experts: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Norm parameters of a layer: one norm per block, and those of queries and keys."""
+    """Norm parameters of a layer: one norm per block, plus query and key norms."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
 

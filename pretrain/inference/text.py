@@ -13,7 +13,7 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Incremental decoder: returns text as soon as it is certain, since a character may take several tokens.
+    """Incremental decoder: returns text once no later token can change it. A character may take several tokens.
 
     Args:
         before: tokens before the first, whose text is not returned again.

@@ -30,7 +30,7 @@ _IGNORED = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import: family, recipe, step folder, tokenizer file (None if there is none)."""
+    """Result of an import: family, recipe, step folder, tokenizer file (or None)."""
 
     family: Family
     recipe: Recipe

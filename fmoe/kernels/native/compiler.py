@@ -92,7 +92,7 @@ def find() -> Compiler:
 def environment(folder: Path | None = None) -> dict[str, str]:
     """Return environment variables for a compiler: messages in English, temporary files in ``folder``, no LD_PRELOAD.
 
-    A preloaded sanitizer runtime is meant for the program under test.
+    A preloaded sanitizer runtime belongs to the program under test.
     """
     variables = {**os.environ, "LC_ALL": "C"}
     variables.pop("LD_PRELOAD", None)
@@ -111,7 +111,7 @@ def isas() -> dict[str, tuple[str, ...]]:
 
 
 def current_isa() -> str:
-    """Return the instruction set of `isas` that runs: the processor's as torch sees it, or that of FMOE_NATIVE_ISA.
+    """Return the instruction set of `isas` that runs: the processor's as torch sees it, or FMOE_NATIVE_ISA's.
 
     ATEN_CPU_CAPABILITY lowers it for torch and for this backend.
 
