@@ -273,7 +273,7 @@ class Pending:
 def all_to_all(
     group: dist.ProcessGroup, rows: Tensor, receive: Splits = None, send: Splits = None, what: str = "exchange of rows"
 ) -> Pending:
-    """``all_to_all_single`` under a monitor.
+    """Start ``all_to_all_single``; waiting for the result reports failed and missing ranks.
 
     Args:
         rows: sorted by the rank that they go to.

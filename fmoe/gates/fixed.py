@@ -57,8 +57,8 @@ class HashRouter(FixedRouter):
             "clustered" assignments, made by the user from the training data. Saved with the model.
 
     Raises:
-        UserError: the table has not K columns of experts; a call without token ids, or with ids that are negative, past
-            the end of the table or no whole numbers. Looking at values would stall a GPU: there, and while
+        UserError: the table does not have K columns of experts; a call without token ids, or with ids that are
+            negative, past the end of the table or not integers. Looking at values would stall a GPU: there, and while
             torch.compile traces, a negative id counts from the end of the table. Ids of padding may be anything.
     """
 

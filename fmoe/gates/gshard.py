@@ -13,9 +13,9 @@ from fmoe.routing import RoutingGroups
 class GShardRouter(TopKRouter):
     """Top-2 routing with a random second expert, local groups and capacity (GShard, arXiv 2006.16668, algorithm 1).
 
-    The probabilities of the chosen experts are normalised to sum to one. In training, the second expert is dispatched
-    to with probability ``min(1, 2 g2)``. An expert serves first choices before second ones. The balance loss counts
-    first choices only.
+    The probabilities of the chosen experts are normalised to sum to one. In training, a token goes to its
+    second expert with probability ``min(1, 2 g2)``. An expert serves first choices before second ones. The balance
+    loss counts first choices only.
 
     Args:
         random_routing: False dispatches every second choice, as evaluation does.

@@ -16,13 +16,14 @@ _LADDER = (0.125, 0.25, 0.5, 1.0)
 
 
 class TopologyRouter(TopKRouter):
-    """Top-k with a bonus for experts of the node (the idea of FasterMoE's topology-aware gate, PPoPP'22), as large as a
-    bound on the load skew allows.
+    """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
+
+    The bonus is as large as a bound on the load skew allows.
 
     Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
     largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
-    group's assignments (or more than it gets without a bonus). Weights are the softmax over the chosen ones' logits,
-    without the bonus. Balance and z losses as in the naive gate.
+    group's assignments (or more than the largest load without a bonus). Weights are the softmax over the logits of the
+    chosen experts, without the bonus. Balance and z losses as in the naive gate.
 
     What it decides depends on which node a token is on, and so on how the job is split: choose it for speed, not for
     comparing runs on different clusters. On one node it is the naive gate.
@@ -31,8 +32,8 @@ class TopologyRouter(TopKRouter):
         d_model, num_experts, top_k, options: see `TopKRouter`.
         bonus: in units of logits.
         skew: at least 1.
-        node_size: ranks of a node; None for torchrun's LOCAL_WORLD_SIZE, else all of them.
-        num_nodes: nodes that the experts are spread over evenly; None for what follows from ``node_size``.
+        node_size: ranks of a node; None for LOCAL_WORLD_SIZE, or all ranks of the group if it is not set.
+        num_nodes: nodes that the experts are spread over evenly; None to derive it from ``node_size``.
         node_of: groups -> int64 [G], the node of each routing group; None for the one this rank is on.
     """
 
@@ -68,7 +69,10 @@ class TopologyRouter(TopKRouter):
         size = min(size, ep_size)
         if not self._is_placed:
             if ep_size % size:
-                raise UserError(f"node_size={size} does not divide the {ep_size} ranks of moe_group")
+                name = "LOCAL_WORLD_SIZE" if self.node_size is None else "node_size"
+                raise UserError(
+                    f"{name}={size} does not divide the {ep_size} ranks of moe_group: set node_size or num_nodes"
+                )
             self.num_nodes = ep_size // size
         self.node = rank * self.num_nodes // ep_size
 

@@ -57,7 +57,7 @@ class BackgroundWriter:
                 raise error
 
     def abandon(self) -> None:
-        """Let the thread end and log its error: for a rank that fails without knowing the state of the others."""
+        """Wait for the thread and log its error. For a rank that fails without knowing the state of the others."""
         if self._thread is not None and (error := self._join()) is not None:
             logger.warning("the checkpoint under way was not written: %s", error)
 

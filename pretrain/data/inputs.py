@@ -160,6 +160,7 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
     """Open ``data.tokenizer``, or the same file at another path.
 
     Args:
+        path: new location of ``data.tokenizer``; None if it has not moved.
         sha256: required digest; None for any.
 
     Raises:

@@ -75,7 +75,7 @@ class GPTSamples:
         if sequence_length < 1:
             raise UserError(f"sequence_length={sequence_length} must be at least 1")
         if not 0 <= seed < 1 << 64:
-            raise UserError(f"seed={seed} must be in 0 to 2^64 - 1")
+            raise UserError(f"seed={seed} must be between 0 and 2^64 - 1")
         if not corpora:
             raise UserError("no corpus: pass at least one")
         if num_tokens <= sequence_length:

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def largest(self) -> RankKind:
-        """The kind whose ranks hold the most bytes, the first of several."""
+        """Kind of rank that holds the most bytes; the first on a tie."""
         return max(self.kinds, key=lambda kind: kind.holding.total)
 
 

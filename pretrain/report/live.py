@@ -55,7 +55,7 @@ def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
     try:
         server = ThreadingHTTPServer((ADDRESS, port), handler)
     except OSError as error:
-        raise UserError(f"--port {port} of {ADDRESS}: {error.strerror}") from error
+        raise UserError(f"--port {port}: cannot listen on {ADDRESS}:{port}: {error.strerror}") from error
     server.daemon_threads = True
     return server
 

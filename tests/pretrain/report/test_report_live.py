@@ -61,7 +61,7 @@ def test_what_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, argv, message
 
 def test_a_port_that_is_taken(tmp_path):
     runs = open_runs([write_run(tmp_path / "run", 2)])
-    with make_server(runs, 0) as server, pytest.raises(UserError, match=f"--port {server.server_port} of 127.0.0.1"):
+    with make_server(runs, 0) as server, pytest.raises(UserError, match=f"--port {server.server_port}: cannot listen"):
         make_server(runs, server.server_port)
 
 
