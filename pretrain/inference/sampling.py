@@ -41,7 +41,7 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} must be more than 0 and at most 1")
         if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"seed={self.seed} must be in 0 to 2^63 - 1")
+            raise UserError(f"seed={self.seed} must be between 0 and 2^63 - 1")
 
     def generators(self, count: int) -> list[torch.Generator]:
         """Generators of samples 0 to ``count - 1``, on the host: the same draws on every device."""

@@ -209,7 +209,7 @@ WRONG = {
     ),
     "top-k": (["generate", "RUN", "--prompt", "x", "--top-k", "0"], "--top-k 0 must be at least 1"),
     "top-p": (["generate", "RUN", "--prompt", "x", "--top-p", "1.5"], "--top-p 1.5 must be more than 0 and at most 1"),
-    "seed": (["generate", "RUN", "--prompt", "x", "--seed", "-3"], "--seed -3 must be in 0 to"),
+    "seed": (["generate", "RUN", "--prompt", "x", "--seed", "-3"], "--seed -3 must be"),
     "max-tokens": (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
     "samples": (["generate", "RUN", "--prompt", "x", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
     "tokenizer": (["evaluate", "RUN", "--tokenizer", "OTHER"], "RUN: trained with another tokenizer than OTHER"),
