@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe.exchange import build_exchange
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 from fmoe.routing import Routing
 
 Experts = Callable[[Tensor, list[int]], Tensor]  # rows by expert, and how many each has

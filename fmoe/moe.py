@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fmoe import random
 from fmoe.build import Spec
 from fmoe.exchange import Exchange
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import external
 from fmoe.gates.router import Router, routes_by_logits
 from fmoe.layout import Layout, LocalTokens, zero_padding

@@ -16,7 +16,7 @@ from torch import Tensor
 from fmoe.exchange.base import GroupExchange
 from fmoe.exchange.collectives import all_gather, all_to_all
 from fmoe.exchange.hops import join_graph, tie
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 

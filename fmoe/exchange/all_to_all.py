@@ -19,7 +19,7 @@ from fmoe.exchange import base
 from fmoe.exchange.collectives import all_gather, all_reduce, all_to_all
 from fmoe.exchange.hops import Counts, Hop, HopCounts, chunk_of, join_graph, tie
 from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
 

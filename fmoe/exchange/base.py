@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import PeerError, Traffic, all_gather, broadcast, monitor_of
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 

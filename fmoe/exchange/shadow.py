@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce, all_to_all, broadcast, reduce
-from fmoe.experts.call import ExpertCall
+from fmoe.experts.ffn import ExpertCall
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fmoe import random
 from fmoe.build import Spec
 from fmoe.errors import UserError
-from fmoe.experts.call import ExpertCall, is_unchanged
+from fmoe.experts.ffn import ExpertCall, is_unchanged
 from fmoe.experts.modules import ModuleExperts
 from fmoe.fastmoe import spelling
 from fmoe.fastmoe.functions import MOEGather, MOEScatter, ensure_comm, prepare_forward

@@ -60,13 +60,13 @@ def fail_late():
     """Rank 1 raises where experts compute, while rank 0 waits for its rows."""
     import os
 
-    import fmoe.experts.call
+    import fmoe.experts.ffn
 
     def call(*args):
         raise ArithmeticError("one place short")
 
     if os.environ["RANK"] == "1":
-        fmoe.experts.call.ExpertCall.__call__ = call
+        fmoe.experts.ffn.ExpertCall.__call__ = call
 
 
 def test_a_rank_that_raises_is_named(forks):
