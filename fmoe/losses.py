@@ -304,7 +304,13 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad_x, torch.as_tensor(ctx.scale(), dtype=ctx.dtype, device=ctx.device).reshape(()), None
+        return grad_x, _scalar(ctx.scale(), ctx.dtype, ctx.device), None
+
+
+def _scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, dtype).reshape(())
+    return torch.full((), value, dtype=dtype, device=device)  # filled on the device: a copy would synchronize
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
@@ -414,7 +420,7 @@ def _record(
             losses = dict(zip(filter(None, names.split(",")), values[4 * has_stats :], strict=True))
             layer.record(Routing(grad.new_empty(0, dtype=torch.int64), grad, losses, stats))
         scale = layer.scale()
-    return grad.clone(), torch.as_tensor(scale, dtype=torch.float32, device=grad.device).reshape(()).clone()
+    return grad.clone(), _scalar(scale, torch.float32, grad.device).clone()
 
 
 @_record.register_fake

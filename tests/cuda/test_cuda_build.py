@@ -1,8 +1,10 @@
 """Compiling, caching and locking, on a machine without a GPU, with a kernel that compiles at once."""
 
+import contextlib
 import ctypes
 import logging
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +211,7 @@ def on_a_gpu(monkeypatch, capability=(9, 0)):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 def test_load_compiles_for_the_gpu_at_hand_once(monkeypatch, compiled):
@@ -275,6 +278,7 @@ class FakeCore:
     def __init__(self, refuses=False):
         self.launched, self.loaded, self._refuses = [], [], refuses
         self.ObjectCode = self.Stream = self
+        self.contexts = []  # (thread, device), where a context was made current
 
     def from_cubin(self, cubin, symbol_mapping):
         self.loaded.append(cubin)
@@ -287,6 +291,9 @@ class FakeCore:
 
     def from_handle(self, handle):
         return f"stream {handle}"
+
+    def Device(self, number):
+        return SimpleNamespace(set_current=lambda: self.contexts.append((threading.get_ident(), number)))
 
     def LaunchConfig(self, **options):
         return options
@@ -313,6 +320,32 @@ def test_launches(monkeypatch):
     assert config == {"grid": (3, 1, 1), "block": (32, 8, 1), "shmem_size": 64} and kernel == b"_Zp"
     assert values == [given.data_ptr(), 0, 5, 1] and isinstance(real, ctypes.c_double) and real.value == 0.5
     assert core.loaded == [b"rows", b"plan"]
+
+
+def test_every_thread_has_a_context_before_it_launches(monkeypatch):
+    """torch's autograd threads too, and threads that have called nothing of CUDA before."""
+    core = FakeCore()
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    launcher = DeviceLauncher([(b"plan", {"fmoe::place": "_Zp"})])
+
+    def launch(*devices):
+        for number in devices:
+            before = len(core.launched)
+            device = torch.device("cuda" if number is None else f"cuda:{number}")
+            launcher("fmoe::place", Geometry((1, 1, 1), (32, 1, 1)), (1,), device)
+            assert len(core.launched) == before + 1
+            assert (threading.get_ident(), number or 0) in core.contexts
+
+    launch(None, 0, 0)
+    thread = threading.Thread(target=launch, args=(0, 1, 0, 1))
+    thread.start()
+    thread.join()
+    launch(1, 0)
+    here, there = threading.get_ident(), thread.ident
+    assert core.contexts == [(here, 0), (there, 0), (there, 1), (here, 1)]
 
 
 def test_what_the_driver_says_is_one_line(monkeypatch):

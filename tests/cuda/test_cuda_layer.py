@@ -224,17 +224,19 @@ class _Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("gate", ["naive", "switch", "gshard", "sigmoid"])
-def test_nothing_looks_at_a_value(gate, kernels, monkeypatch):
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+def test_nothing_looks_at_a_value(gate, expert, kernels, monkeypatch):
     """On the meta device no value is there to be looked at, and whatever is copied from the host is seen."""
     made = []
     with torch.device("cpu"):  # whose table of functions that make tensors is filled once, and must not hold the next
-        tensor = torch.tensor
+        tensor, as_tensor = torch.tensor, torch.as_tensor
         tensor(0)
     monkeypatch.setattr(torch, "tensor", lambda *a, **k: made.append(k.get("device")) or tensor(*a, **k))
+    monkeypatch.setattr(torch, "as_tensor", lambda *a, **k: made.append(k.get("device")) or as_tensor(*a, **k))
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     with on_cpu(kernels) as launcher, torch.device("cpu"):
-        layer = layer_of("cuda", gate=gate).to("meta")
+        layer = layer_of("cuda", gate=gate, expert=expert).to("meta")
         x = X.to("meta").requires_grad_()
         with _Watch() as watch:
             y = layer(x)

@@ -1,5 +1,6 @@
 """The custom operations, their kernels run on the CPU: against the references, and against torch's rules."""
 
+import contextlib
 import functools
 import json
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from compare import assert_close, relative_error
 from cpu_launcher import on_cpu
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fmoe import kernels
@@ -15,7 +17,7 @@ from fmoe.errors import UserError
 from fmoe.exchange.hops import Hop
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import build, ffn, gemm, routing, rows
+from fmoe.kernels.cuda import build, ffn, gemm, routing, rows, tuning
 from fmoe.kernels.cuda.instances import DTYPES, KERNELS
 from fmoe.kernels.cuda.tuning import TuningCache
 from fmoe.kernels.rows import DispatchPlan
@@ -293,9 +295,10 @@ def choosing(monkeypatch, tmp_path):
     def fastest(variants, run, key):
         for variant in variants:
             run(variant)
-        return min(variants, key=len)
+        return min(variants, key=len), True
 
-    monkeypatch.setattr(gemm, "_fastest", fastest)
+    monkeypatch.setattr(tuning, "fastest", fastest)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
     def choose(asked="auto", num_rows=8, step="forward", width=16, dtype=torch.float32):
         x = torch.zeros(num_rows, width, dtype=dtype).as_subclass(OnCuda)
@@ -349,7 +352,7 @@ def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, 
     monkeypatch.setattr(gemm.triton_gemm, "why", lambda: None)
     tried = []
     monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: tried.append(gemm))
-    monkeypatch.setattr(gemm, "_fastest", lambda variants, run, key: variants[-1])
+    monkeypatch.setattr(tuning, "fastest", lambda variants, run, key: (variants[-1], True))
     assert choosing() == "triton" and choosing("triton") == "triton" and tried == ["triton"]
     assert json.loads(choosing.file.read_text()) == {"a GPU, 8, forward": "triton"}
     # A process in which it fails does not take what another has measured.
@@ -363,6 +366,98 @@ def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, 
     monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: 1 / 0)
     with pytest.raises(UserError, match=r"a self-check \(ZeroDivisionError: division by zero\)"):
         choosing("triton")
+
+
+class Event:
+    """A CUDA event on a clock that the measured step moves."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        self.at = Event.clock
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, done):
+        return done.at - self.at
+
+
+def test_a_candidate_that_raises_is_not_chosen(monkeypatch, tmp_path, caplog):
+    """Lack of memory is not stored for the next run, which may have more."""
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    caplog.set_level("INFO", "fmoe")
+
+    def run(candidate):
+        Event.clock += len(candidate)
+        if candidate == "grouped":
+            raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 9.00 GiB")
+        if candidate == "bad":
+            raise RuntimeError("no kernel image")
+
+    assert tuning.fastest(["grouped", "triton", "loop"], run, "key") == ("loop", False)
+    assert "key: grouped does not run (OutOfMemoryError: CUDA out of memory" in caplog.messages[0]
+    assert tuning.fastest(["bad", "triton"], run, "key") == ("triton", True)
+    assert tuning.fastest(["bad", "grouped"], run, "key") == ("bad", False)
+    cache = fresh()
+    cache.put("short", "loop", lasts=False)
+    cache.put("long", "triton")
+    assert (cache.get("short"), fresh().get("short"), fresh().get("long")) == ("loop", None, "triton")
+
+
+def in_inference_mode(check):
+    with torch.inference_mode():
+        return check()
+
+
+def on_meta(check):
+    with torch.device("meta"):
+        return check()
+
+
+def with_fake_tensors(check):
+    with FakeTensorMode():
+        return check()
+
+
+def under_autocast(check):
+    with torch.autocast("cpu", torch.bfloat16):
+        return check()
+
+
+def in_backward(check):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(check())
+            return 2 * grad
+
+    found = []
+    Double.apply(torch.ones(1, requires_grad=True)).backward()
+    return found[0]
+
+
+def in_an_operation(check):
+    """Below autograd, where the first measurement of GEMMs takes place."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return check()
+
+
+SETTINGS = (in_inference_mode, on_meta, with_fake_tensors, under_autocast, in_backward, in_an_operation)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__)
+def test_the_self_check_does_not_depend_on_settings_of_the_caller(setting):
+    """A failure would turn the kernels off for the whole process."""
+    assert setting(lambda: tuning.failure(torch.device("cpu"))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,8 +4,9 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
-from fmoe.kernels.cuda import triton_gemm
+from fmoe.kernels.cuda import gemm, triton_gemm
 from fmoe.kernels.cuda.triton_gemm import Config
 
 SMALL = Config(16, 16, 16, 4, 2, 2)  # many tiles of small shapes
@@ -31,6 +32,7 @@ def prepare(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(triton_gemm, "default_config", lambda *_: SMALL)
+    monkeypatch.setattr(gemm, "_checked", {torch.device("cpu"): None})  # the check takes a second here
 
 
 def _in_float(interpreter, handle):

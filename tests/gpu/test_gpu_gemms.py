@@ -126,7 +126,7 @@ def test_the_choice_is_measured_and_kept(monkeypatch, tmp_path):
     kept = json.loads((tmp_path / "gemms.json").read_text())
     assert {key.rpartition(", ")[2] for key in kept} == {"forward", "backward"}
     assert set(kept.values()) <= set(gemm.VARIANTS[1:])
-    monkeypatch.setattr(gemm, "_fastest", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(gemm.tuning, "fastest", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(gemm, "_tuned", TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:]))
     results(layer, x)
 

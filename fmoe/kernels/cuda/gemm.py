@@ -7,7 +7,6 @@ product. The fastest is measured once per size, forward and backward, and stored
 Shape letters: M rows, L experts, I input width, O output width.
 """
 
-import functools
 import logging
 import os
 from collections.abc import Callable
@@ -140,15 +139,17 @@ def choose(
     if x.device.type != "cuda":
         return first
     key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}"
-    found = _tuned.get(key)
+    found, is_capturing = _tuned.get(key), torch.cuda.is_current_stream_capturing()
+    if found == "triton" and x.device not in _checked and is_capturing:
+        return first  # the self-check waits, which a capture forbids
     if found is None or (found == "triton" and _wrong_with_triton(x.device) is not None):
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing:
             return first
         variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
         if _wrong_with_triton(x.device) is None:
             variants.append("triton")
-        found = _fastest(variants, run, key) if len(variants) > 1 else first
-        _tuned.put(key, found)
+        found, lasts = tuning.fastest(variants, run, key) if len(variants) > 1 else (first, True)
+        _tuned.put(key, found, lasts)
     return found
 
 
@@ -167,7 +168,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
     Checked once, with a logged warning if Triton is installed but its results are wrong.
     """
     missing = triton_gemm.why()
-    if missing is not None or device.type != "cuda":  # tests run Triton's interpreter on the CPU
+    if missing is not None:
         return missing
     if device not in _checked:
         _checked[device] = None  # allows the check itself to run them
@@ -185,10 +186,3 @@ def _key(x: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor) -> str:
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = f"torch {torch.__version__}, {triton_gemm.version()}"
     return f"{name}, {versions}, {str(x.dtype).removeprefix('torch.')}, {sizes}"
-
-
-def _fastest(variants: list[str], run: Callable[[str], object], key: str) -> str:
-    times = {variant: tuning.milliseconds(functools.partial(run, variant)) for variant in variants}
-    found = min(times, key=times.__getitem__)
-    logger.info("GEMMs of %s: %s (%s)", key, found, ", ".join(f"{name} {time:.3f} ms" for name, time in times.items()))
-    return found

@@ -1,6 +1,7 @@
 """Kernel launches on torch's current stream: the registry of loaded kernels, and geometry (docs/kernels.md)."""
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,6 +90,11 @@ def at_once(*tensors: Tensor | None) -> int:
     return 16 // min(tensor.element_size() for tensor in tensors if tensor is not None)
 
 
+class _OfThread(threading.local):
+    def __init__(self):
+        self.devices: set[int] = set()  # whose context this thread has had
+
+
 class DeviceLauncher:
     """Launcher of kernels of one architecture, from `fmoe.kernels.cuda.build.read`.
 
@@ -98,10 +104,11 @@ class DeviceLauncher:
 
     def __init__(self, codes: Sequence[tuple[bytes, dict[str, str]]]):
         try:
-            from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, ObjectCode, Stream, launch
+            from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
         except ImportError as error:
             raise BuildError(f"cuda.core is not installed ({error}): pip install 'fmoe[cuda]'") from error
         self._launch, self._config, self._stream = launch, LaunchConfig, Stream.from_handle
+        self._device, self._of_thread = Device, _OfThread()
         self._streams = {0: LEGACY_DEFAULT_STREAM}
         self._codes = {}
         for cubin, symbols in codes:
@@ -124,11 +131,21 @@ class DeviceLauncher:
             if len(self._configs) < 4096:
                 self._configs[geometry] = config
         values = [pack(argument) for argument in arguments]
-        if device.index is not None and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._launch(self._current(device), config, self._kernel(kernel), *values)
+        current = torch.cuda.current_device()
+        index = current if device.index is None else device.index
+        if index != current:
+            with torch.cuda.device(index):
+                self._start(index, device, config, kernel, values)
         else:
-            self._launch(self._current(device), config, self._kernel(kernel), *values)
+            self._start(index, device, config, kernel, values)
+
+    def _start(self, index: int, device: torch.device, config: object, kernel: str, values: list) -> None:
+        # The driver needs a context in every thread that launches, torch's autograd threads included. torch's own calls
+        # make one current only when the runtime library needs it.
+        if index not in self._of_thread.devices:
+            self._device(index).set_current()
+            self._of_thread.devices.add(index)
+        self._launch(self._current(device), config, self._kernel(kernel), *values)
 
     def _kernel(self, name: str):
         found = self._kernels.get(name)

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import ffn, rows
+from fmoe.kernels.backends import activation_code
+from fmoe.kernels.cuda import rows
+from fmoe.kernels.cuda.variants import NAMES, Backward, Batch, forward
 from fmoe.kernels.rows import DispatchPlan
 
 _T, _K, _E, _D, _H = 45, 2, 5, 24, 16
@@ -21,8 +23,10 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
     """Return a description of the first wrong result on a device, or None. Synchronizes.
 
+    On the device it does not use autograd: called during a backward pass, it would wait for that to end.
+
     Args:
-        gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`; "loop" uses torch's GEMMs, to check only the other kernels.
+        gemm: "loop" (uses torch's GEMMs, to check only the other kernels), "grouped" or "triton".
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -40,28 +44,34 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
         if not torch.equal(getattr(found_plan, name).cpu(), getattr(plan, name)):
             return f"the plan's {name} differs"
 
+    end_E, silu = found_plan.end_E, activation_code(F.silu)
+    assert end_E is not None and silu is not None
     inputs = [normal(_T, _D), normal(_E, 2 * _H, _D) / _D**0.5, normal(_E, _D, _H) / _H**0.5, normal(_T, _K).abs()]
     grad = normal(_T, _D)
     for dtype, near in _NEAR.items():
         *given, weight = (t.to(dtype) for t in inputs)
         given.append(weight.float())
-        mine = [t.to(device, copy=True).requires_grad_() for t in given]
-        x, w_in, w_out, weight = mine
-        arguments = found_plan.fused_arguments(weight)
-        y = ffn.expert_ffn(x, w_in, None, w_out, None, found_plan.count_E, F.silu, True, **arguments, gemm=gemm)
-        y.backward(grad.to(device, dtype))
-        theirs = [t.double().requires_grad_() for t in given]
-        x, w_in, w_out, weight = theirs
+        x, w_in, w_out, weight = (t.to(device, copy=True) for t in given)
+        indices = (found_plan.perm_N, found_plan.inverse_TK, weight)
+        batch = Batch(x, *indices, end_E, found_plan.num_kept, w_in, None, w_out, None, None, silu, True)
+        y, hidden = forward(batch, gemm)
+        needs = [name in ("x", "weight", "w_in", "w_out") for name in NAMES]
+        mine = Backward(batch, grad.to(device, dtype), hidden, needs).run(gemm)
+        x, w_in, w_out, weight = (t.double().requires_grad_() for t in given)
         counts = plan.counts
         rows_MD = reference.permute(x, plan.perm_N, plan.inverse_TK, sum(counts))
         out = reference.expert_ffn(rows_MD, w_in, None, w_out, None, counts, F.silu, True)
         expected = reference.combine(out, weight, plan.inverse_TK)
         expected.backward(grad.to(dtype).double())
-        pairs = [("output", y, expected)]
-        names = ("tokens", "first matrices", "second matrices", "weights")
-        pairs += [(f"gradient of {n}", a.grad, b.grad) for n, a, b in zip(names, mine, theirs, strict=True)]
+        pairs = [
+            ("output", y, expected.detach()),
+            ("gradient of tokens", mine["x"], x.grad),
+            ("gradient of first matrices", mine["w_in"], w_in.grad),
+            ("gradient of second matrices", mine["w_out"], w_out.grad),
+            ("gradient of weights", mine["weight"], weight.grad),
+        ]
         for name, a, b in pairs:
-            error = float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm())
+            error = float((a.cpu().double() - b).norm() / b.norm())
             if not error <= near:
                 return f"the {name} in {dtype} is {error:.1e} off"
     return None

@@ -9,7 +9,6 @@ first map (2 H if gated, else H).
 
 import functools
 import importlib.util
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -20,10 +19,7 @@ import torch
 from torch import Tensor
 
 from fmoe.errors import UserError
-from fmoe.kernels.cuda.tuning import TuningCache, milliseconds
-
-logger = logging.getLogger("fmoe")
-
+from fmoe.kernels.cuda.tuning import TuningCache, fastest
 
 T = TypeVar("T")
 
@@ -321,8 +317,9 @@ class TritonGemms:
         key = f"{name}, {version()}, {kind}, {like.dtype}, {'x'.join(map(str, bucket))}{', gated' if gated else ''}"
         found = _tuned.get(key)
         if found is None and may_tune and is_tuning() and not torch.cuda.is_current_stream_capturing():
-            found = list(astuple(_fastest(configs(*sizes), launch, key)))
-            _tuned.put(key, found)
+            best, lasts = fastest(configs(*sizes), launch, key)
+            found = list(astuple(best))
+            _tuned.put(key, found, lasts)
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
@@ -360,21 +357,6 @@ class TritonGemms:
             num_warps=config.warps,
             num_stages=config.stages,
         )
-
-
-def _fastest(space: list[Config], launch: Callable[[Config], object], key: str) -> Config:
-    """Return the fastest configuration, among those that fit the device."""
-    times = {}
-    for config in space:
-        try:
-            times[config] = milliseconds(functools.partial(launch, config))
-        except Exception as error:  # triton's own classes, for lack of shared memory or registers
-            logger.info("%s: %s does not run (%s)", key, config, " ".join(str(error).split())[:120])
-    if not times:
-        return space[0]
-    best = min(times, key=times.__getitem__)
-    logger.info("%s: %s, %.3f ms; the default takes %.3f", key, best, times[best], times.get(space[0], 0))
-    return best
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

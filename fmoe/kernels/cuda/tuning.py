@@ -1,29 +1,70 @@
 """Results stored per machine: the fastest of several variants, and the result of the self-check."""
 
+import functools
 import json
+import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fmoe.errors import BuildError
 
+logger = logging.getLogger("fmoe")
+
 _ROUNDS = 3
+
+T = TypeVar("T")
 
 # `fmoe.kernels.cuda.selfcheck.failure`, set by the loader: an import would form a circle.
 self_check: Callable[..., str | None] | None = None
 
 
 def failure(device: torch.device, **options) -> str | None:
-    """Return the first wrong result of `self_check` on a device, or its error; None if all results are right."""
-    try:
-        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    """Return the first wrong result of `self_check` on a device, or its error; None if all results are right.
+
+    The check has a thread of its own, because a caller may be inside a custom operation (where autograd is off),
+    inference mode, fake tensors, ``with torch.device(...)`` or autocast: all of them are settings of a thread.
+    """
+
+    def check() -> str | None:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return "there is no self-check" if self_check is None else self_check(device, **options)
+
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(check).result()
     except Exception as error:  # from the driver, cuda.core, Triton's compiler or torch: layers run without the kernels
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return _one_line(error)
+
+
+def fastest(candidates: Sequence[T], run: Callable[[T], object], key: str) -> tuple[T, bool]:
+    """Measure candidates, which are skipped if they raise.
+
+    Returns:
+        The fastest candidate, the first one if all raise; and whether the result holds for later runs too, which it
+        does not if a candidate ran out of memory.
+    """
+    times: dict[T, float] = {}
+    lasts = True
+    for candidate in candidates:
+        try:
+            times[candidate] = milliseconds(functools.partial(run, candidate))
+        except Exception as error:  # Triton has its own classes for lack of shared memory and of registers
+            lasts = lasts and not isinstance(error, torch.OutOfMemoryError)
+            logger.info("%s: %s does not run (%s)", key, candidate, _one_line(error))
+    best = min(times, key=times.__getitem__) if times else candidates[0]
+    listed = ", ".join(f"{name} {time:.3f} ms" for name, time in sorted(times.items(), key=lambda item: item[1])[:4])
+    logger.info("%s: %s (%s)", key, best, listed or "none of the candidates runs")
+    return best, lasts
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def milliseconds(step: Callable[[], object]) -> float:
@@ -57,16 +98,20 @@ class TuningCache:
         """Return the value of a key, or None."""
         return self._values().get(key)
 
-    def put(self, key: str, value: object) -> None:
-        """Store a value, and keep the values that other processes have written since."""
+    def put(self, key: str, value: object, lasts: bool = True) -> None:
+        """Store a value, and keep the values that other processes have written since.
+
+        Args:
+            lasts: whether to store it in the file, or in this process only.
+        """
         known = self._values()
         known[key] = value
         path = self._path()
-        if path is None:
+        if path is None or not lasts:
             return
         with suppress(OSError, ValueError):
             part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**self._read(), **known}, indent=1), encoding="utf-8")
+            part.write_text(json.dumps({**self._read(), key: value}, indent=1), encoding="utf-8")
             os.replace(part, path)
 
     def _values(self) -> dict[str, object]:
