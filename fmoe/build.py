@@ -107,13 +107,15 @@ class Spec:
             raise UserError(f"granularity={self.granularity} does not divide d_hidden={self.d_hidden}")
         if self.slice_group is not None and self.sequence_group is not None:
             raise UserError(
-                "slice_group is for ranks with the same tokens, sequence_group for those with parts: not both"
+                "slice_group and sequence_group are mutually exclusive: pass slice_group if the ranks hold the same "
+                "tokens, sequence_group if they hold parts of the sequences"
             )
         if self.expert_tensor_group is not None and {"max_rows", "shadow"} & (self.exchange_options or {}).keys():
-            raise UserError("exchange_options: max_rows and shadow are not for experts over an expert_tensor_group")
+            raise UserError("exchange_options: max_rows and shadow are not supported with expert_tensor_group")
         unknown = (self.loss_weights or {}).keys() - DEFAULT_LOSS_WEIGHTS.keys()
         if unknown and isinstance(self.gate, str | None):
-            raise UserError(f"loss_weights has {sorted(unknown)[0]!r}; known are {', '.join(DEFAULT_LOSS_WEIGHTS)}")
+            known = ", ".join(DEFAULT_LOSS_WEIGHTS)
+            raise UserError(f"loss_weights has the unknown loss {sorted(unknown)[0]!r}; the known losses are {known}")
         if self.granularity > 1:
             kind = GATES.get(self.gate or "naive") if isinstance(self.gate, str | None) else self.gate
             default = getattr(kind, "default_top_k", None)

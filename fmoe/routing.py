@@ -138,7 +138,7 @@ class RoutingGroups:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """Memory layout: (sequences, length) if tokens are stored as [length, sequences], else (1, T)."""
+        """Memory layout: (number of sequences, length of each) if sequences are interleaved, else (1, T)."""
         return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:

@@ -18,12 +18,12 @@ from megatron_patch.dropout import HeadDropout
 
 
 class SDPAttention(DotProductAttention):
-    """`DotProductAttention` with the same arguments, shapes and results.
+    """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
-    Cases that torch's kernel does not support use megatron-core's code: softmax with an offset, sliding windows,
-    layer-scaled scores, several queries after cached keys. A row whose keys are all masked gives NaN, where
-    megatron-core's code gives the mean of the values. bf16 is computed in float32 where that is faster
-    (`megatron_patch.bf16_linear`).
+    Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, where
+    megatron-core's code gives the mean of the values. Cases that torch's kernels do not support use megatron-core's
+    code: an attention bias, packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several
+    queries after cached keys. bf16 is computed in float32 where that is faster (`megatron_patch.bf16_linear`).
     """
 
     def forward(

@@ -65,7 +65,7 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
     if checkpoint.step < recipe.train.steps:
         return False
     if latest(Path(recipe.run.folder) / CHECKPOINTS) is None:
-        raise UserError(f"train.steps={recipe.train.steps} are all done in {checkpoint.path}: increase it")
+        raise UserError(f"{checkpoint.path} is already at train.steps={recipe.train.steps}: increase train.steps")
     return True
 
 

@@ -289,7 +289,8 @@ def register_family(name: str, find: Finder) -> None:
 
     Args:
         name: for messages; a finder of the same name is replaced.
-        find: returns the `Block` of each feed-forward block that the module holds itself; an empty list for none.
+        find: returns a list with the `Block` of each feed-forward block that belongs to the module and not to a
+            submodule; an empty list if there is none.
     """
     FAMILIES.pop(name, None)
     FAMILIES[name] = find

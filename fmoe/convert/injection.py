@@ -229,7 +229,7 @@ class Injection:
         ) and all((a is None) == (e is None) for a, e in zip(*slopes, strict=True))
 
     def is_sole_use(self) -> bool:
-        """Return whether the module's output depends on the parts through the last map only."""
+        """Return whether the values returned by the first maps affect the module's output only through the last map."""
         outputs = [tree_leaves(self(parts).output) for parts in (self.parts, [part.flip(-2) for part in self.parts])]
         return all(not torch.is_tensor(a) or is_same(a, b) for a, b in zip(*outputs, strict=True))
 

@@ -101,7 +101,7 @@ def plan_upcycling(
         UserError: the output would change; gives the reason.
     """
     if noise < 0:
-        raise UserError(f"noise={noise} is negative")
+        raise UserError(f"noise={noise} must be at least 0")
     trial = _trial_block(block, granularity)
     layer = build(trial)
     gate = gate or type(layer.gate).__name__

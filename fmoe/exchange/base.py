@@ -88,7 +88,7 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """Base class of the exchanges over a process group; a subclass has `open`.
+    """Base class of the exchanges over a process group; subclasses implement `open`.
 
     Args:
         group: the expert parallel group, gloo or nccl.

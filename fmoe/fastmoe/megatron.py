@@ -59,7 +59,10 @@ def gone(name: str, instead: str) -> Callable[..., NoReturn]:
     """Return a function that raises an error which states the replacement."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UserError(f"fmoe.megatron.{name} belonged to the training loop of Megatron-LM 2 and 3: {instead}")
+        raise UserError(
+            f"fmoe.megatron.{name} is not supported: it belonged to the training loop of Megatron-LM 2 and 3; instead, "
+            f"{instead}"
+        )
 
     refuse.__name__, refuse.__doc__ = name, f"Raise UserError: {instead}."
     return refuse
@@ -256,7 +259,7 @@ def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
     for parameter in mlp.parameters():
         if parameter.dim() == 2:
             return parameter.shape[1], parameter.shape[0]
-    raise UserError(f"the mlp of layer {index}, {type(mlp).__name__}, has no matrix that gives its width")
+    raise UserError(f"the mlp of layer {index} ({type(mlp).__name__}) has no 2-D parameter: pass dense MLPs")
 
 
 def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.Module:

@@ -125,7 +125,7 @@ class FixedRouter(Router):
     """A gate without parameters that ignores the tokens' values. Every choice weighs 1 / K."""
 
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
-        """``expert_TK``."""
+        """Return the experts of each token, ``expert_TK``."""
         raise NotImplementedError
 
     def entropy(self) -> float:

@@ -66,7 +66,7 @@ class SigmoidRouter(TopKRouter):
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if not bias_step >= 0:
-            raise UserError(f"bias_step={bias_step} is negative")
+            raise UserError(f"bias_step={bias_step} must be at least 0")
         check_score(score, routed_scale)
         if expert_groups is not None:
             check_groups(num_experts, self.top_k, expert_groups, kept_groups)

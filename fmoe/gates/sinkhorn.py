@@ -43,7 +43,7 @@ class SinkhornRouter(TopKRouter):
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if iterations < 1 or not tolerance >= 0:
-            raise UserError(f"iterations={iterations} is not positive, or tolerance={tolerance} is negative")
+            raise UserError(f"iterations={iterations} must be at least 1, and tolerance={tolerance} at least 0")
         self.iterations, self.tolerance = iterations, tolerance
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:

@@ -26,9 +26,10 @@ def has_mark(parameter: Tensor) -> bool:
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Return whether weight decay and trust ratios apply: with two axes or more, not counting the expert axis.
+    """Return whether the parameter is a matrix, to which weight decay and trust ratios apply.
 
-    Biases and norms are vectors, also those of stacked experts.
+    A matrix has two or more axes, not counting the expert axis. Biases and norms are vectors, including those of
+    stacked experts.
     """
     return parameter.dim() >= 2 and parameter.dim() - is_stacked(parameter) >= 2
 

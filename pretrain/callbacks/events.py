@@ -58,7 +58,7 @@ class Events(Callback):
         if error is not None:
             self._add(trainer.step, "error", f"{type(error).__name__}: {error}")
         elif trainer.is_done:
-            self._add(trainer.step, "end", "the last step is made")
+            self._add(trainer.step, "end", "the last step is completed")
         else:
             self._add(trainer.step, "stop", "by a signal")
 

@@ -184,5 +184,5 @@ def _manifest_from_json(document: Mapping[str, Any]) -> Manifest:
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
             if piece.file not in files:
-                raise ValueError(f"tensor {name} is in {piece.file!r}, which is not among the files")
+                raise ValueError(f"tensor {name} is in {piece.file!r}, which the manifest does not list as a file")
     return Manifest(step, num_ranks, files, tensors)

@@ -89,7 +89,7 @@ class Group:
 
     @property
     def unfinished(self) -> tuple[Run, ...]:
-        """Runs that have not made all their steps."""
+        """Runs that have not completed all their steps."""
         return tuple(run for run in self.runs if not run.is_finished)
 
 

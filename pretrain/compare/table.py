@@ -10,8 +10,11 @@ _CONTENTS = frozenset(["data.tokenizer", "data.train", "data.validation"])  # co
 
 
 def text(groups: Sequence[Group]) -> str:
-    """Format Markdown tables with one row per group: size and final loss; where it reaches other final losses; then the
-    recipe keys in which groups differ, and notes."""
+    """Return the comparison as Markdown: tables with one row per group, then differing recipe keys and notes.
+
+    The first table has sizes and final losses. For several groups, a second one has the steps at which each group
+    reaches the final loss of each other group.
+    """
     rows = [
         ["run", "seeds", "step", "tokens", "parameters", "active", "FLOPs/token", "FLOPs", "val loss", "std", "min-max"]
     ]

@@ -41,12 +41,13 @@ FORMATS = ("auto", *(each.value for each in Format if each is not Format.SAVED))
 
 @dataclass(frozen=True)
 class Source:
-    """A file (or a folder of ``save_to_disk``) to read.
+    """A file to read, or a folder written by ``save_to_disk`` of Hugging Face datasets.
 
     Attributes:
-        path: its location.
-        name: for records: the path below the one that the user named, never this machine's full path.
-        format: of the content.
+        path: location on this machine.
+        name: name in records such as ``PREFIX.json``: the path from the file or folder that the user gave, without the
+            folders above it.
+        format: format of the content.
         num_bytes: size on disk.
     """
 

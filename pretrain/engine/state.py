@@ -32,12 +32,13 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of tensor names in a che
 class ShardLocation:
     """Position of a piece of a local parameter in its global tensor.
 
-    Most parameters are one piece; the two halves of a gated linear map are not adjacent in the global tensor.
+    Most parameters are one piece. A gated linear map is two: its halves are not adjacent in the global tensor.
 
     Attributes:
         begin: offset of the piece in the flattened parameter.
-        is_main: True on the one rank that writes it.
-        is_main_shard: True on the ranks of the data parallel group that writes it together, each its shard.
+        is_main: True on the one rank that writes the piece.
+        is_main_shard: True on the ranks of the data parallel group that writes the piece's sharded optimizer state.
+            Each rank writes its shard.
     """
 
     name: str

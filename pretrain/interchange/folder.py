@@ -112,7 +112,7 @@ class HuggingFaceFolder:
             raise UserError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX}")
         places = index.get("weight_map")
         if not isinstance(places, dict) or not places:
-            raise UserError(f"{self.path / INDEX} has no weight_map")
+            raise UserError(f"{self.path / INDEX} has no weight_map with entries")
         files = sorted(set(map(str, places.values())))
         for name in files:
             if not _PLAIN_NAME.fullmatch(name):

@@ -221,7 +221,7 @@ def test_losses_of_even_and_extreme_loads():
         (lambda: HashRouter(8, 4, 1, table=torch.full((5, 1), 4)), "table has experts 4..4, not all in 0..3"),
         (lambda: build_gate("expert_choice", 8, 4, None, capacity_factor=5.0), "capacity_factor=5.0 experts a token"),
         (lambda: build_gate("expert_choice", 8, 4, 5), "top_k=5 is not between 1 and num_experts=4"),
-        (lambda: build_gate("sigmoid", 8, 4, 2, bias_step=-1.0), "bias_step=-1.0 is negative"),
+        (lambda: build_gate("sigmoid", 8, 4, 2, bias_step=-1.0), "bias_step=-1.0 must be"),
         (lambda: build_gate("sigmoid", 8, 4, 2, score="tanh"), "score='tanh' is neither softmax nor sigmoid"),
         (lambda: build_gate("naive", 8, 4, 2, routed_scale=0.0), "routed_scale=0.0 is not positive"),
         (lambda: build_gate("sigmoid", 8, 4, 2, expert_groups=3), "expert_groups=3 does not divide num_experts=4"),

@@ -94,7 +94,7 @@ def load_model(data: bytes, path: Path) -> SentencePieceTokenizer:
     except (RuntimeError, UnicodeDecodeError) as error:  # the latter from a damaged piece
         raise UserError(f"{path} is not a sentencepiece model, or damaged: {error}") from error
     if not 0 <= tokenizer.end_of_document < tokenizer.vocab_size:
-        raise UserError(f"the tokenizer {path} has no end-of-sentence piece, which ends documents here")
+        raise UserError(f"the tokenizer {path} has no end-of-sentence piece: fmoe needs one to end documents")
     return tokenizer
 
 
@@ -160,7 +160,8 @@ def _explained(error: RuntimeError, vocab_size: int, character_coverage: float) 
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return UserError(
-            f"vocab_size={vocab_size} is too small: special pieces, bytes and characters of this text take "
-            f"{found[1]} before the first merge; raise it or lower character_coverage={character_coverage}"
+            f"vocab_size={vocab_size} is too small: the special pieces, bytes and characters of this text are "
+            f"{found[1]} pieces; raise vocab_size to at least {found[1]}, or lower "
+            f"character_coverage={character_coverage}"
         )
     return error

@@ -132,7 +132,7 @@ def piece_of(document):
         (lambda d: d.update(tensors=[]), "malformed"),
         (lambda d: d.pop("files"), "malformed"),
         (lambda d: d["files"].pop("state.json"), "state.json is not among its files"),
-        (lambda d: d["files"].pop("shard-00000.safetensors"), "which is not among the files"),
+        (lambda d: d["files"].pop("shard-00000.safetensors"), "shard-00000.safetensors"),
         (lambda d: d["tensors"]["w"].update(dtype="float7"), "unknown dtype"),
         (lambda d: d["tensors"]["w"].update(dtype="int32"), "w differs in shape or dtype from manifest.json"),
         (lambda d: d["tensors"]["w"].update(shape=[64, True]), "malformed"),

@@ -108,7 +108,7 @@ def test_sample_is_spread_evenly() -> None:
     ("options", "message"),
     [
         ({"vocab_size": 100_000}, r"vocab_size=100000 exceeds what this text can fill: use at most \d+"),
-        ({"vocab_size": 280}, r"vocab_size=280 is too small: .* take \d+ before the first merge"),
+        ({"vocab_size": 280}, r"vocab_size=280 is too small: .* raise vocab_size to at least \d+"),
         ({"vocab_size": -5, "sentinels": 0}, "vocab_size=-5 must be at least 266"),
         ({"vocab_size": 500, "sentinels": 400}, "vocab_size=500 must be at least 666: .* sentinels=400"),
         ({"sentinels": -1}, "sentinels=-1 must be at least 0"),

@@ -77,7 +77,7 @@ def test_warnings_become_events_and_are_printed_as_before(tmp_path, capsys):
     finally:
         root.handlers = handlers
     expected = [(0, "start", "of 10 steps"), (4, "warning", "odd 5"), (5, "skip", "step 5 is skipped")]
-    assert told(path) == [*expected, (4, "end", "the last step is made")]
+    assert told(path) == [*expected, (4, "end", "the last step is completed")]
     assert capsys.readouterr().err == "odd 5\nstep 5 is skipped\nnot ours\nafter the end\n"
 
 
