@@ -10,8 +10,14 @@ ifeq ($(GPUS),0)
 TORCH ?= torch==2.13.0
 PROCESSES ?= 2
 else
+# The newest build of torch; `make train` stops if the driver is too old for its CUDA, and names both.
 TORCH ?= torch
 PROCESSES ?= $(shell [ $(GPUS) -ge 2 ] && echo 2 || echo 1)
+endif
+
+# `make GPUS=0 train` trains on the CPU of a machine with a GPU.
+ifeq ($(origin GPUS)$(GPUS),command line0)
+export CUDA_VISIBLE_DEVICES :=
 endif
 
 # A file of versions to install, else the newest: .ci/constraints.txt has those of CI, .ci/lowest.txt the lowest that
@@ -93,13 +99,18 @@ $(BIN)/python:
 		{ echo "fmoe needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# The extra with the compiler of the CUDA kernels, for the CUDA of the installed torch; without CUDA, that of $(1).
+cuda_extra = $$($(BIN)/python -c 'import torch; \
+	print({"12": ",cuda12", "13": ",cuda"}.get((torch.version.cuda or "$(1)").split(".")[0], ""))')
+
 # torch first and by itself, so that nothing else chooses its build.
 $(VENV)/.train: $(BIN)/python pyproject.toml
 	$(INSTALL) '$(TORCH)'
-	$(INSTALL) --editable '.[pretrain]'
+	$(INSTALL) --editable ".[pretrain$(call cuda_extra,none)]"
+	@$(BIN)/python -c 'import sys; from pretrain.process import unusable_gpu; sys.exit(unusable_gpu())'
 	@touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
 	$(INSTALL) '$(TORCH)'
-	$(INSTALL) --editable '.[dev]'
+	$(INSTALL) --editable ".[dev$(call cuda_extra,13)]"
 	@touch $@ $(VENV)/.train

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ EXIT_REQUEUE = 75
 """A signal stopped the run between two steps and its checkpoint is written: restart it with ``--resume auto``.
 EX_TEMPFAIL of sysexits.h, on which schedulers can be configured to requeue."""
 
+_DRIVER = Path("/dev/nvidiactl")  # exists where the driver is loaded, in a container only if it gets GPUs
 _TIMEOUT = timedelta(minutes=10)
 _TIMEOUT_FIRST = timedelta(seconds=lock.WAIT) + _TIMEOUT  # rank 0 may wait for the run folder
 _SECONDS_TO_HEAR = 10
@@ -124,9 +126,11 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
         meeting: of the ranks, if they have met already.
 
     Raises:
-        UserError: this machine has fewer GPUs than ranks.
+        UserError: this machine has fewer GPUs than ranks, or GPUs that torch cannot use.
     """
     device = torch.device("cpu")
+    if (reason := unusable_gpu()) is not None:
+        raise UserError(reason)
     if torch.cuda.is_available():
         if local_rank() >= torch.cuda.device_count():
             raise UserError(
@@ -137,8 +141,28 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     met = meeting or meet(limit)
-    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit)
+    options = {"device_id": device} if backend == "nccl" else {}  # else nccl guesses the GPU from the rank
+    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit, **options)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def unusable_gpu() -> str | None:
+    """Return an error message if this machine has an NVIDIA GPU that torch cannot use; else None.
+
+    Training would otherwise run on the CPU without a word. An empty CUDA_VISIBLE_DEVICES asks for that.
+    """
+    if torch.cuda.is_available() or not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        torch.cuda.init()
+        reason = "no device is visible"
+    except (AssertionError, RuntimeError) as error:  # torch's own for a build without CUDA, and for an old driver
+        reason = str(error).splitlines()[0].rstrip(".")
+    return (
+        f"this machine has a GPU that torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) cannot use: "
+        f"{reason}. Install a torch whose CUDA the driver supports (nvidia-smi prints the newest), or set "
+        "CUDA_VISIBLE_DEVICES= to use the CPU"
+    )
 
 
 def stop() -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; it looks at this
     os.environ.setdefault("TRITON_INTERPRET", "1")  # when it is imported, which fmoe does by way of torch._dynamo
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a torch without CUDA on a machine with a GPU: tests of the CPU
 
 
 # Side by side, each worker gets its share of the cores: threads that wait for a core of another worker spin.

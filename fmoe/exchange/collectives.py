@@ -31,6 +31,8 @@ Splits = list[int] | None
 
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
+_BEFORE_WATCHDOG = 0.9  # share of a group's timeout after which a wait on a GPU gives up
+_SHORT = 0.1  # seconds; a wait on a GPU that ends sooner is not asked for an error
 _GRACE = 2.0  # more seconds for the others to say where they are, once a connection is broken
 
 
@@ -124,16 +126,27 @@ class GroupMonitor:
             patience = max(0.001, min(PATIENCE, rest))
 
     def wait_on_device(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever."""
-        begin = time.monotonic()
-        next_look, nap = begin + PATIENCE, 1e-5
+        """Wait for ``work`` on a GPU before the host reads its result, without blocking for ever.
+
+        It gives up before the watchdog of nccl, which would end the process at the group's timeout without a
+        `PeerError`.
+
+        Raises:
+            PeerError: another rank failed, is gone, or did not join within 9/10 of the group's timeout.
+        """
+        begin, waited, next_look = time.monotonic(), 0.0, PATIENCE
         while not work.is_completed():
-            now = time.monotonic()
-            if now > next_look:
-                next_look = now + PATIENCE
-                self._look(what, number, now >= begin + self._timeout())
-            time.sleep(nap)
-            nap = min(1.2 * nap, 1e-3)
+            waited = time.monotonic() - begin
+            if waited > next_look:
+                next_look += PATIENCE
+                self._look(what, number, waited >= _BEFORE_WATCHDOG * self._timeout(), _BEFORE_WATCHDOG)
+            time.sleep(min(waited / 20, 1e-3))  # the GPU is idle for a twentieth of the wait at most
+        error = work.error() if waited > _SHORT else None  # torch prints a warning at the first question
+        if error is not None:
+            # The watchdog is about to end this process: no time to hear from the others, as in `_broken`.
+            self._post(what, number)
+            self._raise_if_failed(number)
+            raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})") from error
 
     def post_failure(self, error: Exception) -> None:
         """Report to ranks that wait for this one, now or later, that it failed and will not join them."""
@@ -151,12 +164,13 @@ class GroupMonitor:
         group = self._group()
         return 0.0 if group is None else timeout_of(group)
 
-    def _look(self, what: str, number: int, is_late: bool) -> None:
+    def _look(self, what: str, number: int, is_late: bool, share: float = 1) -> None:
         self._post(what, number)
         self._raise_if_failed(number)
         if is_late:
-            seconds = self._timeout()
-            raise PeerError(f"{self.context}, {what}: {self._missing(number)} within the group's timeout {seconds:g} s")
+            seconds = share * self._timeout()
+            limit = "the group's timeout" if share == 1 else f"{share:.0%} of the group's timeout,"
+            raise PeerError(f"{self.context}, {what}: {self._missing(number)} within {limit} {seconds:g} s")
 
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
@@ -172,8 +186,7 @@ class GroupMonitor:
             if before is not None and len(absent) < len(before):  # they are coming in: on a busy machine slowly
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
-        reason = str(error).splitlines()[0][:200]
-        return PeerError(f"{self.context}, {what}: {self._missing(number)} ({reason})")
+        return PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})")
 
     def _post(self, what: str, number: int) -> None:
         text = json.dumps([number, what])
@@ -222,6 +235,10 @@ class GroupMonitor:
             self._store = None
             return None
         return answers[0]
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _has_succeeded(work: collectives.Started) -> bool:

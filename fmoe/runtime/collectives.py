@@ -41,6 +41,11 @@ class Started:
         """Return whether the collective is complete, successfully or not."""
         return self._work is None or self._work.is_completed()
 
+    def error(self) -> Exception | None:
+        """Return the error of a complete collective; None if it succeeded, or if the backend does not tell."""
+        found = None if self._work is None else self._work.exception()
+        return found if found is None or isinstance(found, Exception) else RuntimeError("the backend reports an error")
+
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait as `torch.distributed.Work.wait` does."""
         if self._work is None:

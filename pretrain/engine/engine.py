@@ -29,7 +29,7 @@ from pretrain.engine.optimizer import make_optimizer
 from pretrain.engine.pipeline import get_schedule, stages
 from pretrain.engine.routing import RoutingReports, StepReport
 from pretrain.models import kind_of
-from pretrain.models.batch import Batch, collate, loss_function, weigh
+from pretrain.models.batch import Batch, collate, loss_function, to_device, weigh
 from pretrain.process import Processes, timeout
 
 CheckStep = Callable[[float, float], str | None]
@@ -349,7 +349,7 @@ class Engine:
             if step is not None:
                 first_token = begin * self.recipe.model.sequence_length
                 random.set_position(self.recipe.train.seed, step, first_token, stream=stream)
-            yield {name: tensor.to(self.processes.device) for name, tensor in batch.items()}
+            yield to_device(batch, self.processes.device)
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
         batch = next(batches)

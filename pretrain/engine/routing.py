@@ -72,15 +72,15 @@ class RoutingReports:
         # After a layer's sums: flags of its losses, the bytes that it sent, and the number of ranks with the layer.
         width = self._width + len(self._loss_names) + 2
         rows = torch.zeros(self._num_layers, width, dtype=sum_dtype(self._device), device=self._device)
+        rest = torch.zeros(self._num_layers, width - self._width, dtype=rows.dtype, device="cpu")
         for layer, sent in zip(self._layers, self._sent, strict=True):
-            row = rows[(layer.layer_number or 1) - 1]
-            row[: self._width] = layer.metrics.sums(self._device)
-            row[-2] = layer.exchange.traffic.sent - sent
-            row[self._width : -2] = torch.tensor(
-                [float(name in layer.metrics.seen) for name in self._loss_names], dtype=torch.float32, device="cpu"
-            )
-            row[-1] = 1
+            number = (layer.layer_number or 1) - 1
+            rows[number, : self._width] = layer.metrics.sums(self._device)
+            rest[number, :-2] = rest.new_tensor([name in layer.metrics.seen for name in self._loss_names])
+            rest[number, -2] = layer.exchange.traffic.sent - sent
+            rest[number, -1] = 1
             layer.metrics.reset()
+        rows[:, self._width :] = rest  # one copy to the device for all layers
         dist.all_reduce(rows, group=self._data_group)
         if self._stages.size() > 1:
             dist.all_reduce(rows, group=self._stages)

@@ -80,7 +80,7 @@ def evaluate(
     with counting(model):
         for batch in batches(samples, recipe.train.micro_batch, recipe.model.vocab_size):
             labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
-            logits_BSV = forward(model, {name: tensor.to(device) for name, tensor in batch.items()})
+            logits_BSV = forward(model, to_device(batch, device))
             for logits_SV, labels_S, mask_S in zip(
                 logits_BSV, labels, [None] * len(labels) if mask is None else mask, strict=True
             ):

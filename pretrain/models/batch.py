@@ -17,7 +17,7 @@ from fmoe.errors import UserError
 
 Batch = dict[str, Tensor]
 
-
+_ALIGNED = 16  # bytes, at which the tensors of a packed batch begin
 _IDS = ("tokens", "decoder_tokens", "labels")
 
 
@@ -39,6 +39,27 @@ def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: i
             if name in arrays:
                 _check_ids(arrays[name], vocab_size)
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def to_device(batch: Batch, device: torch.device | str) -> Batch:
+    """Copy a batch to a device; to a GPU in a single asynchronous transfer from pinned memory."""
+    device = torch.device(device)
+    return batch if device.type == "cpu" else _packed(batch, device, pin_memory=device.type == "cuda")
+
+
+def _packed(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
+    ends = np.cumsum([-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in batch.values()]).tolist()
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    begins = dict(zip(batch, [0, *ends], strict=False))
+
+    def part(buffer: Tensor, name: str) -> Tensor:
+        tensor, begin = batch[name], begins[name]
+        return buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    for name, tensor in batch.items():
+        part(buffer, name).copy_(tensor)
+    moved = buffer.to(device, non_blocking=True)
+    return {name: part(moved, name) for name in batch}
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
