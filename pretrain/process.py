@@ -141,8 +141,8 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     met = meeting or meet(limit)
-    options = {"device_id": device} if backend == "nccl" else {}  # else nccl guesses the GPU from the rank
-    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit, **options)
+    own = device if backend == "nccl" else None  # without it nccl guesses the GPU from the rank
+    dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.size, timeout=limit, device_id=own)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 

@@ -13,7 +13,7 @@ from fmoe.metrics import LayerReport, counting, metrics
 from pretrain.config import Recipe
 from pretrain.inference.windows import Sample
 from pretrain.models import kind_of
-from pretrain.models.batch import Batch, collate
+from pretrain.models.batch import Batch, collate, to_device
 
 
 @dataclass
