@@ -14,15 +14,18 @@ generator before it runs a layer again, and with it the position.
 """
 
 import contextlib
+import functools
 import hashlib
+import statistics
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _INT63 = (1 << 63) - 1
+_OUTERMOST = 4.6117  # see `_ends`
 
 
 def key(*parts: int | str) -> int:
@@ -34,8 +37,15 @@ def key(*parts: int | str) -> int:
 @contextlib.contextmanager
 def keyed(*parts: int | str) -> Iterator[None]:
     """Seed torch's default CPU generator with `key` in this context; restore its state afterwards."""
+    with seeded(key(*parts)):
+        yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's default CPU generator in this context; restore its state afterwards."""
     state = torch.get_rng_state()
-    torch.default_generator.manual_seed(key(*parts))
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
@@ -226,6 +236,62 @@ def normal(keys_G: Tensor, count: int) -> Tensor:
     # The middle of each interval of width 2^-24 is never 0; in float64 it does not round to 1.
     middle = uniform(keys_G, count).double() + 2.0**-25
     return (2 * middle - 1).erfinv().mul(2**0.5).float()
+
+
+def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
+    """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
+
+    Row g is a pure function of ``keys_G[g]``: its numbers ``start`` to ``start + count``. Half of a hash chooses one of
+    2^16 intervals of equal probability, the other half a place in it. For initial weights; torch.compile cannot trace
+    it.
+    """
+    low_B, width_B = _intervals(keys_G.device)
+    hash_ = _hash(keys_G, start, start + count)
+    place = hash_.bitwise_and(0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-16)
+    bin_ = (hash_ >> 16).add_(1 << 15).view(-1)
+    place.mul_(width_B.index_select(0, bin_).view_as(place))
+    return place.add_(low_B.index_select(0, bin_).view_as(place))
+
+
+@functools.cache
+def _ends() -> list[float]:
+    """Return the ends of 2^16 intervals with equal probability under the standard normal distribution.
+
+    The outermost two are as wide as gives a uniform density in them the right variance. Ends are multiples of 2^-20, so
+    that they do not depend on a machine's logarithm, and differences of them are exact.
+    """
+    quantile, scale = statistics.NormalDist().inv_cdf, 1 << 20
+    lower = [round(quantile(k / (1 << 16)) * scale) / scale for k in range(1, 1 << 15)]
+    lower.insert(0, -round(_OUTERMOST * scale) / scale)
+    return [*lower, 0.0, *(-end for end in reversed(lower))]
+
+
+_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
+def _intervals(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the lower ends and the widths of `_ends`, float32 [2^16] each."""
+    found = _tables.get(device)
+    if found is None:
+        ends = torch.tensor(_ends(), dtype=torch.float32, device="cpu")
+        found = ends[:-1].to(device), ends.diff().to(device)
+        if type(ends) is Tensor:  # not a fake one, as under FakeTensorMode
+            _tables[device] = found
+    return found
+
+
+def in_chunks(draw: Callable[[Tensor, int, int], Tensor], keys_G: Tensor, count: int) -> Tensor:
+    """Return ``draw(keys_G, count, 0)`` of `uniform` or `exact_normal`, computed in chunks.
+
+    They fit into a processor's cache, in one thread; on a GPU into a fraction of its memory.
+    """
+    step = max(1, (1 << 24 if keys_G.is_cuda else 3 << 13) // max(1, keys_G.shape[0]))
+    if count <= step:
+        return draw(keys_G, count, 0)
+    out = torch.empty(keys_G.shape[0], count, dtype=torch.float32, device=keys_G.device)
+    for start in range(0, count, step):
+        out[:, start : start + step] = draw(keys_G, min(step, count - start), start)
+    return out
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:

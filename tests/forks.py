@@ -63,7 +63,7 @@ class ForkServer:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self._folder, self._calls = folder, 0
+        self._folder, self._calls, self._sent = folder, 0, 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` in ``size`` processes with a gloo group between them; one result a rank.
@@ -113,10 +113,13 @@ class ForkServer:
         return self._folder / f"call{self._calls}"
 
     def _call(self, size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | None]]:
-        self._pipe.send((size, target, args))
-        if not self._pipe.poll(2 * TIMEOUT):
-            raise TimeoutError("the fork server did not answer")
-        ends = self._pipe.recv()
+        self._sent += 1
+        self._pipe.send((self._sent, size, target, args))
+        number, end = 0, time.monotonic() + 2 * TIMEOUT
+        while number != self._sent:  # others are of calls that a timeout of their test interrupted
+            if not self._pipe.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError("the fork server did not answer")
+            number, ends = self._pipe.recv()
         if ends is None:
             raise TimeoutError(f"{target.__name__}{args} did not end in {TIMEOUT} s")
         return ends
@@ -151,10 +154,10 @@ def _serve(pipe) -> None:
 
     while True:
         try:
-            size, target, args = pipe.recv()
+            number, size, target, args = pipe.recv()
         except EOFError:
             os._exit(0)  # tearing down torch takes seconds
-        pipe.send(_fork(size, target, args))
+        pipe.send((number, _fork(size, target, args)))
 
 
 def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | None]] | None:

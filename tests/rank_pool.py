@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class RankPool:
 
     def __init__(self, size: int, folder: Path):
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._sent = [], [], 0
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, folder / "rendezvous", theirs), daemon=True)
@@ -52,17 +53,21 @@ class RankPool:
                 raise TimeoutError(f"rank {rank} did not start in {START} s")
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._sent += 1
         for pipe in self._pipes:
-            pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT):
-                raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT} s")
+            pipe.send((self._sent, function, args))
+        return [self._result(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+
+    def _result(self, rank: int, pipe: Any) -> Any:
+        end = time.monotonic() + TIMEOUT
+        while pipe.poll(max(0.0, end - time.monotonic())):
             try:
-                results.append(pipe.recv())
+                number, result = pipe.recv()
             except EOFError:
-                results.append(DIED)
-        return results
+                return DIED
+            if number == self._sent:  # others are of calls that a timeout of their test interrupted
+                return result
+        raise TimeoutError(f"rank {rank} did not answer in {TIMEOUT} s")
 
     def __enter__(self) -> "RankPool":
         return self
@@ -91,7 +96,7 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
     pipe.send(READY)
     while True:
         try:
-            function, args = pipe.recv()
+            number, function, args = pipe.recv()
         except EOFError:
             break
         meshes.clear()
@@ -102,7 +107,7 @@ def _serve(rank: int, size: int, rendezvous: Path, pipe) -> None:
         if meshes:  # DTensor caches them with the names of their groups
             kept.update(dist.distributed_c10d._world.pg_map)
         _destroy_groups(kept)
-        pipe.send(result)
+        pipe.send((number, result))
     dist.destroy_process_group()
 
 

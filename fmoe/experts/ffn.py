@@ -4,7 +4,6 @@ Shape letters: T tokens, K experts per token, R rows, L experts of this rank, D 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -38,6 +37,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 # Hooks of a module that see rows or outputs between permutation and combination.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_NUMBERS_AT_ONCE = 1 << 26  # of initial weights: 256 MiB
 
 BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 
@@ -163,24 +164,39 @@ class FFNExperts(Stacked):
     def reset_parameters(self) -> None:
         """Draw each expert under (seed, its global id, name): the same values at every expert parallel size.
 
-        Each expert is filled as its own matrix (initialisers would take the fan-in of a stack from the wrong axes), on
-        the CPU, so that the values do not depend on the device either.
+        They are drawn on the device of the parameters, with the same bits on every device, unless an initialiser other
+        than `torch.nn.init.normal_` is given: that fills each expert's matrix on the CPU (of a stack it would take the
+        fan-in from the wrong axes).
         """
         for name, parameter in self.named_parameters():
-            if parameter.is_meta:
-                continue
-            is_first = name.endswith("_in")
-            method = self.init_method if is_first else self.output_init_method
-            fan_in = self.d_model if is_first else self.d_hidden * self.hidden_parts
-            for local, target in enumerate(parameter.unbind(0)):
-                value = torch.empty(self.whole_shape(name, target.shape), device="cpu", dtype=torch.float32)
-                with random.keyed("expert", self.seed, self.first_expert + local, name):
-                    if method is None:
-                        value.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
-                    elif name.startswith("bias"):
-                        value.zero_()
-                    else:
-                        method(value)
+            if not parameter.is_meta:
+                self._draw(name, parameter)
+
+    def _draw(self, name: str, parameter: Tensor) -> None:
+        shape = self.whole_shape(name, parameter.shape[1:])
+        is_first = name.endswith("_in")
+        method = self.init_method if is_first else self.output_init_method
+        if method is not None and name.startswith("bias"):
+            parameter.zero_()
+            return
+        bound = (self.d_model if is_first else self.d_hidden * self.hidden_parts) ** -0.5
+        normal = _normal_of(method)
+        experts = range(self.first_expert, self.first_expert + self.num_experts)
+        keys = [random.key("expert", self.seed, expert, name) for expert in experts]
+        at_once = max(1, _NUMBERS_AT_ONCE // max(1, shape.numel())) if method is None or normal else 1
+        for first in range(0, len(keys), at_once):
+            part = keys[first : first + at_once]
+            keys_L = torch.tensor(part, dtype=torch.int64, device="cpu").to(parameter.device)
+            if method is None:
+                values = random.in_chunks(random.uniform, keys_L, shape.numel()).mul_(2 * bound).sub_(bound)
+            elif normal is not None:
+                mean, std = normal
+                values = random.in_chunks(random.exact_normal, keys_L, shape.numel()).mul_(std).add_(mean)
+            else:
+                values = torch.empty(shape, device="cpu", dtype=torch.float32)
+                with random.seeded(part[0]):
+                    method(values)
+            for target, value in zip(parameter[first : first + len(part)], values.view(-1, *shape), strict=True):
                 target.copy_(self.own_part(name, value))
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
@@ -384,6 +400,20 @@ class ExpertCall:
             if out.shape[0] != expected:
                 raise UserError(f"the experts of {self.name} returned {out.shape[0]} rows for {expected}")
         return outputs
+
+
+def _normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
+    """Return mean and standard deviation of `torch.nn.init.normal_` with options; None for every other initialiser.
+
+    Megatron-core's initialisers are of this form.
+    """
+    if method is nn.init.normal_:
+        return 0.0, 1.0
+    if not isinstance(method, functools.partial) or method.func is not nn.init.normal_ or method.args:
+        return None
+    options = dict(method.keywords)
+    mean, std = options.pop("mean", 0.0), options.pop("std", 1.0)
+    return None if options else (mean, std)
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:

@@ -1,10 +1,15 @@
 """Keyed randomness: the hash as written in C, its distribution, its keys."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe import random
+from fmoe.experts.ffn import FFNExperts
 from fmoe.routing import RoutingGroups
 
 
@@ -56,6 +61,102 @@ def test_uniform_is_uniform_and_rows_are_unrelated(noise):
     correlation = torch.corrcoef(u)
     assert (correlation - torch.eye(64)).abs().max() < 6 / 4096**0.5
     assert u[:, 1:].sub(0.5).mul(u[:, :-1] - 0.5).mean().abs() < 6 / 12 / u.numel() ** 0.5
+
+
+def test_exact_normal_is_a_place_in_an_interval_of_equal_probability():
+    """As written with numpy from the hash; all ends are those of the quantiles but the outermost two."""
+    ends = np.array(random._ends())
+    quantiles = torch.special.ndtri(torch.arange(1, 2**16, dtype=torch.float64) / 2**16).numpy()
+    assert np.abs(ends[1:-1] - quantiles).max() <= 2.0**-20 and np.array_equal(ends, -ends[::-1])
+    for start in (0, 7):
+        for row, key in zip(random.exact_normal(KEYS, 100, start), KEYS.tolist(), strict=True):
+            x = hashes(key, start, start + 100)
+            interval = ((x >> np.uint32(16)).astype(np.int64) + 2**15) % 2**16
+            place = ((x & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+            low, width = ends[interval].astype(np.float32), np.diff(ends)[interval].astype(np.float32)
+            assert np.array_equal(row.numpy(), low + place * width)
+
+
+def test_exact_normal_is_normal_and_rows_are_unrelated():
+    keys = random.fold(torch.tensor(random.key("a", 1)), torch.arange(64))
+    z = random.exact_normal(keys, 2**14).double()
+    n = z.numel()
+    assert abs(z.mean()) < 5 / n**0.5 and abs(z.var() - 1) < 5 * (2 / n) ** 0.5
+    assert abs(z.pow(3).mean()) < 5 * (15 / n) ** 0.5 and abs(z.pow(4).mean() - 3) < 5 * (96 / n) ** 0.5
+    for limit in (2.0, 3.0, 4.0):
+        expected = float(torch.special.erfc(torch.tensor(limit / 2**0.5, dtype=torch.float64)))
+        assert abs((z.abs() > limit).double().mean() - expected) < 5 * (expected / n) ** 0.5
+    share = torch.special.ndtr(z).view(-1).sort().values  # Kolmogorov-Smirnov
+    assert (share - torch.arange(1, n + 1) / n).abs().max() < 2 / n**0.5
+    assert (torch.corrcoef(z) - torch.eye(64)).abs().max() < 6 / 2**7
+
+
+@pytest.mark.parametrize("draw", [random.uniform, random.exact_normal])
+@pytest.mark.parametrize("count", [0, 1, 5000, 60_001])
+def test_chunks_change_nothing(draw, count):
+    assert torch.equal(random.in_chunks(draw, KEYS, count), draw(KEYS, count))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.partition(".")[0].strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+# Of integers, of memory, and those that IEEE 754 rounds: the same bits on every device.
+EXACT = {"add", "sub", "mul", "bitwise_and", "bitwise_xor", "bitwise_right_shift", "arange", "index_select", "to_copy"}
+EXACT |= {"rshift", "empty", "copy", "slice", "select", "unsqueeze", "view", "detach", "lift_fresh", "zero", "unbind"}
+EXACT |= {"diff", "local_scalar_dense", "split", "t", "narrow", "as_strided"}
+
+
+@pytest.mark.parametrize(
+    "method", [None, functools.partial(nn.init.normal_, mean=0.1, std=0.3)], ids=["default", "std"]
+)
+def test_initial_weights_have_the_same_bits_on_every_device(method):
+    """By the operations that draw them; tests/gpu compares a GPU's."""
+    experts = FFNExperts(3, 40, 200, init_method=method, output_init_method=method)
+    random._tables.clear()
+    with Operations() as seen:
+        experts.reset_parameters()
+    assert seen.names <= EXACT, seen.names - EXACT
+
+
+def test_initial_weights_are_those_of_the_keys(monkeypatch):
+    monkeypatch.setattr("fmoe.experts.ffn._NUMBERS_AT_ONCE", 100)  # a few experts at a time
+    method = functools.partial(nn.init.normal_, mean=0.5, std=0.25)
+    experts = FFNExperts(5, 4, 6, seed=3, first_expert=2, init_method=method)
+    for local in range(5):
+        keys = [torch.tensor([random.key("expert", 3, 2 + local, name)]) for name in ("weight_in", "weight_out")]
+        assert torch.equal(experts.weight_in[local].view(-1), random.exact_normal(keys[0], 24)[0] * 0.25 + 0.5)
+        bound = 6**-0.5
+        assert torch.equal(experts.weight_out[local].view(-1), random.uniform(keys[1], 24)[0] * (2 * bound) - bound)
+    assert not experts.bias_in.any() and experts.bias_out.any()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        functools.partial(nn.init.normal_, generator=None),
+        functools.partial(nn.init.trunc_normal_, std=0.1),
+        lambda matrix: matrix.normal_(0, 0.1),
+    ],
+)
+def test_other_initialisers_fill_a_matrix_on_the_cpu(method):
+    """Under the key of the expert, and without a trace in the default generator."""
+    before = torch.get_rng_state()
+    experts = FFNExperts(2, 4, 6, init_method=method)
+    assert torch.equal(torch.get_rng_state(), before)
+    for local in range(2):
+        torch.manual_seed(random.key("expert", 0, local, "weight_in"))
+        expected = torch.empty(6, 4)
+        method(expected)
+        assert torch.equal(experts.weight_in[local], expected)
 
 
 def test_noise_belongs_to_the_group_not_to_the_batch():

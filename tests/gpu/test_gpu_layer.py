@@ -1,5 +1,7 @@
 """The cuda backend on a GPU: values, gradients, the same bits in every run, streams, graphs, no wait for the host."""
 
+import functools
+
 import pytest
 import torch
 from compare import assert_close
@@ -7,6 +9,7 @@ from gpu_layers import assert_like_float64, layer_of, results, straight, tokens
 from torch.utils.checkpoint import checkpoint
 
 from fmoe.errors import UserError
+from fmoe.experts import FFNExperts
 
 OPTIONS = [
     {},
@@ -25,6 +28,16 @@ OPTIONS = [
 def test_values_and_gradients(options, dtype):
     # The router runs in float32 on tokens and weights that float64 holds exactly: a choice differs at ties alone.
     assert_like_float64(layer_of(dtype=dtype, **options), options, tokens(dtype=dtype))
+
+
+@pytest.mark.parametrize("method", [None, functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)])
+def test_initial_weights_are_those_of_the_cpu(method):
+    def drawn(device):
+        with torch.device(device):
+            return FFNExperts(3, 1000, 3000, gated=True, init_method=method, output_init_method=method).state_dict()
+
+    found, expected = drawn("cuda"), drawn("cpu")
+    assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 4099])
