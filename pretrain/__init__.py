@@ -11,7 +11,7 @@ def leave_working_folder() -> None:
     """Keep modules in the working folder out of a program that ``python -m`` started, and out of its child processes.
 
     ``python -m`` searches the working folder first: it would import a ``random.py`` or ``fmoe/`` there instead of the
-    real one. A clone without an installation keeps the folder, which contains this package.
+    real one. If the working folder contains this package, as a clone does, it stays on the search path.
     """
     here = os.path.realpath(os.getcwd())
     if not sys.flags.safe_path and os.path.realpath(sys.path[0]) == here:
@@ -25,14 +25,15 @@ def leave_working_folder() -> None:
         if found != _ROOT:
             origin = spec.origin if spec else None
             sys.stderr.write(
-                f"pretrain: error: pretrain is installed in {_ROOT}, {name} comes from {origin}: that module hides the "
+                f"pretrain: error: pretrain is installed in {_ROOT}, but {name} comes from {origin}, which hides the "
                 "real one; check PYTHONPATH\n"
             )
             sys.exit(2)
 
 
 def safe_environment() -> dict[str, str]:
-    """Return the environment of a process that imports nothing from the working folder, unless it has this package."""
+    """Return an environment for child processes, in which Python imports nothing from the working folder unless the
+    folder contains this package."""
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if os.path.realpath(os.getcwd()) == _ROOT:
         environment["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])

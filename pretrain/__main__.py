@@ -29,14 +29,17 @@ _SECONDS_FOR_THE_FIRST = 30
 def parse(
     argv: Sequence[str], program: str, usage: str = "", about: str = ""
 ) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    """Parse the recipe, ``--resume``, and the keys set by options, in any order.
+    """Parse the recipe, ``--resume``, ``--fallback`` and the recipe keys set by options, in any order.
 
     Args:
         usage: further arguments of the program.
         about: their description in the help.
 
+    Returns:
+        The arguments (``recipe``, ``resume``, ``fallback``), and the overridden keys with their values.
+
     Raises:
-        UserError: no recipe, an unknown option, an invalid value.
+        UserError: there is no recipe, an option is unknown, or a value is invalid.
         SystemExit: after printing ``--help``.
     """
     shipped = ", ".join(shipped_recipes())
@@ -54,13 +57,13 @@ def parse(
         nargs="?",
         const="run",
         metavar="WHERE",
-        help="resume from the newest checkpoint of the run's folder; from the folder WHERE; "
-        "or, with 'auto', from the newest if there is one",
+        help="resume from the newest checkpoint in the run's folder, or from the checkpoint or run folder WHERE; "
+        "with 'auto', from the newest checkpoint if there is one, else start a new run",
     )
     parser.add_argument(
         "--fallback",
         action="store_true",
-        help="with --resume: skip damaged checkpoints, to the newest intact one",
+        help="with --resume: skip damaged checkpoints and use the newest intact one",
     )
     overrides, rest = split_overrides(argv)
     arguments, words = parser.parse_known_args(rest)
@@ -94,7 +97,11 @@ def parse(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of a run; `pretrain.process` has the exit codes. Raises UserError for what the user can fix."""
+    """Run one rank of a run and return its exit code (`pretrain.process` lists them).
+
+    Raises:
+        UserError: an error that the user can fix.
+    """
     torchrun.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
@@ -109,10 +116,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"pretrain: error: {error}", file=sys.stderr)
         code = EXIT_DIVERGED
     except (UserError, ModuleNotFoundError) as error:
-        # Before ranks have met, all of a machine find the same error: only one of them prints it.
+        # Before the ranks have met, all ranks of a machine find the same error: only one of them prints it.
         is_printed_elsewhere = isinstance(error, process.RefusedElsewhere)
         if is_printed_elsewhere or (process.local_rank() != 0 and not dist.is_initialized()):
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all with the first: the printing one goes first
+            # torchrun ends all ranks when the first one ends: let the printing rank end first.
+            if "TORCHELASTIC_RUN_ID" in os.environ:
                 time.sleep(_SECONDS_FOR_THE_FIRST)
             torchrun.report(EXIT_USAGE)
             return EXIT_USAGE

@@ -1,5 +1,5 @@
-"""``fmoe train RECIPE``: start the ranks that the recipe's splits need, on this node or its share of several, and
-train; with ``--dry-run``, print the plan of the run instead."""
+"""``fmoe train RECIPE``: start the ranks that the recipe's splits need, or this node's share of them, and train; with
+``--dry-run``, print the plan of the run instead."""
 
 from pretrain import leave_working_folder, safe_environment
 
@@ -28,7 +28,8 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the recipe and its inputs, then run torchrun, or train in this process if a single rank is enough."""
+    """Check the recipe and its inputs, then run torchrun. If a single rank is enough, or torchrun started this process,
+    train in this process. Return the exit code."""
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             except UserError as error:
                 if nodes == 1:
                     raise
-                environment[lock.REFUSED] = str(error)  # rank 0 informs the other nodes
+                environment[lock.REFUSED] = str(error)  # rank 0 raises it, which informs the other nodes
         if lock.REFUSED not in environment and check(recipe, arguments.resume, arguments.fallback):
             return 0
         # All ranks together use as many threads as the machine has cores.
@@ -90,13 +91,13 @@ _USAGE = (
     "[--dry-run [--json]] [--nodes N --node-rank R --rendezvous HOST:PORT] [--processes-per-node M] [--max-restarts K]"
 )
 _ABOUT = """\
-  --dry-run             print the resolved recipe, the process grid and bytes per rank; with --json only the figures
+  --dry-run             print the resolved recipe, the process grid and the bytes per rank; with --json, as JSON
   --nodes N             number of nodes of the run; run this command on each
   --node-rank R         number of this node, from 0
   --rendezvous HOST:PORT
-                        a free port of node 0, where nodes meet
+                        host name of node 0 and a free port on it, where the nodes meet
   --processes-per-node M
-                        checked against the recipe's splits, which set the number
+                        number of ranks on each node, checked against the recipe's splits
   --max-restarts K      restart the ranks after a failure, at most K times; needs --resume auto
 
 """
@@ -111,10 +112,10 @@ _NUMBERS = {"nodes": 1, "node_rank": 0, "processes_per_node": 1, "max_restarts":
 
 
 def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the options of the launch from the arguments of the run's ranks.
+    """Separate the options of the launch from the arguments that are passed on to the ranks.
 
     Raises:
-        UserError: an invalid value.
+        UserError: an option has an invalid value.
     """
     parser = _Parser(prog="fmoe train", allow_abbrev=False, add_help=False)
     parser.add_argument("--dry-run", action="store_true")
@@ -133,7 +134,8 @@ def split_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         host, _, port = options.rendezvous.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise UserError(
-                f"--rendezvous={options.rendezvous} must be HOST:PORT, a free port of the machine with --node-rank 0"
+                f"--rendezvous={options.rendezvous} must be HOST:PORT, the name of the node with --node-rank 0 "
+                "and a free port on it"
             )
     if options.json and not options.dry_run:
         raise UserError("--json needs --dry-run")
@@ -145,10 +147,11 @@ def _option(name: str) -> str:
 
 
 def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each.
+    """Return the number of nodes, and the number of ranks on each.
 
     Raises:
-        UserError: the product differs from that of the recipe's splits.
+        UserError: the options and the recipe's splits differ in the total number of ranks, or it is not a multiple of
+            the number of nodes.
     """
     size, here = recipe.parallel.world_size, options.processes_per_node
     nodes = options.nodes or 1
@@ -166,7 +169,7 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
 
 
 def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
-    """Raise UserError for inconsistent options of a run on so many nodes."""
+    """Raise UserError if the options contradict each other or the number of nodes."""
     of_several = ("node_rank", "rendezvous")
     for name in of_several:
         value = getattr(options, name)
@@ -184,7 +187,8 @@ def _check(options: argparse.Namespace, nodes: int, resume: str | None) -> None:
 
 
 def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
-    """Return the options with which torchrun's agents, one per node, find each other. Ranks follow the node's rank."""
+    """Return the options with which torchrun's agents, one per node, find each other. Ranks are numbered in the order
+    of their nodes."""
     if nodes == 1:
         return ["--standalone", "--local-addr", "127.0.0.1"]
     host, _, port = options.rendezvous.rpartition(":")
@@ -193,12 +197,12 @@ def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
 
 
 GPUS_OF_A_NODE = 8
-"""GPUs per node that a dry run assumes unless an option sets them."""
+"""GPUs per node that a dry run assumes without --nodes, --processes-per-node and parallel.node_size."""
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
     """Print the plan of the run: resolved recipe, process grid, sizes. Reads no data and writes nothing."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # sizes do not depend on it, and everything is on the meta device
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # sizes do not depend on GPUs, and everything is on the meta device
     from pretrain import dryrun  # imports megatron-core
 
     plan = dryrun.make_plan(recipe, nodes)
@@ -208,12 +212,13 @@ def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:
 
 
 def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
-    """Check all inputs that can be checked before ranks start, so that an error is one line and exit code 2.
+    """Check all inputs that can be checked before ranks start, so that an error is one line with exit code 2.
 
     Returns:
-        True if the run is finished already; then its summary is printed.
+        True, after printing the run's summary, if the run is finished already. Always False with ``fallback``: then the
+        ranks decide, after verifying checkpoints.
     """
-    from pretrain.engine.model import check_parts  # imports megatron-core, like the next
+    from pretrain.engine.model import check_parts  # imports megatron-core, like the next line
     from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize
 
     check_parts(recipe)
@@ -227,5 +232,5 @@ def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
     return True
 
 
-if __name__ == "__main__":  # for installations without the command: `python -m pretrain.launch`
+if __name__ == "__main__":  # for installations without the command fmoe: `python -m pretrain.launch`
     sys.exit(run("fmoe train", lambda: main(sys.argv[1:])))

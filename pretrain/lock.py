@@ -1,11 +1,12 @@
-"""Locks of a run folder: one run writes it, and a second one is refused before it touches anything.
+"""Locks of a run folder: only one run writes to it, and a second run is refused before it changes anything.
 
-Two files hold it. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 if torchrun was
-started by hand. ``run.lock`` belongs to rank 0, which may outlive a killed launcher until its last checkpoint is
-written. Each names its holder and is removed with the lock.
+There are two lock files. ``launch.lock`` belongs to the process that started the run: `fmoe train`, or rank 0 if
+torchrun was started by hand. ``run.lock`` belongs to rank 0, which may outlive a killed launcher until its last
+checkpoint is written. Each file names its holder and is removed when the lock is released.
 
-The lock is flock's: the kernel, or the server of a network file system, releases it when the holder dies. A holder also
-touches its file every few seconds. This heartbeat decides where machines do not share flock, or have none.
+The files are locked with flock: the kernel, or the server of a network file system, releases a lock when its holder
+dies. A holder also touches its file every few seconds. This heartbeat decides where machines do not share flock or do
+not support it.
 """
 
 import contextlib
@@ -46,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
-    """Hold the folder during the block. The folder is created, and removed again if it is still empty at the end.
+    """Lock the folder during the block. The folder is created, and removed again if it is still empty at the end.
 
-    Waits, at most `WAIT` seconds, for a run that is about to end; refuses while any other run holds the folder.
+    Waits, at most `WAIT` seconds, for a holder that is about to end, sends no heartbeat, or has lost its launcher.
 
     Args:
         is_launcher: hold only ``launch.lock``; the launched rank 0, which gets `TOKEN`, holds ``run.lock``.
@@ -57,7 +58,7 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
         The value of `TOKEN`.
 
     Raises:
-        UserError: names the holder, or the reason why the folder is not writable.
+        UserError: another run holds the folder (the message names its holder), or the folder is not writable.
     """
     if not is_launcher and (reason := os.environ.get(REFUSED)):
         raise UserError(reason)
@@ -66,10 +67,10 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
         if token is None:
             token = _enter(stack, folder / LAUNCH).token
         with contextlib.ExitStack() as run_lock:
-            _enter(run_lock, folder / RUN)  # launchers wait for it too: ranks of the previous run may be left
+            _enter(run_lock, folder / RUN)  # launchers wait for it too: rank 0 of the previous run may be alive
             if not is_launcher:
                 holder = _read(folder / LAUNCH)
-                if holder.get("token") != token:  # this process' launcher is gone, and another one came
+                if holder.get("token") != token:  # the launcher of this process is gone, another one has the lock
                     raise _in_use(folder / LAUNCH, holder)
                 stack.push(run_lock.pop_all())
         yield token
@@ -100,7 +101,7 @@ class _Lock:
             "machine": _MACHINE,
             "token": self.token,
         }
-        with contextlib.suppress(OSError):  # the lock is valid without it
+        with contextlib.suppress(OSError):  # the lock is valid without the record
             os.pwrite(self._file, json.dumps(record).ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
             os.fsync(self._file)
 
@@ -124,7 +125,7 @@ _held: list[_Lock] = []
 
 def _after_fork() -> None:
     for lock in _held:
-        lock.close()  # a child's copy of the descriptor would keep the lock after this process
+        lock.close()  # the child's copy of the descriptor would keep the lock after the parent ends
     _held.clear()
 
 
@@ -163,19 +164,20 @@ def _acquire(path: Path) -> _Lock:
     """Acquire the lock, waiting if its holder is about to end or may be dead.
 
     Raises:
-        UserError: a living run holds it, or the folder is not writable.
+        UserError: a running process holds it, or the path is not a regular file.
+        OSError: the folder is not writable.
     """
     begin, has_warned, watch = time.monotonic(), False, _Watch()
     while True:
         with contextlib.ExitStack() as closing:
             file = _open(path)
             closing.callback(os.close, file)
-            is_locked = _flock(file)  # None: the file system does not support it
+            is_locked = _flock(file)  # None: the file system does not support flock
             if not _is_at(file, path):
                 time.sleep(0.01)
-                continue  # its holder removed it meanwhile
+                continue  # the holder has removed the file meanwhile
             watch.look(file)
-            # flock covers all processes of this machine, but maybe not of others.
+            # flock covers all processes of this machine, but possibly not those of other machines.
             if is_locked is not False and (not watch.record or watch.is_silent or (is_locked and watch.is_local)):
                 lock = _Lock(path, file)
                 if is_locked is None:
@@ -183,7 +185,7 @@ def _acquire(path: Path) -> _Lock:
                 if is_locked or _record(file).get("token") == lock.token:
                     closing.pop_all()
                     return lock
-        is_left = path.name == RUN  # who waits for this one holds the launch lock: its launcher is gone
+        is_left = path.name == RUN  # launch.lock is ours already, so the launcher of this holder is gone
         if is_left or watch.record.get("ending"):
             limit, state = WAIT, "is about to end"
         elif watch.is_alive or (is_locked is False and watch.is_local):
@@ -194,17 +196,17 @@ def _acquire(path: Path) -> _Lock:
         if waited > limit:
             raise _in_use(path, watch.record)
         if not has_warned and waited > 1:
-            logger.warning("%s and %s: waiting at most %g s", _held_by(path, watch.record), state, limit)
+            logger.warning("%s, which %s: waiting at most %g s", _held_by(path, watch.record), state, limit)
             has_warned = True
         time.sleep(0.2)
 
 
 class _Watch:
-    """Outside view of a lock's holder.
+    """A lock's holder as seen by another process.
 
     Attributes:
-        record: the holder's; empty without one.
-        is_alive: True after a heartbeat since the first look.
+        record: the holder's record; empty without a holder.
+        is_alive: True once a heartbeat was seen after the first look.
     """
 
     def __init__(self) -> None:
@@ -222,7 +224,7 @@ class _Watch:
 
     @property
     def is_local(self) -> bool:
-        """True if the holder is, or was, a process of this machine since it last started."""
+        """True if the holder is, or was, a process of this machine since the machine's last start."""
         return self.record.get("machine") == _MACHINE
 
     @property
@@ -243,7 +245,7 @@ def _flock(file: int) -> bool | None:
 
 
 def _open(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)  # a process that gave up may have removed it
+    path.parent.mkdir(parents=True, exist_ok=True)  # a process that gave up may have removed the folder
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):  # a link's target must not be overwritten
             raise UserError(f"{path} is not a regular file: remove it")
@@ -279,7 +281,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _held_by(path: Path, holder: dict[str, Any]) -> str:
     who = "another process"
     if holder:
-        who = "process {pid} on {host}, started {started}, since {since}".format_map(_Shown(holder))
+        who = "process {pid} on {host}, started {started}, holding it since {since}".format_map(_Shown(holder))
     return f"run.folder={path.parent} is held by {who} ({path.name})"
 
 

@@ -18,8 +18,8 @@ from pretrain.config.checks import check_path
 from pretrain.data.inputs import Inputs
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
-# Keys that may change when a run resumes, and the effect. Any other would change the model, the data or their order;
-# docs/checkpoints.md has the same table.
+# Keys that may change when a run resumes, and the effect of a change. Any other key would change the model, the data or
+# their order. docs/checkpoints.md has the same table.
 MAY_CHANGE = {
     "run.*": "where the run writes",
     "parallel.*": "the split; losses agree within rounding",
@@ -36,20 +36,20 @@ MAY_CHANGE = {
     "train.validation_sequences": "validation only",
     "train.init_from": "nothing: only a run's start uses it",
 }
-# Exceptions: another optimizer has another state.
+# Exceptions to `MAY_CHANGE`: another optimizer has another state.
 MAY_NOT_CHANGE = ("optimizer.name",)
-# Files are compared by content, at any path: `check_data`.
+# Keys of files, which `check_data` compares by content: their paths may change.
 _BY_CONTENT = ("data.train", "data.tokenizer")
 
 logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raise UserError for the first key that differs from the checkpoint's recipe and must not, or for a checkpoint
-    that has only weights."""
+    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from its recipe, or if
+    the checkpoint is beyond ``train.steps``."""
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
-    # A key that did not exist yet had, in effect, today's default.
+    # A key that did not exist when the checkpoint was written had, in effect, today's default.
     now, then, defaults = asdict(recipe), checkpoint.state["recipe"], asdict(Recipe())
     for section, values in now.items():
         for name, value in values.items():
@@ -60,10 +60,13 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
                 continue
             was = then.get(section, {}).get(name, defaults[section][name])
             if was != value:
-                raise UserError(f"{key}={value} differs from {was}, the value of {checkpoint.path}")
+                raise UserError(
+                    f"{key}={value} differs from {was}, the value in {checkpoint.path}: restore it to resume"
+                )
     if checkpoint.step > recipe.train.steps:
         raise UserError(
-            f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}"
+            f"train.steps={recipe.train.steps} is less than the {checkpoint.step} steps of {checkpoint.path}: "
+            "increase it"
         )
 
 
@@ -89,20 +92,21 @@ def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:
 
 
 def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
-    """Raise UserError if resuming would not continue with the sample after the checkpoint's last one.
+    """Raise UserError if the data have changed, or if resuming would not continue with the sample after the
+    checkpoint's last one.
 
-    Corpora and tokenizer are compared by SHA-256, at any path; a corpus without one, by its path.
+    Corpora and tokenizer are compared by SHA-256, at any path; files without a recorded SHA-256, by their path.
     """
     then = asdict(Recipe())["data"] | checkpoint.state["recipe"].get("data", {})
     was, now = checkpoint.state["data"], data_state(recipe, inputs, checkpoint.step)
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
-            f"{checkpoint.path} continues with sample {was['next_sample']}, but after its step {checkpoint.step} "
-            f"train.global_batch={recipe.train.global_batch} continues with {now['next_sample']}"
+            f"{checkpoint.path} continues with sample {was['next_sample']}, but after step {checkpoint.step} this "
+            f"recipe (train.global_batch={recipe.train.global_batch}) continues with sample {now['next_sample']}"
         )
     number, old_number = len(recipe.data.train), len(then["train"])
     if number != old_number:
-        raise UserError(f"data.train has {number} corpora, {old_number} when {checkpoint.path} was written")
+        raise UserError(f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written")
     digests = [*was["corpora"], *[None] * (number - len(was["corpora"]))]
     for files in zip(recipe.data.train, then["train"], now["corpora"], digests, strict=True):
         _check_same("data.train", *files, checkpoint)
@@ -111,14 +115,14 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     if was["samples_per_epoch"] != now["samples_per_epoch"]:
         raise UserError(
             f"data.train has changed since {checkpoint.path} was written: "
-            f"{now['samples_per_epoch']} samples per epoch, then {was['samples_per_epoch']}"
+            f"it has {now['samples_per_epoch']} samples per epoch, but had {was['samples_per_epoch']}"
         )
 
 
 def _check_same(
     key: str, path: str, old_path: str, digest: str | None, old_digest: str | None, checkpoint: Checkpoint
 ) -> None:
-    """Raise UserError unless both are the same file: by content or, if that is unknown, by path."""
+    """Raise UserError unless both files are the same: by SHA-256 or, if one is unknown, by path."""
     if digest and old_digest:
         if digest != old_digest:
             raise UserError(
@@ -126,34 +130,37 @@ def _check_same(
                 f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}"
             )
     elif os.path.realpath(path) != os.path.realpath(old_path):
-        raise UserError(f"{key}={path} differs from {old_path}, the value of {checkpoint.path}")
+        raise UserError(f"{key}={path} differs from {old_path}, the value in {checkpoint.path}")
 
 
 def check_exists(folder: Path, resume: str | None) -> None:
-    """Raise UserError if ``--resume`` means a run's folder and it does not exist."""
+    """Raise UserError if ``--resume`` has no value and the run's folder does not exist."""
     if resume == "run" and not folder.exists():
-        raise UserError(f"run.folder={folder} does not exist: without --resume, a new run starts there")
+        raise UserError(f"run.folder={folder} does not exist: omit --resume to start a new run there")
 
 
 def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False) -> Checkpoint | None:
     """Return the checkpoint to resume from, checked without reading its shards; None to start a new run.
 
     Args:
-        folder: of the run.
-        resume: None for a new run; "run" for the newest checkpoint of the folder; "auto" for that or, if there is none,
-            a new run; else the folder of a checkpoint or of another run.
+        folder: folder of the run.
+        resume: None for a new run; "run" for the newest checkpoint in the folder; "auto" for the same or, if there is
+            none, a new run; else the folder of a checkpoint or of another run.
         fallback: skip damaged checkpoints.
 
     Raises:
-        UserError: a new run in the folder of another; a folder without checkpoints; a damaged one.
+        UserError: the folder of a new run holds a run already; there is no checkpoint, or it is damaged; or ``resume``
+            names a checkpoint other than the newest in the folder.
     """
     newest = next(iter(step_folders(folder / CHECKPOINTS)), None)
     if resume is None:
         if newest is not None:
-            raise UserError(f"run.folder={folder} holds a run already: --resume continues it, or name another folder")
+            raise UserError(
+                f"run.folder={folder} holds a run already: continue it with --resume, or name another folder"
+            )
         if (folder / METRICS).exists():
             raise UserError(
-                f"run.folder={folder} holds a run already, without a checkpoint: --resume auto starts it again and "
+                f"run.folder={folder} holds a run without a checkpoint: start it again with --resume auto, which "
                 f"keeps its {METRICS} as {METRICS}.old, or name another folder"
             )
         return None
@@ -161,14 +168,14 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
         return None
     check_exists(folder, resume)
     if resume == "run" and newest is None and not step_folders(folder) and not (folder / MANIFEST).exists():
-        raise UserError(f"run.folder={folder} has no checkpoint yet: --resume auto starts the run")
+        raise UserError(f"run.folder={folder} has no checkpoint yet: start the run with --resume auto")
     candidates = _candidates(folder, resume, fallback)
-    # Checkpoints are never overwritten, and a record has no step twice: an earlier step needs another run.
+    # Checkpoints are never overwritten, and metrics have no step twice: resuming from elsewhere needs another folder.
     is_elsewhere = resume not in ("auto", "run")
     if is_elsewhere and newest is not None and os.path.realpath(candidates[0]) != os.path.realpath(newest):
         raise UserError(
             f"run.folder={folder} holds a run whose newest checkpoint is {newest.name}: "
-            f"resume from {candidates[0]} in another folder"
+            f"to resume from {candidates[0]}, name another run.folder"
         )
     problem = None
     for path in candidates:
@@ -180,13 +187,14 @@ def find_checkpoint(folder: Path, resume: str | None, *, fallback: bool = False)
 
 
 def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Checkpoint:
-    """Return the checkpoint to resume from, all files verified by SHA-256. Collective; ranks share the reading.
+    """Return the checkpoint to resume from, after verifying all its files by SHA-256. Collective; each rank reads a
+    share of the files.
 
-    With ``fallback``, damaged ones are skipped with a warning; those in the run's own folder are renamed
+    With ``fallback``, damaged checkpoints are skipped with a warning; those in the run's own folder are renamed
     ``step-N.damaged``, because their steps will be saved again.
 
     Raises:
-        UserError: on every rank; names the damaged file.
+        UserError: on every rank, if no intact checkpoint is left; the message names a damaged file.
     """
     candidates = _candidates(folder, resume, fallback)
     damaged: list[Path] = []
@@ -199,7 +207,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
             damaged.append(path)
             problem = problem or error
             if fallback and Ranks().rank == 0:
-                logger.warning("%s; trying the checkpoint before it", error)
+                logger.warning("%s; trying the previous checkpoint", error)
     else:
         raise _refused(problem, candidates, fallback)
     ranks = Ranks()
@@ -211,7 +219,7 @@ def agree_on_intact(folder: Path, resume: str, *, fallback: bool = False) -> Che
 
 
 def verify_together(path: Path) -> Checkpoint:
-    """Open a checkpoint and verify the SHA-256 of all files, shared among ranks. Collective.
+    """Open a checkpoint and verify the SHA-256 of all its files, each on one of the ranks. Collective.
 
     Raises:
         UserError: on every rank, if one found damage.
@@ -224,7 +232,7 @@ def verify_together(path: Path) -> Checkpoint:
 
 
 def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
-    """Return the step folders to try, in order; only one without ``fallback``."""
+    """Return the step folders to try, in order; without ``fallback``, only the first."""
     if resume not in ("auto", "run"):
         check_path("--resume", resume)
     path = folder if resume in ("auto", "run") else Path(resume)
@@ -241,5 +249,5 @@ def _candidates(folder: Path, resume: str, fallback: bool) -> list[Path]:
 
 def _refused(problem: UserError | None, candidates: list[Path], fallback: bool) -> UserError:
     if not fallback:
-        return UserError(f"{problem}; --fallback uses the newest intact checkpoint")
+        return UserError(f"{problem}; to use the newest intact checkpoint, add --fallback")
     return UserError(f"{problem}; none of the {len(candidates)} checkpoints is intact")

@@ -53,10 +53,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the checkpoint is of the recipe's last step, in its own folder.
+    """Return whether the run is finished: the checkpoint is of the recipe's last step.
 
     Raises:
-        UserError: the run cannot resume from the checkpoint with this recipe.
+        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step
+            while the run's own folder has none.
     """
     if checkpoint is None:
         return False
@@ -70,16 +71,17 @@ def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -
 
 
 def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
-    """Run a recipe in this process, one of ``recipe.parallel.world_size`` ranks.
+    """Train a recipe in this process, which is one of ``recipe.parallel.world_size`` ranks.
 
     Args:
         resume, fallback: see `find_checkpoint`.
 
     Returns:
-        0, or `EXIT_REQUEUE` if a signal stopped it.
+        0, or `EXIT_REQUEUE` if a signal stopped the run.
 
     Raises:
-        Diverged: a guard stopped it.
+        UserError: the recipe, its inputs or the run's folder are invalid.
+        Diverged: a guard stopped the run.
     """
     cpu.install()
     folder = Path(recipe.run.folder)
@@ -97,7 +99,7 @@ def _train(
 ) -> int:
     checkpoint = find_checkpoint(folder, resume, fallback=fallback)
     weights = open_weights(recipe) if checkpoint is None else None
-    # With a fallback, first find the newest intact one.
+    # With ``fallback``, the newest intact checkpoint must be found first.
     if not fallback and is_finished(recipe, inputs, checkpoint):
         if process.local_rank() == 0:
             summarize(recipe)
@@ -110,7 +112,7 @@ def _train(
             if processes.is_main:
                 summarize(recipe)
             return 0
-    else:  # a resumed run has checked its tokens, and its entropy is in the record
+    else:  # a resumed run checked its tokens, and recorded their entropy, at its start
         inputs = with_counts(inputs, recipe.model.vocab_size)
     changed = [] if checkpoint is None else changes(recipe, checkpoint)
     events = Events(folder / EVENTS, None if checkpoint is None else checkpoint.path, changed)
@@ -160,7 +162,7 @@ def _train(
             _write_report(folder)
     if not trainer.is_done:
         if processes.is_main:
-            _say([f"stopped at step {trainer.step} by a signal: {latest(folder / CHECKPOINTS)}; --resume continues"])
+            _say([f"stopped at step {trainer.step} by a signal; --resume continues at {latest(folder / CHECKPOINTS)}"])
         return EXIT_REQUEUE
     if processes.is_main:
         summarize(recipe)
@@ -179,7 +181,7 @@ def open_weights(recipe: Recipe) -> Checkpoint | None:
     """Open the checkpoint of ``train.init_from``, if set.
 
     Raises:
-        UserError: names the key.
+        UserError: there is no checkpoint, or it is damaged; the message names the key.
     """
     if recipe.train.init_from is None:
         return None
@@ -225,7 +227,7 @@ def _write_report(folder: Path) -> None:
         write_report([folder], folder / REPORT, False)
     except Exception as error:  # the run is complete without it
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning("the report was not written, try fmoe report %s: %s", folder, reason)
+        logger.warning("the report was not written; retry with fmoe report %s; reason: %s", folder, reason)
 
 
 def _say(lines: list[str]) -> None:
@@ -237,7 +239,8 @@ def _say(lines: list[str]) -> None:
 
 
 def _describe(trainer, folder: Path, processes: Processes) -> None:
-    """Write ``run.json``: versions, sizes, digests of the data, and the experts of each rank, taken from the layers."""
+    """Write ``run.json`` (versions, sizes, digests of the data, the experts that each rank's layers hold), and print
+    the number of parameters and the experts. Collective."""
     layers = trainer.engine.moe_layers
     mine = torch.tensor(
         [layers[0].first_expert, layers[0].num_local_experts] if layers else [0, 0], dtype=torch.int64, device="cpu"

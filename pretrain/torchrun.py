@@ -1,8 +1,8 @@
-"""torchrun as a child of ``fmoe train``: forwards signals to the run, returns its exit code, ends with it.
+"""Run torchrun as a child of ``fmoe train``, which forwards signals to the run and returns the run's exit code.
 
-torchrun answers SIGTERM by ending its ranks within 30 seconds and itself with code 1, whatever they return. Therefore
-the parent signals a rank: all ranks stop together and write the exit code to a small file, and torchrun, which sees
-them succeed, ends by itself.
+torchrun also ends when its parent does. On SIGTERM, it ends its ranks within 30 seconds and exits with code 1, whatever
+their exit codes are. Therefore the parent signals a rank instead: all ranks stop together, write the run's exit code to
+a small file and exit with 0, and torchrun ends by itself.
 
 ``python -m pretrain.torchrun ARGS`` is that child. It writes its own messages, and the list of failed ranks, to two
 files in the folder that launcher and ranks share. Ranks inherit the descriptor of the real stderr.
@@ -16,7 +16,7 @@ FOLDER = "FMOE_LAUNCHER"  # environment variable: the folder that launcher and r
 LOG, FAILED = "torchrun.log", "failed.json"
 
 if __name__ == "__main__":
-    # Before torch is imported, whose loggers keep the present stderr.
+    # Before torch is imported: its loggers keep the stderr that they find.
     sys.stderr = (Path(os.environ[FOLDER]) / LOG).open("a", buffering=1)
 
 import contextlib
@@ -33,8 +33,8 @@ from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # environment variable of ranks: number of restarts by torchrun
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Seconds that torchrun gives its ranks when it receives a signal itself, as from a scheduler that signals everybody; a
-# step may take longer than the default of 30.
+# Seconds that torchrun gives its ranks when it receives a signal itself, as from a scheduler that signals all
+# processes. A step may take longer than the default of 30.
 _PATIENCE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -50,7 +50,7 @@ def die_with_parent() -> None:
 
 def _before_exec() -> None:
     die_with_parent()
-    # It would end a torchrun that a scheduler signals too, and ranks without a handler yet.
+    # A scheduler may send SIGUSR1 to every process: it would end torchrun, and ranks that have no handler yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -60,9 +60,9 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Run torchrun to its end; return the exit code posted by the ranks of its last start, or else torchrun's own.
+    """Run torchrun until it ends; return the exit code that its last start of the ranks posted, or else torchrun's own.
 
-    Prints the rank that died and the cause, unless a rank posted the run's exit code.
+    After a failure, prints the rank that failed first and the cause, unless a rank posted the run's exit code.
 
     The first SIGTERM, SIGUSR1 or SIGINT stops the run between two steps (`EXIT_REQUEUE`). A second SIGINT goes to
     torchrun, which ends its ranks at once.
@@ -72,7 +72,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
         log: receives torchrun's own messages if the run fails.
 
     Raises:
-        UserError: the command succeeded, but did not start our programs.
+        UserError: the command succeeded, but its processes did not run this package.
     """
     received: list[int] = []
     child: subprocess.Popen | None = None
@@ -86,7 +86,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None
     with tempfile.TemporaryDirectory(prefix="fmoe-") as folder:
         before = {number: signal.signal(number, forward) for number in _STOP}
         try:
-            # A new session: Ctrl-C in a terminal would go to torchrun directly, which ends all ranks.
+            # In a session of its own: Ctrl-C in a terminal would otherwise reach torchrun too, which ends all ranks.
             child = subprocess.Popen(
                 command,
                 env=dict([_PATIENCE]) | {**environment, FOLDER: folder},
@@ -141,11 +141,11 @@ def _error_name(rank: int | str) -> str:
 
 
 def _explain(folder: Path, code: int, log: Path | None) -> None:
-    """Print the rank that died first, and the cause; the errors of the others go to the log."""
+    """Print the rank that failed first, and the cause; add the tracebacks of the others to the log."""
     failed: list[dict] = []
     with contextlib.suppress(OSError, ValueError):
         failed = json.loads((folder / FAILED).read_text())
-    # A killed rank leaves no error, and others lost their connection to it; torchrun ends the rest at last.
+    # Killed ranks first: other ranks fail because they lose the connection to them. torchrun ends the rest, by SIGTERM.
     failed.sort(key=lambda one: (one["code"] in (-signal.SIGTERM, 0), one["code"] >= 0, one["time"]))
     lines = []
     for number, one in enumerate(failed):
@@ -169,7 +169,7 @@ def _explain(folder: Path, code: int, log: Path | None) -> None:
 
 
 def _keep(found: Path, log: Path | None) -> None:
-    """Add torchrun's messages to the log in the run folder."""
+    """Append a file of messages, by torchrun or a rank, to the log in the run folder."""
     with contextlib.suppress(OSError):
         text = found.read_text(errors="replace")
         if text and log is not None:
@@ -188,24 +188,25 @@ def _stop(torchrun: int, folder: Path, number: int, is_first: bool) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
                 return
-        os.kill(torchrun, signal.SIGTERM)  # no rank handles signals yet, or again
+        os.kill(torchrun, signal.SIGTERM)  # no rank of this start handles signals yet
 
 
 def join() -> None:
-    """Make this rank end with its launcher, if that is `run`'s torchrun."""
+    """Make this rank end when torchrun does, if `run` started that torchrun."""
     if FOLDER in os.environ:
         die_with_parent()
         _write("life", os.environ.get(_RESTARTS, "0"))
 
 
 def ready() -> None:
-    """Announce that this rank handles signals from now on."""
+    """Announce to the launcher that this rank handles signals from now on."""
     if process.local_rank() == 0:
         _post("pid", os.getpid())
 
 
 def report(code: int) -> int:
-    """Post the exit code of the run to the launcher; return this process' code: 0 if torchrun must not fail."""
+    """Post the exit code of the run to the launcher; return the exit code for this process, which is 0 if torchrun must
+    not see a failure."""
     if FOLDER not in os.environ or code == 0:
         return code
     _post("code", code)
@@ -213,10 +214,10 @@ def report(code: int) -> int:
 
 
 def keep_error(text: str) -> bool:
-    """Leave a rank's traceback to the launcher, which prints only the first one's.
+    """Write a rank's traceback to a file for the launcher, which prints only the first failed rank's.
 
     Returns:
-        True if the launcher prints it. False without a launcher, and before a restart by torchrun.
+        True if the file was written. False without a launcher, and while torchrun may still restart the ranks.
     """
     if FOLDER not in os.environ or os.environ.get(_RESTARTS, "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
         return False
@@ -225,7 +226,7 @@ def keep_error(text: str) -> bool:
 
 
 def _post(name: str, value: int) -> None:
-    """Post a value of this start of the ranks to the launcher; torchrun may restart them."""
+    """Post a value to the launcher, under the number of restarts: torchrun may restart the ranks."""
     _write(f"{name}-{os.environ.get(_RESTARTS, '0')}", str(value))
 
 
@@ -237,7 +238,7 @@ def _posted(folder: Path, name: str) -> int | None:
 
 def _write(name: str, text: str) -> None:
     if folder := os.environ.get(FOLDER):
-        # Renamed, so that no reader sees half of it; several ranks may post at the same time.
+        # Renamed, so that no reader sees a partial file; several ranks may post at the same time.
         path = Path(folder) / f"{name}.{os.getpid()}"
         with contextlib.suppress(OSError):  # the parent is gone
             path.write_text(text)
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str]) -> None:
     except ChildFailedError as error:
         failed = []
         for rank, failure in error.failures.items():
-            path = folder / _error_name(rank)  # its time is the failure's; the process may have ended much later
+            path = folder / _error_name(rank)  # written at the failure; the process may have ended much later
             time = path.stat().st_mtime if path.exists() else failure.timestamp
             failed.append({"rank": rank, "pid": failure.pid, "code": failure.exitcode, "time": time})
         (folder / FAILED).write_text(json.dumps(failed))

@@ -31,10 +31,10 @@ class Trainer:
     """The training loop and its callbacks.
 
     Attributes:
-        step: steps done, including skipped ones.
-        is_stopping: a rank was asked to stop: this step is the last of this process.
-        was_skipped: the last step changed nothing.
-        recipe, processes, engine, inputs: for callbacks.
+        step: number of completed steps, including skipped ones.
+        is_stopping: True if a rank was asked to stop; the step just made is then the last of this process.
+        was_skipped: True if the last step was skipped.
+        recipe, processes, engine, inputs: for use by callbacks.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, inputs: Inputs, callbacks: Sequence[Callback]):
@@ -58,7 +58,7 @@ class Trainer:
         return self.is_done or self.is_stopping
 
     def run(self) -> None:
-        """Train to the last step, or until it `is_stopping`."""
+        """Train until the last step, or until a rank is asked to stop."""
         peak = peak_flops(self.processes.device, self.recipe.train.precision)
         error = None
         started = []
@@ -126,7 +126,7 @@ class Trainer:
         return None
 
     def run_state(self) -> dict[str, Any]:
-        """Return the state in a checkpoint other than tensors and random generators; the same on every rank."""
+        """Return a checkpoint's state except tensors and random generators; it is the same on every rank."""
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
@@ -137,13 +137,13 @@ class Trainer:
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
-        """Copy everything in a checkpoint of this step to the host. No step may follow before it is written, unless
-        ``buffers`` are given.
+        """Copy the content of a checkpoint of this step to the host. Without ``buffers``, the snapshot must be written
+        before the next step.
 
         Collective: an error on one rank is raised on all.
 
         Args:
-            buffers: to copy into, so that training may continue.
+            buffers: host memory to copy into, so that training may continue.
         """
         with Ranks().together():
             return collect(state.pieces(self.engine), self.run_state(), state.rank_state(), buffers=buffers)
@@ -153,10 +153,11 @@ class Trainer:
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint of any split.
+        """Resume from a checkpoint that was saved at any split.
 
         Raises:
-            UserError: the recipe differs in a key that must not change, or is finished; the data have changed.
+            UserError: the recipe differs in a key that must not change, or has fewer steps than the checkpoint; the
+                data have changed; or the checkpoint's tensors do not fit the model.
         """
         resume.check_resumable(self.recipe, checkpoint)
         resume.check_data(self.recipe, self.inputs, checkpoint)
@@ -167,7 +168,7 @@ class Trainer:
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:
-        """Load only the weights: step 0, a new optimizer, the first sample.
+        """Load only the weights; training starts at step 0, with a new optimizer and the first sample.
 
         Raises:
             UserError: a tensor is missing, unexpected, or differs in shape.

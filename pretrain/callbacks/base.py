@@ -36,7 +36,8 @@ class Callback:
     """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate."""
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
-        """Run before the first step; ``trainer.step`` steps are completed. May add to the metrics of that step."""
+        """Run before the first step of this process; ``trainer.step`` steps are completed. May add metrics, which are
+        logged for that number of steps."""
 
     def before_step(self, trainer: Loop) -> None:
         """Run before every step; ``trainer.step`` steps are completed."""
@@ -45,7 +46,7 @@ class Callback:
         """Run within a step, before the model changes; ``trainer.step`` does not count the step yet.
 
         Args:
-            loss, grad_norm: bitwise equal on every rank; not finite if not finite on any rank.
+            loss, grad_norm: bitwise equal on every rank; not finite if the value of any rank is not finite.
 
         Returns:
             Reason to skip the step, or None. Must be the same on every rank.
@@ -55,12 +56,12 @@ class Callback:
         """Run after a step, which ``trainer.step`` counts. May add metrics, which later callbacks see."""
 
     def on_end(self, trainer: Loop, error: BaseException | None) -> None:
-        """Run at the end, also after an error, for every callback whose `on_start` was called."""
+        """Run when the run ends, also with an error; called for every callback whose `on_start` was called."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callback's state for checkpoints, in types of `pretrain.checkpoint.codec`; the same on all ranks.
-        Empty for none."""
+        An empty dictionary is not saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`; not called for a checkpoint without this callback's state."""
+        """Restore the state that `state_dict` returned; not called for a checkpoint without this callback's state."""

@@ -15,14 +15,14 @@ from pretrain.engine import state
 class Checkpointing(Callback):
     """Write a checkpoint every ``config.every`` steps and after the last step of this process; remove old ones.
 
-    If asynchronous, the step waits only for a copy of the state on the host, which a thread writes during the next
-    steps. There is one checkpoint at a time: a save waits for the previous one. Every rank raises the thread's errors
-    after the same step. The run ends when its last checkpoint is on disk.
+    If ``config.asynchronous``, the step waits only for a copy of the state on the host, which a thread writes during
+    the next steps. Only one checkpoint is written at a time: a save waits for the previous one. Every rank raises the
+    thread's errors after the same step. The run ends when its last checkpoint is on disk.
 
     Args:
         folder: parent folder of the checkpoints.
-        config: the recipe's section.
-        on_saved: called on rank 0 with step and folder of each checkpoint on disk, possibly in the thread.
+        config: the recipe's section ``[checkpoint]``.
+        on_saved: called on rank 0 with the step and folder of each checkpoint that is on disk, possibly in the thread.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Checkpointing(Callback):
         if trainer.step % self.config.every == 0 or trainer.is_last:
             self.save(trainer)
         elif (buffers := self._buffers) is not None and self._writer is not None and not self._reserved:
-            # After the first step, which creates the optimizer state; in the thread, because page faults take time.
+            # Reserve after the first step, which creates the optimizer state, and in the thread: page faults take time.
             wanted = [(piece.place, piece.data) for piece in state.pieces(trainer.engine)]
             self._writer.start(lambda group: buffers.reserve(wanted))
         self._reserved = True
@@ -54,7 +54,7 @@ class Checkpointing(Callback):
             self.finish()
 
     def save(self, trainer: Loop) -> None:
-        """Save this step unless it was saved. Collective."""
+        """Save this step unless it has been saved already. Collective."""
         step = trainer.step
         if self._saved == step:
             return

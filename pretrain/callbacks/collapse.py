@@ -1,4 +1,4 @@
-"""Warnings of collapsed routers."""
+"""Warnings about collapsed routers."""
 
 import logging
 from typing import Any
@@ -14,8 +14,8 @@ class CollapseWarning(Callback):
     """Check the load of each layer's experts over windows of ``guard.collapse_window`` steps.
 
     A layer has collapsed when the coefficient of variation of its load, or its fraction of experts without a token in
-    the window, exceeds the limit. Adds ``guard/collapsed_layers`` at the end of a window, and warns once when a layer
-    collapses, until it has recovered.
+    the window, exceeds its limit. Adds ``guard/collapsed_layers`` at the end of a window. Warns when a layer collapses,
+    and does not repeat the warning until the layer has recovered.
     """
 
     def __init__(self, config: GuardConfig, layers: tuple[int, ...]):
@@ -63,5 +63,5 @@ def _describe(config: GuardConfig, load: list[float]) -> str:
     if cv > config.collapse_cv:
         wrong.append(f"load CV {cv:.2f} above guard.collapse_cv={config.collapse_cv:g}")
     if dead > config.collapse_dead * len(load):
-        wrong.append(f"{dead} of {len(load)} experts got nothing, above guard.collapse_dead={config.collapse_dead:g}")
+        wrong.append(f"{dead} of {len(load)} experts got no token, above guard.collapse_dead={config.collapse_dead:g}")
     return ", ".join(wrong)

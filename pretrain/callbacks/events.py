@@ -15,7 +15,7 @@ _LOGGERS = ("fmoe", "megatron_patch", "pretrain")
 
 
 class Events(Callback):
-    """Write `pretrain.tracking.events` on rank 0: start and end, saves, and every warning.
+    """Record the events of a run on rank 0 (`pretrain.tracking.events`): start and end, saves, and every warning.
 
     Warnings are still printed. The attribute ``event`` of a log record (``extra={"event": (step, "skip")}``) sets step
     and kind. A failed write disables the log with a warning and does not end the run.
@@ -69,7 +69,7 @@ class Events(Callback):
             self._log.add(step, kind, text)
         except OSError as error:
             self._log = None
-            logger.warning("%s cannot be written and is dropped, the run goes on: %s", self.path, error)
+            logger.warning("%s cannot be written and records no more events, the run continues: %s", self.path, error)
 
 
 class _Handler(logging.Handler):
@@ -83,7 +83,7 @@ class _Handler(logging.Handler):
         # Python prints a warning only if it has no handler, and this is one.
         if logging.lastResort is not None and not self._has_others(record):
             logging.lastResort.handle(record)
-        if os.getpid() == self._process:  # not in a data worker that was forked
+        if os.getpid() == self._process:  # not in a forked data worker
             self._add_event(getattr(record, "event", None), record.getMessage())
 
     def _has_others(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Guards that skip steps whose loss or gradient is not finite, or a spike."""
+"""Guards that skip steps whose loss or gradient norm is not finite, or is a spike."""
 
 import logging
 import math
@@ -14,9 +14,9 @@ from pretrain.process import Diverged
 
 logger = logging.getLogger(__name__)
 
-# Lower bounds on the spread: relative to the median loss, and of the logarithm of the norm. Ten sigma are then at least
-# 20% more loss or 7.4 times the norm. Norms of small batches have a small spread with outliers: 2.7 times the median in
-# 2,000 steps of a tiny model.
+# Lower bounds on the spread of the loss, relative to its median, and of the logarithm of the gradient norm. Ten sigma
+# are then at least 20% more loss or 7.4 times the norm. The norms of small batches have a small spread, but outliers of
+# 2.7 times the median (in 2,000 steps of a tiny model).
 _LOSS_FLOOR = 0.02
 _LOG_NORM_FLOOR = 0.2
 # Standard deviation over median absolute deviation of a normal distribution.
@@ -24,9 +24,10 @@ _SIGMA_OF_MAD = 1.4826
 
 
 def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
-    """Return median + sigma * spread of the history; the spread is the scaled median absolute deviation.
+    """Return median + sigma * spread of the history; the spread is the scaled median absolute deviation, or ``floor``
+    if that is larger.
 
-    Unlike mean and standard deviation, both are robust to a few outliers.
+    Unlike mean and standard deviation, median and median absolute deviation are robust to a few outliers.
     """
     middle = median(history)
     spread = _SIGMA_OF_MAD * median(abs(value - middle) for value in history)
@@ -34,7 +35,7 @@ def limit_of(history: Collection[float], sigma: float, floor: float) -> float:
 
 
 class StepGuard(Callback):
-    """Skip the step or end the run according to ``guard.*`` of the recipe. Adds ``guard/skipped``: 0 or 1.
+    """Skip steps or end the run according to the recipe's ``guard.*`` keys. Adds the metric ``guard/skipped``: 0 or 1.
 
     Its inputs, and so its decisions, are the same on every rank. A skipped step counts as a step: it consumes its
     samples and advances the learning-rate schedule.
@@ -66,8 +67,8 @@ class StepGuard(Callback):
         self._has_skipped = True
         if self._in_a_row > self.config.max_skips:
             raise Diverged(
-                f"step {trainer.step + 1}: {reason}; guard.max_skips={self.config.max_skips} steps before it were "
-                "skipped in a row"
+                f"step {trainer.step + 1}: {reason}; this exceeds guard.max_skips={self.config.max_skips} skipped "
+                "steps in a row"
             )
         if trainer.processes.is_main:
             event = (trainer.step + 1, "skip")
@@ -80,13 +81,16 @@ class StepGuard(Callback):
             return None
         limit = limit_of(self._losses, sigma, _LOSS_FLOOR * abs(median(self._losses)))
         if loss > limit:
-            return f"loss {loss:.4g} is a spike: {sigma:g} sigma of the last {window} steps allow {limit:.4g}"
+            return (
+                f"loss {loss:.4g} is a spike: guard.spike_sigma={sigma:g} over the last {window} steps allows at most "
+                f"{limit:.4g}"
+            )
         # The noise of a norm is multiplicative.
         limit = limit_of(self._log_norms, sigma, _LOG_NORM_FLOOR)
         if _log(grad_norm) > limit:
             return (
-                f"gradient norm {grad_norm:.4g} is a spike: {sigma:g} sigma of the last {window} steps allow "
-                f"{math.exp(limit):.4g}"
+                f"gradient norm {grad_norm:.4g} is a spike: guard.spike_sigma={sigma:g} over the last {window} steps "
+                f"allows at most {math.exp(limit):.4g}"
             )
         return None
 

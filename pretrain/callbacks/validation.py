@@ -6,7 +6,7 @@ from pretrain.callbacks.base import Callback, Loop, Metrics
 class Validation(Callback):
     """Add ``val/loss`` before the first step, every ``every`` steps, and after the last step.
 
-    A run that is stopping skips it, because it may have only seconds left."""
+    A run that stops before its last step does not validate, because it may have only seconds left."""
 
     def __init__(self, every: int, sequences: int):
         self.every, self.sequences = every, sequences

@@ -18,14 +18,14 @@ _GRACE = 60.0  # upper bound on the seconds that a rank waits for the other rank
 class Watchdog(Callback):
     """After ``seconds`` without progress, write the stacks of all threads to ``folder/rank-N.txt`` and end the process.
 
-    Progress is a step, a micro batch (of validation too), or an earlier callback. Saving is not watched: later
-    callbacks may take any time.
+    Progress is the beginning of a step or of a micro batch, in validation too. Callbacks before this one are watched.
+    Later ones, such as saving, are not and may take any time.
 
     Each rank has its own timer thread. The thread needs the interpreter lock, so it does not run during a native call
     that holds the lock.
 
     Args:
-        folder: folder for one file per rank, which is appended to.
+        folder: folder of the files, one per rank; existing files are appended to.
         seconds: time limit without progress.
     """
 

@@ -14,7 +14,7 @@ Work = Callable[[dist.ProcessGroup | None], object]
 
 
 class BackgroundWriter:
-    """Thread that runs one task at a time, the same on every rank; its error is raised on all ranks at once.
+    """Thread that runs one task at a time, the same on every rank; a task's error is raised on all ranks at once.
 
     Threads of different ranks end at different steps. `poll` reports the end only when all have ended, so that an
     error surfaces, and the next task begins, at the same step everywhere.
@@ -38,12 +38,12 @@ class BackgroundWriter:
     def start(self, work: Work) -> None:
         """Wait for earlier work, raising its error, then call ``work(group)`` in the thread."""
         self.wait()
-        # A daemon: a rank that dies on another error does not wait forever for ranks that are gone.
+        # A daemon thread: a rank that fails with another error must not wait forever for ranks that are gone.
         self._thread = threading.Thread(target=self._run, args=(work,), name="fmoe-checkpoint", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """Clear work that has ended on every rank, raising its error; free when there is no work."""
+        """Clear work that has ended on every rank, raising its error; costs nothing when there is no work."""
         if self._thread is not None and not self._votes.total(int(self._thread.is_alive())):
             self.wait()
 
@@ -59,7 +59,7 @@ class BackgroundWriter:
     def abandon(self) -> None:
         """Wait for the thread and log its error. For a rank that fails without knowing the state of the others."""
         if self._thread is not None and (error := self._join()) is not None:
-            logger.warning("the checkpoint under way was not written: %s", error)
+            logger.warning("the checkpoint in progress was not written: %s", error)
 
     def _join(self) -> BaseException | None:
         assert self._thread is not None

@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for function, metavar, text in [
         (_ls, "RUN", "list the checkpoints of a run"),
-        (_verify, "PATH", "compare every file of a step folder, or of a run's latest one, with its manifest"),
-        (_show, "PATH", "print the state and tensors of a step folder, or of a run's latest one"),
+        (_verify, "PATH", "compare every file of a step folder, or of a run's newest checkpoint, with its manifest"),
+        (_show, "PATH", "print the state and tensors of a step folder, or of a run's newest checkpoint"),
     ]:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
@@ -90,7 +90,7 @@ def _summary(checkpoint: Checkpoint) -> str:
 
 
 def _split(tensor: StoredTensor) -> str:
-    """Describe the split: ``2x1`` is the number of blocks along each axis; flat ranges are counted after it."""
+    """Describe the split: the number of blocks along each axis (``2x1``), then the number of flat ranges, if any."""
     regions = [piece.region for piece in tensor.pieces]
     blocks = "x".join(str(len({region.offset[axis] for region in regions})) for axis in range(len(tensor.shape)))
     num_ranges = sum(not region.is_whole for region in regions)

@@ -52,7 +52,7 @@ def _encode(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key.startswith("$"):
-                raise TypeError(f"{name}: the key {key!r} is not supported: keys are strings that do not begin with $")
+                raise TypeError(f"{name}: key {key!r} is not supported: keys must be strings that do not begin with $")
         return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
     kind = type(value)
     raise TypeError(f"{name}: a {kind.__module__}.{kind.__qualname__} is not supported in JSON")

@@ -42,7 +42,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> FileRecord:
     the GIL) while this one writes and waits for the disk.
 
     Raises:
-        OSError: always names the file, also when the failing call had no name (write, fsync).
+        OSError: it always names the file, even if the call that failed does not (write, fsync).
     """
     digest, size = hashlib.sha256(), 0
     chunks = list(_chunks(buffers))
@@ -88,7 +88,7 @@ def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable: files created, renamed or removed in it."""
+    """Sync a folder, so that files created, renamed or removed in it stay so after a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,7 +97,7 @@ def sync_folder(path: Path) -> None:
 
 
 def size_problem(path: Path, record: FileRecord) -> str | None:
-    """Return the problem with a recorded file that its type and size show, or None. Links are refused."""
+    """Return the problem that the type or size of a recorded file shows, or None. Links are refused."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def size_problem(path: Path, record: FileRecord) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
     if status.st_size != record.size:
-        return f"has {status.st_size} bytes, the manifest says {record.size}"
+        return f"has {status.st_size} bytes, but {record.size} in the manifest"
     return None
 
 

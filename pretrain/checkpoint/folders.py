@@ -23,12 +23,12 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """``20`` -> ``"step-00000020"``."""
+    """Return the name of a step's folder: ``20`` -> ``"step-00000020"``."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """``"step-00000020"`` -> ``20``; None for any other name."""
+    """Return the step of a folder name: ``"step-00000020"`` -> ``20``; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -39,12 +39,12 @@ def shard_name(rank: int) -> str:
 
 
 def rank_name(rank: int) -> str:
-    """File name of what belongs to one rank alone: its random state and position."""
+    """File name of the state of one rank alone, such as its random generators."""
     return f"rank-{rank:05d}.json"
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, ascending; none when the folder does not exist."""
+    """Return the steps of the complete checkpoints in a folder, ascending; none if the folder does not exist."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -53,10 +53,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """All folders with the name of a step, newest first, including those without a manifest.
+    """Return all folders with the name of a step, newest first, including those without a manifest.
 
-    A folder without one is damaged, not unfinished: folders get their name when they are complete. A link counts as
-    its target, and as damaged if the target is missing. A file with such a name is not a checkpoint.
+    A folder without a manifest is damaged, not unfinished: folders get their name when they are complete. A link counts
+    as its target, and as damaged if the target is missing. A file with such a name is not a checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -66,7 +66,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
+    """Return the complete checkpoint with the highest step, or None."""
     found = steps(folder)
     return Path(folder) / step_name(found[-1]) if found else None
 
@@ -81,9 +81,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, suffixes: tuple[str, ...] = (TMP, TRASH)) -> None:
-    """Remove what dead processes left half written or half removed. Call it on one rank, while none saves.
+    """Remove folders that dead processes left partly written or partly removed. Call it on one rank, while none saves.
 
-    Only names that this package creates: all other files belong to the user.
+    Only folders with names that this package creates are removed: all other files belong to the user.
     """
     for suffix in suffixes:
         for left in Path(folder).glob(f"step-*{suffix}"):
@@ -112,8 +112,8 @@ def set_aside(path: Path) -> Path:
 def keep_last(folder: Path, n: int, keep_every: int | None = None) -> list[int]:
     """Remove all complete checkpoints but the newest ``n``; call it on one rank.
 
-    Each is first renamed to trash, so that a crash never leaves half a checkpoint under its final name; trash of an
-    earlier crash is removed too.
+    Each is first renamed to ``step-N.trash``, so that a crash never leaves a partial checkpoint under its final name.
+    The trash that an earlier crash left is removed too.
 
     Args:
         n: at least 1.

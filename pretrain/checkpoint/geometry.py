@@ -1,8 +1,9 @@
-"""Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes both consist of.
+"""Elements of a global tensor that a rank holds: blocks, flat ranges of blocks, and the boxes of which both consist.
 
 A block is a rectangle of the global tensor. A distributed optimizer cuts flattened blocks anywhere, so a rank's range
-is in general not a rectangle; in row-major order it is a few of them (head row, full rows, tail row, recursively), each
-contiguous in the range. On boxes, reading at another split and checking coverage are both plain intersection.
+is in general not a rectangle. In row-major order it consists of a few rectangles, its boxes (head row, full rows, tail
+row, recursively), each contiguous in the range. With boxes, reading at another split and checking coverage are plain
+intersections.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +64,7 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none if it is empty."""
+        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none without data."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(
@@ -86,7 +87,7 @@ class Region:
 def merged(regions: Iterable[Region]) -> list[Region]:
     """Merge adjacent ranges of a block; each element stays covered equally often.
 
-    The shards of a distributed optimizer become the blocks they were cut from: far fewer boxes to compare.
+    The shards of a distributed optimizer become the blocks they were cut from, which leaves far fewer boxes to compare.
     """
     result: list[Region] = []
     for region in sorted(regions, key=lambda r: (r.offset, r.block, r.start)):
@@ -123,7 +124,7 @@ def first_overlap(boxes: Iterable[tuple[str, Box]]) -> tuple[str, str, Shape] | 
 
 
 def _boxes_of_range(block: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """Return (corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
+    """Yield (corner, shape) of the boxes that make up the flat range [start, stop) of a block, in flat order."""
     if start == 0 and stop == prod(block):
         if stop:
             yield (0,) * len(block), block

@@ -9,7 +9,7 @@ from torch import Tensor
 class HostBuffers:
     """Reusable host copies of tensors, one buffer each.
 
-    Every snapshot overwrites the previous one, which must have been written by then.
+    Every snapshot overwrites the previous one, which must be on disk by then.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class HostBuffers:
         """Return a contiguous copy of ``data`` on the host, complete after `finish`.
 
         Args:
-            key: of the buffer; the same from snapshot to snapshot, different within one.
+            key: key of the buffer; the same in every snapshot, and unique within a snapshot.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:

@@ -23,14 +23,14 @@ _NUM_OPEN_SHARDS = 64
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
-    """Open a step folder, or the newest of a checkpoints folder or of a run folder.
+    """Open a step folder, or the newest one of a checkpoints folder or of a run folder.
 
     Args:
         verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: the path has no checkpoint, or its damage shows without reading the shards: in the manifest or the
-            state, or as a file that is missing or differs in size.
+        UserError: the path has no checkpoint, or a damaged one, as far as it shows without reading the shards: in the
+            manifest or the state, or by a file that is missing or differs in size.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH):
@@ -49,8 +49,8 @@ class Checkpoint:
     Attributes:
         path: the step folder.
         step: the training step it was saved at.
-        state: of the run, as saved.
-        num_ranks: how many ranks wrote it, each with a `rank_state`.
+        state: state of the run, as saved.
+        num_ranks: number of ranks that wrote it, each with a `rank_state`.
         manifest: the files and the index of tensors.
     """
 
@@ -81,11 +81,11 @@ class Checkpoint:
         return self._json(rank_name(rank))
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self.manifest.tensors)
 
     def shape(self, name: str) -> Shape:
-        """Return the global shape of a tensor. This and all methods below raise UserError for an unknown name."""
+        """Return the global shape of a tensor. Like `dtype`, `read` and `fill`, raise UserError for an unknown name."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -103,20 +103,21 @@ class Checkpoint:
     ) -> Tensor:
         """Return a block of a tensor, or the flat range [start, stop) of the flattened block; by default all of it.
 
-        Only the bytes of that region are copied, box by box, for any split the tensor was saved at.
+        Only the bytes of that region are copied, box by box, for any split at which the tensor was saved.
 
         Args:
-            offset: of the block in the tensor; default zeros.
+            offset: offset of the block in the tensor; default zeros.
             block: shape of the block; default from ``offset`` to the tensor's end.
-            start, stop: in elements of the flattened block, row-major.
-            out: filled instead of a new CPU tensor: the tensor's dtype and the region's number of elements, any device;
-                any strides when it has the block's shape, else contiguous.
+            start, stop: the range, in elements of the flattened block, row-major.
+            out: tensor to fill instead of a new CPU tensor. It has the tensor's dtype and the region's number of
+                elements, on any device; it is contiguous unless it has the block's shape.
 
         Returns:
-            ``out``, or a new tensor of shape ``block``, or 1-D when a range was given.
+            ``out``, or a new tensor of shape ``block``, or 1-D if a range was given.
 
         Raises:
-            UserError: no such tensor, a region outside it, an ``out`` of another dtype or size, or a damaged file.
+            UserError: the tensor does not exist, the region is outside it, ``out`` has another dtype or size, or a file
+                is damaged.
         """
         tensor = self._tensor(name)
         offset = (0,) * len(tensor.shape) if offset is None else tuple(offset)
@@ -131,7 +132,7 @@ class Checkpoint:
         elif (out.dtype, out.numel()) != (tensor.dtype, wanted.size):
             raise UserError(
                 f"{self.path}: tensor {name}: out has {out.numel()} elements of {name_of(out.dtype)}, "
-                f"the requested region {wanted.size} of {name_of(tensor.dtype)}"
+                f"but the requested region has {wanted.size} of {name_of(tensor.dtype)}"
             )
         self._check_coverage(name, tensor)
         places = _places(out.detach(), wanted)
@@ -146,7 +147,7 @@ class Checkpoint:
         """Read into ``piece.data`` the elements that `save` would write from it.
 
         Raises:
-            UserError: as `read`, or the whole tensor differs in shape from ``piece.shape``.
+            UserError: as for `read`, or the whole tensor differs in shape from ``piece.shape``.
         """
         shape = self.shape(piece.name)
         if shape != tuple(piece.shape):
@@ -159,7 +160,8 @@ class Checkpoint:
         """Compare all files with the manifest, content included, and check that every tensor is complete.
 
         Args:
-            share, of: check every ``of``-th file and count the rest as verified: for ranks that verify together.
+            share, of: check every ``of``-th file from number ``share`` on and count the rest as verified, for ranks
+                that verify together.
 
         Raises:
             UserError: names every bad file.
@@ -216,7 +218,7 @@ class Checkpoint:
             raise UserError(f"{path} cannot be read: {error}") from error
 
     def _load(self, tensor: StoredTensor, piece: StoredPiece, source: Box, common: Box) -> Tensor:
-        """Return the elements of ``common``, which is inside ``source``, a box of the piece; from the mapped file."""
+        """Return the elements of ``common``, a part of the piece's box ``source``, from the mapped file."""
         region = piece.region
         try:
             stored = self._open_shard(piece.file).get_slice(piece.key)

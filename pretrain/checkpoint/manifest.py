@@ -1,6 +1,6 @@
 """manifest.json: every file of a checkpoint with its size and digest, and the location of each piece of each tensor.
 
-It includes the SHA-256 of itself: without it, a flipped bit in an offset would silently load the wrong numbers.
+It includes the SHA-256 of its other content: a flipped bit in an offset would otherwise silently load wrong numbers.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of a tensor under ``key`` of ``file``: a whole block in its shape, any other region flat."""
+    """A region of a tensor, stored under ``key`` in ``file``: a whole block in its shape, other regions flattened."""
 
     file: str
     key: str
@@ -48,7 +48,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parsed manifest. ``num_ranks`` is how many ranks wrote the checkpoint."""
+    """The parsed manifest. ``num_ranks`` is the number of ranks that wrote the checkpoint."""
 
     step: int
     num_ranks: int
@@ -60,7 +60,8 @@ def check_coverage(name: str, tensor: StoredTensor) -> None:
     """Check that the pieces of a tensor hold each of its elements exactly once.
 
     Raises:
-        UserError: an overlap (names two holders and the offset) or a gap (the number of elements).
+        UserError: pieces overlap (the message names two files and the offset), or elements are missing (it gives
+            their number).
     """
     size = prod(tensor.shape)
     boxes = [("", box) for region in merged(piece.region for piece in tensor.pieces) for box in region.boxes]
@@ -140,7 +141,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Serialise a document as manifest.json: canonical JSON with the digest of the rest of it."""
+    """Serialise a document as manifest.json: canonical JSON that includes the document's digest."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 
@@ -164,7 +165,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(document, dict) or "format" not in document:
         raise UserError(f"{path} is not the manifest of a checkpoint: it has no format version")
     if document["format"] != FORMAT:
-        raise UserError(f"{path} has format version {document['format']!r}; this version of fmoe reads {FORMAT}")
+        raise UserError(
+            f"{path} has format version {document['format']!r}; this version of fmoe reads version {FORMAT}"
+        )
     digest = document.pop("sha256", None)
     if digest != hashlib.sha256(_canonical(document)).hexdigest():
         raise UserError(f"{path} is damaged: its content does not match its SHA-256")

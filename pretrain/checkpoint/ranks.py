@@ -1,4 +1,4 @@
-"""Ranks that save one checkpoint together: each step of it succeeds on all of them or fails on all."""
+"""Ranks that save or load a checkpoint together: each part of the work succeeds on all of them or fails on all."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -33,12 +33,12 @@ class Ranks:
     def together(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
         """Leave the block on every rank at once: normally, or with an exception on every rank if any rank raised.
 
-        The failing rank raises its own exception, the others one with its message: `UserError` and `SaveError` keep
-        their type, any other becomes RuntimeError. An OSError becomes a `SaveError` first. The block must not call
-        collectives.
+        A failing rank raises its own exception, the others raise one with the message of the lowest failing rank:
+        `UserError` and `SaveError` keep their type, any other becomes RuntimeError. An OSError becomes a `SaveError`
+        first. The block must not call collectives.
 
         Args:
-            undo: called on rank 0 once every rank has left the block and one has failed; must not raise. All ranks
+            undo: called on rank 0 if a rank has failed, once every rank has left the block; must not raise. All ranks
                 wait for it.
         """
         failure: Exception | None = None
@@ -86,8 +86,8 @@ class Ranks:
         return _from_wire(bytes(buffer.cpu().tolist()).rstrip(b"\0"), source)
 
     def device(self) -> torch.device:
-        """Device of the tensors that collectives of this group take."""
-        # A backend for several devices reads "cpu:gloo,cuda:nccl" or "undefined": those take CPU tensors.
+        """Return the device of the tensors that collectives of this group take."""
+        # The backend of a group for several devices is "cpu:gloo,cuda:nccl" or "undefined"; it takes CPU tensors.
         backend = dist.get_backend(self.group)
         on_gpu = "nccl" in backend and "gloo" not in backend
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

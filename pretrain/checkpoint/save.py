@@ -35,7 +35,7 @@ from pretrain.checkpoint.manifest import (
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.checkpoint.shard import CODES, RESERVED_KEY, name_of, write_shard
 
-# For the estimate of a snapshot's size: JSON per piece beyond its name, and a filesystem's block.
+# For the estimate of a snapshot's size, in bytes: JSON per piece without its name, and a block of the filesystem.
 _BYTES_OF_A_PIECE = 200
 _BLOCK = 4096
 
@@ -45,12 +45,12 @@ class Piece:
     """This rank's share of a global tensor: a block, or the flat range [start, stop) of the flattened block.
 
     Attributes:
-        name: of the tensor, the same on all ranks and at every split.
-        shape: of the whole tensor.
-        offset: of the block in the tensor.
+        name: name of the tensor, the same on all ranks and at every split.
+        shape: shape of the whole tensor.
+        offset: offset of the block in the tensor.
         block: shape of the block.
-        data: of shape ``block``, or ``stop - start`` elements of any shape; any device and strides.
-        start, stop: in elements of the flattened block (row-major); ``stop=None`` means its end.
+        data: elements of the piece, of shape ``block`` or, for a range, of any shape; on any device, with any strides.
+        start, stop: the range, in elements of the flattened block (row-major); ``stop=None`` means its end.
     """
 
     name: str
@@ -75,17 +75,17 @@ class Piece:
         """Check that region and data fit the tensor.
 
         Raises:
-            UserError: names the tensor and the mismatch.
+            UserError: they do not; the message names the tensor and the mismatch.
         """
         region, problem = self.region, None
         if not self.name or self.name == RESERVED_KEY:
-            problem = "the name is reserved"
+            problem = "the name is empty or reserved"
         elif misfit := region.misfit(self.shape):
             problem = misfit
         elif self.data.numel() != region.size:
-            problem = f"the data has {self.data.numel()} elements, its region {region.size}"
+            problem = f"the data has {self.data.numel()} elements, but its region has {region.size}"
         elif self.start == 0 and self.stop is None and self.data.shape != tuple(self.block):
-            problem = f"the data has shape {tuple(self.data.shape)}, its block {tuple(self.block)}"
+            problem = f"the data has shape {tuple(self.data.shape)}, but its block has {tuple(self.block)}"
         elif self.data.dtype not in CODES:
             problem = f"dtype {self.data.dtype} is not supported"
         if problem:
@@ -120,7 +120,7 @@ def collect(
     """Copy a rank's pieces to the host. Not collective.
 
     Args:
-        copy: copy tensors that are on the host already. Needed when training continues before `write` is done.
+        copy: also copy tensors that are on the host already. Needed if training continues before `write` is done.
         buffers: destination of the copies; implies ``copy``. The previous snapshot must have been written by now.
 
     Raises:
@@ -150,11 +150,11 @@ def save(
     """Save a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group; `collect`, then `write`.
 
     Args:
-        folder: holds the step folders (``RUN/checkpoints``), on a filesystem that all ranks share; created if missing.
+        folder: parent of step folders (``RUN/checkpoints``), on a filesystem that all ranks share; created if missing.
         step: at least 0; an existing step is never overwritten.
         pieces: this rank's share. Together, the ranks hold each element of each tensor exactly once.
-        state: of the run; rank 0's is saved.
-        rank_state: of this rank (random generators, ...).
+        state: state of the run; rank 0's is saved.
+        rank_state: state of this rank (random generators, ...).
         group: the ranks that save, on gloo or nccl; default all. Not needed in a single process.
 
     Returns:
@@ -162,8 +162,8 @@ def save(
 
     Raises:
         UserError: on every rank, when any rank had an invalid argument (the message names the rank).
-        SaveError: on every rank, when the system refused to write. After these and any other exception on a rank
-            (RuntimeError on the others), neither the step folder nor a temporary one is left.
+        SaveError: on every rank, when the system refused to write. Any other exception on a rank becomes RuntimeError
+            on the others. After any exception, neither the step folder nor a temporary one is left.
     """
     with Ranks(group).together():
         snapshot = collect(pieces, state, rank_state)
@@ -184,10 +184,10 @@ def save_parts(
     Args:
         folder, step, state: as for `save`.
         pieces: consumed one by one; together they hold each element of each tensor exactly once.
-        nbytes: of all pieces, to detect a full disk before anything is written.
-        part_bytes: of pieces held in memory and written together, like those of one rank.
+        nbytes: bytes of all pieces, to detect a full disk before anything is written.
+        part_bytes: bytes of pieces to hold in memory and write together, like those of one rank.
 
-    Returns, raises: as `save`.
+    Returns, raises: as for `save`.
     """
     final = Path(folder) / step_name(step)
     tmp = final.with_name(final.name + TMP)
@@ -243,8 +243,8 @@ class _Space:
     """Needed and free space, for errors about a full disk.
 
     Args:
-        folder: of the checkpoints; may not exist yet.
-        needed: bytes, of all ranks.
+        folder: folder of the checkpoints; may not exist yet.
+        needed: number of bytes that all ranks together write.
     """
 
     def __init__(self, folder: Path, needed: int):
@@ -254,7 +254,7 @@ class _Space:
         """Raise SaveError if there is too little space."""
         free = free_bytes(self._folder)
         if free < self._needed:
-            message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, {free} are free"
+            message = f"{self._folder}: disk full: the checkpoint needs {self._needed} bytes, but only {free} are free"
             raise SaveError(message, errno.ENOSPC)
 
     @contextmanager
@@ -267,7 +267,7 @@ class _Space:
                 raise
             raise SaveError(
                 f"{error.filename or self._folder}: {error.strerror}: the checkpoint needs {self._needed} bytes, "
-                f"{free_bytes(self._folder)} more are free",
+                f"and {free_bytes(self._folder)} are free now",
                 error.errno,
             ) from error
 
@@ -331,7 +331,7 @@ def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes) -> 
 
 
 class _Index:
-    """Tensors collected from pieces; all pieces of one must agree on its dtype and shape."""
+    """Tensors collected from pieces; all pieces of a tensor must agree on its dtype and shape."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[torch.dtype, Shape, list[StoredPiece]]] = {}

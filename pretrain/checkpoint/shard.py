@@ -33,12 +33,12 @@ _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    """Return the name of a dtype: ``torch.bfloat16`` -> ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``.
+    """Return the dtype of a name: ``"bfloat16"`` -> ``torch.bfloat16``.
 
     Raises:
         ValueError: not the name of a dtype in `CODES`.
@@ -49,7 +49,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor without copying them."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -59,7 +59,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     Raises:
         OSError: see `write_file`.
     """
-    # Widest first, behind a header padded to 8 bytes: every tensor is aligned to its own element size.
+    # Widest elements first, after a header padded to 8 bytes: every tensor is aligned to its own element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
     for key, tensor in ordered:

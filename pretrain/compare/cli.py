@@ -13,10 +13,11 @@ from pretrain.compare.runs import check_comparable, read_run
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables; see docs/pretraining.md.
+    """Print the comparison as tables or JSON; see docs/pretraining.md.
 
     Raises:
-        UserError: a folder is not a run's or has no validation; losses are not comparable; a figure cannot be written.
+        UserError: a folder is not a run's or has no validation, losses are not comparable, or writing the figure
+            fails.
     """
     parser = Parser(
         prog="fmoe compare",

@@ -13,18 +13,18 @@ FORMATS = (".svg", ".png")
 
 
 def check_path(path: Path) -> None:
-    """Raise UserError for an unsupported file extension, or without matplotlib."""
+    """Raise UserError if the file extension is not supported or matplotlib is not installed."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"--out {path} must end in {' or '.join(FORMATS)}")
     require("matplotlib", "pretrain", "fmoe compare --out")
 
 
 def draw(groups: Sequence[Group], path: Path) -> None:
-    """Plot each group's mean and the band from its lowest to its highest seed. On the left all of training after the
-    untrained model, both axes logarithmic; on the right its second half.
+    """Plot each group's mean loss, and the band from its lowest to its highest loss over seeds. The left plot shows all
+    of training except step 0 on logarithmic axes, the right plot the second half.
 
     Raises:
-        UserError: see `check_path`; the file cannot be written.
+        UserError: see `check_path`; or the file cannot be written.
     """
     check_path(path)
     import matplotlib
@@ -56,7 +56,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3, which="both")
     right.legend()
-    # Reproducible bytes, and text as text.
+    # Write the same bytes every time, and text as text instead of outlines.
     settings: Any = {"svg.hashsalt": "fmoe", "svg.fonttype": "none"}
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
     with matplotlib.rc_context(settings), replacing(path) as (file,):

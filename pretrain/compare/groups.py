@@ -21,24 +21,24 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Mean over the runs; NaN if one is."""
+        """Mean over the runs; NaN if any loss is NaN."""
         return sum(self.losses) / len(self.losses)
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation (n - 1); None for a single run."""
+        """Sample standard deviation (n - 1); None for a single run, NaN if any loss is not finite."""
         if len(self.losses) < 2:
             return None
         return statistics.stdev(self.losses) if all(map(math.isfinite, self.losses)) else math.nan
 
     @property
     def low(self) -> float:
-        """Lowest loss; NaN if one is."""
+        """Lowest loss; NaN if any loss is NaN."""
         return math.nan if any(map(math.isnan, self.losses)) else min(self.losses)
 
     @property
     def high(self) -> float:
-        """Highest loss; NaN if one is."""
+        """Highest loss; NaN if any loss is NaN."""
         return math.nan if any(map(math.isnan, self.losses)) else max(self.losses)
 
 
@@ -122,9 +122,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def reach(curve: Sequence[Point], loss: float) -> Reach | None:
-    """Return the first point at which the mean of a curve is at or below a loss, linearly interpolated from the
-    validation before. The first validation, and one after a non-finite loss, is not interpolated. None if it is never
-    reached, or the loss is not finite.
+    """Return the first point at which the mean of a curve is at or below a loss, interpolated linearly between two
+    validations. At the first validation, and after one with a non-finite mean, the point is the validation itself. None
+    if the loss is never reached or is not finite.
     """
     before: Point | None = None
     for point in curve if math.isfinite(loss) else ():
@@ -153,5 +153,5 @@ def common_name(folders: Sequence[str]) -> str:
         size = next((i for i, (a, b) in enumerate(zip(common, name, strict=False)) if a != b), len(name))
         common = common[:size]
     if any(name[len(common) : len(common) + 1].isdigit() for name in folders):
-        common = common.rstrip("0123456789")  # the 1 of 11 and 12 is not a name
+        common = common.rstrip("0123456789")  # the 1 that 11 and 12 share is not part of the name
     return re.sub(r"((^|[-_.= /])(seed|s))?[-_.= /]*$", "", common)

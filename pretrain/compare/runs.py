@@ -11,7 +11,7 @@ from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
 from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
 
-# Keys that do not change a run's numbers beyond rounding.
+# Keys that do not define an experiment: the seed, and keys that change a run's losses by rounding at most.
 OF_NO_EFFECT = (
     "run.",
     "parallel.",
@@ -26,8 +26,8 @@ OF_NO_EFFECT = (
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation: number of steps and training tokens before it, and its loss in nats per token, which may be NaN or
-    infinite."""
+    """A validation: the number of steps and training tokens before it, and its loss in nats per token, which may be NaN
+    or infinite."""
 
     step: int
     tokens: int
@@ -50,17 +50,17 @@ class File:
 
 @dataclass(frozen=True)
 class Run:
-    """A run.
+    """A run as its folder describes it.
 
     Attributes:
-        folder: as given.
-        recipe: the resolved one; the latest of a resumed run.
-        step: the last one logged.
+        folder: path of the folder, as given.
+        recipe: the resolved recipe; of a resumed run, the latest.
+        step: the last step logged.
         validations: at least one, ordered by step, one per step.
         params, active_params: all parameters, and those that a token uses.
         flops_per_token: floating point operations of a training step per token, forward and backward, router included
             (`pretrain.config.counts.flops_per_token`).
-        tokenizer, train, validation: the files that it read.
+        tokenizer, train, validation: the files that the run read.
     """
 
     folder: Path
@@ -76,11 +76,11 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the run made the recipe's last step."""
+        """True if the run has completed the recipe's last step."""
         return self.step >= self.recipe.train.steps
 
     def keys(self) -> dict[str, Any]:
-        """Recipe keys and values that define the experiment, corpora by content."""
+        """Return the recipe keys and values that define the experiment, with tokenizer and corpora by content."""
         values = {key: value for key, value in flatten(self.recipe).items() if not key.startswith(OF_NO_EFFECT)}
         for key, files in (("tokenizer", (self.tokenizer,)), ("train", self.train), ("validation", self.validation)):
             values[f"data.{key}"] = tuple(file.sha256 or file.path for file in files)
@@ -88,15 +88,15 @@ class Run:
 
 
 def flatten(recipe: Recipe) -> dict[str, Any]:
-    """Return ``section.key`` -> value."""
+    """Return a recipe as one dictionary from ``section.key`` to value."""
     return {f"{section}.{key}": value for section, values in asdict(recipe).items() for key, value in values.items()}
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder, during the run too.
+    """Read a run's folder, even while the run is in progress.
 
     Raises:
-        UserError: it is not a run, a file of it is damaged, or it has no validation.
+        UserError: the folder is not a run's, one of its files is damaged, or it has no validation.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not the folder of a run: it does not exist")
@@ -129,7 +129,7 @@ def read_run(folder: Path) -> Run:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raise UserError for the first run whose validation loss is not comparable with the first run's."""
+    """Raise UserError if a run's validation loss is not comparable with the first run's."""
     first = runs[0]
     for run in runs[1:]:
         values, others = flatten(first.recipe), flatten(run.recipe)
@@ -186,12 +186,12 @@ def _run_info(folder: Path) -> dict[str, Any]:
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{path}: {key}={value!r} must be a number")
+            raise UserError(f"{path}: {key}={value!r} must be a finite number of at least 0")
     data = info.get("data") or {}
     sums = [data.get("tokenizer"), data.get("train"), data.get("validation")] if isinstance(data, dict) else [data]
     for value in sums:
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{path}: data={data!r} is invalid: a run did not write it")
+            raise UserError(f"{path}: data={data!r} is invalid: its digests must be strings or null")
     return info
 
 

@@ -69,7 +69,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
             if (path := run.recipe.train.init_from) is not None:
                 said.append(f"{run.folder} started from the weights of {path}, whose training is not counted")
         if not math.isfinite(group.last.mean):
-            said.append(f"the last validation of {group.name} is not finite")
+            said.append(f"the last validation loss of {group.name} is not finite")
     sizes: dict[str, list[str]] = {}
     for group in groups:
         for run in group.runs:
@@ -178,7 +178,7 @@ def _count(number: float) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table whose head is the first row."""
+    """Format rows as a Markdown table; the first row is its head."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]

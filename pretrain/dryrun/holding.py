@@ -19,8 +19,8 @@ from pretrain.engine import Engine
 from pretrain.engine.optimizer import state_tensors
 from pretrain.process import Processes
 
-# torchao's 8-bit moments: codes with a scale per block, for tensors of at least `_MIN_8_BIT` elements, and a table of
-# all codes per tensor.
+# torchao's 8-bit moments, for tensors of at least `_MIN_8_BIT` elements that divide into blocks of `_BLOCK`: a code per
+# element, a scale per block, and a table of all `_CODES` codes per tensor.
 _BLOCK, _MIN_8_BIT, _CODES = 256, 4096, 256
 
 
@@ -39,16 +39,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class Holding:
-    """Persistent memory of a rank: without activations and other memory within a step.
+    """Persistent memory of a rank: without activations and other memory that is used only within a step.
 
     Attributes:
         layers: numbers of the layers, from 1.
-        experts: per layer with experts.
-        parameters: number in its modules, replicas included.
+        experts: number of experts per layer with experts.
+        parameters: number of parameters in its modules, replicated ones included.
         weights, gradients, masters, moments: bytes.
-        distinct: parameters of all ranks with these layers together, each counted once, without the copy of the
-            embedding on a pipeline's last stage.
-        saved: bytes of weights, masters and moments in a checkpoint.
+        distinct: number of parameters of all ranks with these layers together, each counted once, without the copy of
+            the embedding on a pipeline's last stage.
+        saved: bytes that the weights, masters and moments of these distinct parameters take in a checkpoint.
     """
 
     layers: tuple[int, ...]
@@ -116,7 +116,7 @@ def _layers(engine: Engine) -> Iterator[tuple[Any, int]]:
 
 
 def _parts(parameter: Tensor) -> int:
-    """Return the number of ranks of a pipeline stage that hold different slices of the parameter's layer."""
+    """Return the number of ranks of a pipeline stage over which the parameter's layer is split."""
     if is_expert(parameter):
         cut = parallel_state.get_expert_tensor_parallel_world_size()
         return parallel_state.get_expert_model_parallel_world_size() * cut
@@ -136,7 +136,7 @@ def _size_of(shard: Shard, shape: tuple[int, ...]) -> int:
 
 
 def _saved_bytes(parameter: Tensor, engine: Engine) -> int:
-    """Bytes of a parameter in a checkpoint, which holds 8-bit moments dequantized."""
+    """Return a parameter's bytes in a checkpoint, with its master and moments; 8-bit moments are saved dequantized."""
     master = 0 if parameter.dtype == torch.float32 else 4 * parameter.numel()
     optimizer = optimizers(engine.optimizer)[0].optimizer
     whole = Shard(optimizer, parameter, parameter, 0, parameter.numel(), False)

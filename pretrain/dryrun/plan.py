@@ -17,8 +17,8 @@ class Grid:
     Attributes:
         world_size: number of ranks.
         nodes, processes_per_node: machines, and ranks on each.
-        groups: sizes of the axes.
-        micro_batches: per step and data parallel rank.
+        groups: sizes of the process groups.
+        micro_batches: number of micro batches per step and data parallel rank.
     """
 
     world_size: int
@@ -34,9 +34,10 @@ class RankKind:
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
-        rank: the first of its ranks, whose memory `holding` is. Optimizer shards of data parallel ranks differ by
+        rank: the first rank of this kind. Optimizer shards of other data parallel ranks differ from its shards by the
             alignment of parameters and by padding at the end.
         count: number of ranks.
+        holding: memory of `rank`.
     """
 
     stages: tuple[int, ...]
@@ -50,10 +51,11 @@ class Plan:
     """Memory, size and FLOPs of a run.
 
     Attributes:
-        parameters, active_parameters: of the model, and those that a token uses.
-        flops_per_token: of a training step, forward and backward.
-        tokens_per_step: that enter the model, at the final batch size.
-        checkpoint_bytes: of the tensors of one checkpoint, without names and checksums.
+        parameters, active_parameters: number of parameters of the model, and of those that a token uses.
+        flops_per_token: FLOPs of a training step per token, forward and backward.
+        tokens_per_step: number of tokens that enter the model in a step, at the final batch size.
+        checkpoint_bytes: bytes of the tensors of one checkpoint, without names and checksums.
+        kinds: kinds of ranks, by their first pipeline stage.
     """
 
     recipe: Recipe
@@ -72,7 +74,7 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
-    """Plan a recipe on a machine without data, tokenizer or GPU. Nothing is written.
+    """Plan the run of a recipe. This needs no data, tokenizer or GPU, and writes nothing.
 
     Args:
         nodes: number of machines that the ranks are spread over.
@@ -86,7 +88,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
     parallel, train = recipe.parallel, recipe.train
     size = parallel.world_size
     kinds: list[RankKind] = []
-    axes: Any = None  # of any rank: all have as many
+    axes: Any = None  # group sizes, the same on every rank
     for stages in _alike(recipe):
         rank = stages[0] * (size // parallel.pipeline)
         with as_rank(recipe, rank) as processes:
@@ -106,7 +108,8 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
 
 
 def _alike(recipe: Recipe) -> list[list[int]]:
-    """Group pipeline stages that have the same sequence of layer types."""
+    """Group pipeline stages with the same sequence of layer types; the first and the last stage, which also have the
+    embedding and the output layer, are separate groups."""
     model, parallel = recipe.model, recipe.parallel
     stages = parallel.pipeline
     if stages == 1:

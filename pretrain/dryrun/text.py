@@ -61,7 +61,7 @@ def summary(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan with all figures; bytes of a rank by name."""
+    """Return the plan as JSON values, recipe included; ``largest`` repeats the kind of rank with the most bytes."""
     values = asdict(plan)
     for kind, of in zip(values["kinds"], plan.kinds, strict=True):
         kind["holding"]["total"] = of.holding.total
@@ -83,7 +83,7 @@ def _row(kind: RankKind) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns, the first to the left."""
+    """Align columns, the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     out = []
     for first, *rest in rows:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of the devices, for MFU."""
+"""Peak FLOP/s of the devices, for the model FLOPs utilization (MFU)."""
 
 import time
 
@@ -18,8 +18,8 @@ _GPUS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the peak FLOP/s of all ranks together: from a table for known GPUs, else the measured rate of a matrix
-    product of size 1,024 (fp16 on a CPU: 256) that all ranks run at the same time."""
+    """Return the peak FLOP/s of all ranks together: from a table for known GPUs, else the rate of a product of square
+    matrices of size 1,024 (fp16 on a CPU: 256), measured on all ranks at the same time."""
     known = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -64,7 +64,7 @@ def check_parts(recipe: Recipe) -> None:
 
 
 def gate_options(model: ModelConfig) -> dict[str, Any]:
-    """Keywords of the gate: capacity, and those set by the recipe.
+    """Return the keywords of the gate: its capacity factors, and the options that the recipe sets.
 
     Raises:
         UserError: the gate has no such option.
@@ -82,7 +82,7 @@ def gate_options(model: ModelConfig) -> dict[str, Any]:
             continue
         if name not in known:
             gates = ", ".join(gate for gate in sorted(GATES) if name in _keywords(GATES[gate]))
-            raise UserError(f"model.{name}={value} is not an option of model.gate={model.gate}; it is of {gates}")
+            raise UserError(f"model.{name}={value} is not an option of model.gate={model.gate}; use it with {gates}")
         options[name] = value
     return options
 
@@ -95,7 +95,8 @@ def _keywords(gate: Any) -> set[str]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the keywords set by the recipe: not every exchange has all of them."""
+    """Return the exchange's keywords that the recipe sets to other values than the defaults: not every exchange has all
+    of them."""
     names = ("chunks", "max_rows", "shadow", "node_size")
     options = {name: getattr(parallel, name) for name in names}
     options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}

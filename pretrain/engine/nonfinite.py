@@ -1,4 +1,4 @@
-"""Report of a non-finite step: the ranks, and the first bad tensor."""
+"""Report of a non-finite step: the ranks, and the first non-finite tensor on each."""
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,11 @@ _NAME_BYTES = 256
 
 
 def nonfinite_report(engine: Engine, step: int, samples: Samples) -> str:
-    """Return the ranks and first bad tensors of a step with a non-finite loss or gradient. Collective.
+    """Return the ranks and first non-finite tensors of a step with a non-finite loss or gradient. Collective.
 
-    Reduced gradients are bad on all ranks, so the step is computed again without reduction. The report names the ranks
-    on which it is bad again, with the first bad gradient in the order of the backward pass, which begins at the last
-    layer. If the step is finite this time, weights and data were not the cause.
+    Once reduced, a non-finite gradient is non-finite on all ranks, so the step is computed again without reduction. The
+    report names the ranks on which it is non-finite again, with the first such gradient in the order of the backward
+    pass, which begins at the last layer. If the step is finite this time, weights and data were not the cause.
     """
     is_finite = engine.last_loss is None or engine.last_loss.isfinite().item()
     found = _gather(None if is_finite else "loss")

@@ -16,10 +16,11 @@ from pretrain.config import Recipe
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU, fully or in part, which
+    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU or with ``cpu_offload``, which
     Megatron-core builds itself.
 
-    On a CPU, Megatron-core uses torch's loop, which reads and writes each tensor ten times; the fused one does it once.
+    On a CPU, Megatron-core uses torch's for-loop AdamW, which reads and writes each tensor ten times; the fused AdamW
+    does so once.
     """
     own = recipe.optimizer
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
@@ -44,14 +45,14 @@ class StateTensor:
 
     Attributes:
         name: its key in the state.
-        axis: the axis along which it has one element per slice of the parameter; None if it has the parameter's shape.
+        axis: the axis of the parameter along which it has size 1; None if it has the parameter's shape.
     """
 
     name: str
     axis: int | None = None
 
     def along(self, values: Sequence[int], value: int) -> tuple[int, ...]:
-        """Replace a parameter's size or offset along the axis by ``value``."""
+        """Return a parameter's sizes or offsets, with the one along the axis replaced by ``value``."""
         if self.axis is None:
             return tuple(values)
         axis = self.axis % len(values)
@@ -83,7 +84,7 @@ def saved_state(shard: Shard) -> Iterator[tuple[StateTensor, Tensor]]:
 
 
 def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tensor]) -> dict[str, Tensor]:
-    """Build the state of a shard; ``read`` returns the tensors of `saved_state`, flat."""
+    """Build the state of a shard; ``read`` returns the tensors of `saved_state`, in any shape."""
     optimizer: Any = shard.optimizer
     main, state = shard.main, {}
     for entry in state_tensors(shard):

@@ -50,8 +50,8 @@ def fill_drain(
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
     """GPipe's schedule (arXiv 1811.06965 section 2.2): all micro batches forward, then all backward, so that a stage
-    holds the activations of all of them. For comparison with 1F1B, with equal results: backward passes run in the order
-    of the micro batches here too.
+    holds the activations of all of them. It is for comparison with 1F1B and gives equal results: here too, backward
+    passes run in the order of the micro batches.
 
     Returns:
         The loss function's results for each micro batch, on the last stage.

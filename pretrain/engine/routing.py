@@ -17,21 +17,22 @@ class StepReport(LayerReport):
     """Routing report of one layer.
 
     Attributes:
-        exchange_bytes: bytes that a rank sent in the layer's exchange, mean over data parallel ranks: rows and counts,
-            forward, backward and recomputed.
+        exchange_bytes: bytes that a rank sent in the layer's exchange, averaged over data parallel ranks: rows and
+            counts, in the forward and backward passes and in recomputation.
     """
 
     exchange_bytes: float
 
 
 class RoutingReports:
-    """Sums of the layers' metrics over data parallel ranks and pipeline stages. Collective, the constructor too.
+    """Sums of the layers' metrics over data parallel ranks and pipeline stages. The constructor and `collect` are
+    collective.
 
     Tensor parallel ranks count the same tokens, so nothing is summed over them.
 
     Args:
-        layers: on this rank.
-        num_layers: of the whole model; they are numbered from 1.
+        layers: the MoE layers on this rank.
+        num_layers: number of layers of the whole model; they are numbered from 1.
         data_group: ranks with different sequences.
     """
 
@@ -53,7 +54,7 @@ class RoutingReports:
         self._sent = [layer.exchange.traffic.sent for layer in self._layers]
 
     def _agree(self) -> None:
-        """Share the width of the statistics and the names of the losses with stages without experts."""
+        """Share the width of the statistics and the names of the losses with stages that have no experts."""
         sizes = torch.tensor([self._width, self._num_experts], device=self._device, dtype=torch.int64)
         dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self._stages)
         self._width, self._num_experts = sizes.tolist()

@@ -1,8 +1,8 @@
 """State of a Megatron model and optimizer in a checkpoint, under global names and global offsets.
 
 Megatron's ``sharded_state_dict`` serves as the index: it has each parameter's global name, shape and offset. Optimizer
-state is addressed by its parameter and the flat range of it that this rank steps, so that it loads at any split,
-sharded over data parallel ranks or not.
+state is addressed by its parameter and the flat range of the parameter that this rank updates, so that it loads at any
+split, sharded over data parallel ranks or not.
 """
 
 import math
@@ -32,7 +32,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of tensor names in a che
 class ShardLocation:
     """Position of a piece of a local parameter in its global tensor.
 
-    Most parameters are one piece. A gated linear map is two: its halves are not adjacent in the global tensor.
+    Most parameters are one piece. A gated linear layer is two: its halves are not adjacent in the global tensor.
 
     Attributes:
         begin: offset of the piece in the flattened parameter.
@@ -54,7 +54,7 @@ class ShardLocation:
         return self.begin + math.prod(self.block)
 
     def piece(self, prefix: str, data: Tensor, start: int = 0, stop: int | None = None) -> Piece:
-        """Return its piece in a checkpoint: the block, or the range [start, stop) of the flattened block."""
+        """Return the piece to save: the block, or the range [start, stop) of the flattened block."""
         return Piece(f"{prefix}{self.name}", self.shape, self.offset, self.block, data, start, stop)
 
 
@@ -131,9 +131,9 @@ def pieces(engine: Engine) -> Iterator[Piece]:
 def _factor_views(
     entry: StateTensor, value: Tensor, shape: Sequence[int], locations: list[ShardLocation]
 ) -> Iterator[tuple[ShardLocation, Tensor]]:
-    """Yield locations and values of a state tensor with one element along an axis of its parameter.
+    """Yield locations and values of a state tensor that has size 1 along an axis of its parameter.
 
-    Pieces of the parameter that differ only along that axis share one.
+    Pieces of the parameter that differ only along that axis share a location.
     """
     seen = set()
     for location in locations:
@@ -159,7 +159,7 @@ def _locations_of(locations: dict[int, list[ShardLocation]], parameter: Tensor, 
 
 
 def optimizer_state(engine: Engine) -> dict[str, Any]:
-    """Return the optimizer state with one value for all parameters: steps, and the loss scale."""
+    """Return the optimizer state that is common to all parameters: the number of steps, and the loss scale."""
     steps = {
         float(state["step"])
         for part in optimizers(engine.optimizer)
@@ -239,7 +239,10 @@ def load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, device: torc
 
     Args:
         chunks: this rank's chunks of the model.
-        device: of the process group.
+        device: device of the process group.
+
+    Raises:
+        UserError: as for `load_weights`.
     """
     locations = _locations(chunks)
     ours = {f"{_MODEL}{location.name}" for at in locations.values() for location in at}
@@ -261,7 +264,7 @@ def _load_model(chunks: Sequence[nn.Module], checkpoint: Checkpoint, locations: 
 
 
 def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], start: int, stop: int) -> Tensor:
-    """Return the range of a flattened parameter stored at ``locations``, in their order."""
+    """Return the elements [start, stop) of a flattened parameter, whose pieces are at ``locations``, in their order."""
     parts = []
     for location in locations:
         name = f"{prefix}{location.name}"
@@ -277,7 +280,8 @@ def _read(checkpoint: Checkpoint, prefix: str, locations: list[ShardLocation], s
 
 
 def _load_rank_state(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore the generators of the rank with the same part of the model and, if there was one, of the data."""
+    """Restore the random generators of the saved rank with the same part of the model and, if there was one, the same
+    part of the data. If the model is split differently now, restore rank 0's generators except Megatron's."""
     saved, here = checkpoint.state.get("recipe", {}).get("parallel", {}), engine.recipe.parallel
     parts = {name: (saved.get(name, 1), getattr(here, name)) for name in ("tensor", "context", "pipeline")}
     if any(there != now for there, now in parts.values()):

@@ -1,4 +1,4 @@
-"""Samples to micro batches, and token losses to the loss of a global batch.
+"""Conversion of samples to micro batches, and of token losses to the loss of a global batch.
 
 The loss of a step is the mean over all predicted tokens of the global batch. If samples differ in their number of
 predicted tokens, a mean of means would depend on the split into micro batches and ranks; then `weigh` gives each token
@@ -22,8 +22,8 @@ _IDS = ("tokens", "decoder_tokens", "labels")
 
 
 def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
-    """Collate samples to a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s], dictionaries are
-    stacked by name. ``loss_mask`` [b, s], if present, is 1 where a token is predicted.
+    """Collate b samples to a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]; dictionaries
+    are stacked by name. ``loss_mask`` [b, s], if present, is 1 where a token is predicted.
 
     Raises:
         UserError: a token id is outside ``0 <= id < vocab_size``, if that is given.

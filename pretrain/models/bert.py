@@ -1,4 +1,4 @@
-"""Encoders with masked language modelling: Megatron-core's BERT, without segments and next sentence prediction."""
+"""Encoders for masked language modelling: Megatron-core's BERT, without segments and next sentence prediction."""
 
 import copy
 

@@ -19,7 +19,7 @@ _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
-    """Return Megatron-core's configuration of the model, dense; ``options`` are additional fields of it."""
+    """Return Megatron-core's configuration of the model without its experts; ``options`` are additional fields."""
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
@@ -29,7 +29,7 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
 
 
 def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
-    """Insert the recipe's norms into a copy of one of Megatron-core's layer specs."""
+    """Set the recipe's norms in ``layer_spec``, which must be a copy of one of Megatron-core's layer specs."""
     parts = layer_spec.submodules
     if model.norm == "rms":  # NVIDIA apex's norm, which Megatron-core prefers, is not RMSNorm
         for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
@@ -41,7 +41,7 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
 
 
 def set_rope_theta(module: Any, recipe: Recipe) -> None:
-    """Set the base on a T5Model or BertModel, whose constructors have no ``rotary_base``."""
+    """Set the base of the rotary positions of a T5Model or BertModel, whose constructors have no ``rotary_base``."""
     model = recipe.model
     if model.position == "rope":
         module.rotary_pos_emb = RotaryEmbedding(
@@ -53,7 +53,7 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
 
 
 def _split(recipe: Recipe) -> dict:
-    """Return the fields of ``[parallel]``, without experts: `megatron_patch` reads their process groups."""
+    """Return the fields set by ``[parallel]``, except for experts: `megatron_patch` reads their process groups."""
     parallel = recipe.parallel
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
@@ -66,8 +66,8 @@ def _split(recipe: Recipe) -> dict:
         "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.model_chunks > 1 else None,
-        # Batched, Megatron-core confuses forward and backward messages between the same two stages: with two stages,
-        # the next stage is also the previous one.
+        # With batched messages, Megatron-core confuses forward and backward messages between the same two stages: if
+        # there are only two stages, the next stage is also the previous one.
         "batch_p2p_comm": parallel.model_chunks == 1,
         "overlap_p2p_comm": parallel.model_chunks > 1,
         **recompute[parallel.recompute],

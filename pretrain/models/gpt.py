@@ -35,8 +35,8 @@ def build(
 def build_gpt(
     recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, *, without_mlp: Collection[int] = (), **stage
 ) -> GPTModel:
-    """Build embedding, layers of the spec with torch's fused attention, and output layer; ``without_mlp`` as in
-    `keyed_layer_spec`."""
+    """Build the embedding, the layers of the spec with torch's fused attention, and the output layer.
+    `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
     seed = recipe.train.seed
@@ -66,10 +66,11 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Documents of tokens [b, s] -> Megatron's mask, bool [b, 1, s, s]: True where a query (third axis) must not see a
-    key (fourth), which is in another document or comes later.
+    """Return Megatron's mask, bool [b, 1, s, s], from the document numbers of tokens [b, s]. It is True where a query
+    (third axis) must not see a key (fourth axis), because the key is in another document or comes later.
 
-    Rotary positions need no restart: scores depend on differences, which are the same within a document."""
+    Rotary positions need not restart in each document: attention scores depend only on differences of positions, which
+    are the same within a document."""
     length = documents.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=documents.device).triu(1)
     return (later | (documents.unsqueeze(2) != documents.unsqueeze(1))).unsqueeze(1)

@@ -1,8 +1,8 @@
 """Encoder-decoders that fill in spans: Megatron-core's T5.
 
-Encoder and decoder share the embedding. Layers are numbered from 1 through the encoder, then the decoder, in
-``model.moe_layers``, metrics and the keys of weights and noise. Nothing is padded: the only mask is the decoder's
-causal one.
+Encoder and decoder share the embedding. In ``model.moe_layers``, in metrics and in the keys of weights and noise, the
+layers are numbered from 1 through the encoder and then on through the decoder. Nothing is padded: the only mask is the
+decoder's causal one.
 """
 
 from megatron.core.models.T5.t5_model import T5Model
@@ -64,7 +64,8 @@ def _enter_encoder(module: T5Model) -> None:
 
 
 def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) -> None:
-    """Set the position of the decoder's noise, which is per sequence; a batch's position counts encoder tokens."""
+    """Key the dropout of the embedding as the decoder's, and set the position of the decoder's noise in decoder tokens:
+    a batch's position counts encoder tokens."""
     module.embedding.embedding_dropout.part = "decoder"
     where = random.position()
     if module.training and where is not None:
@@ -72,4 +73,4 @@ def _enter_decoder(module: T5Model, encoder_length: int, decoder_length: int) ->
         random.set_position(where.seed, where.step, first_token, stream=_DECODER)
 
 
-_DECODER = 1 << 32  # above the other streams of a position, the pipeline stages
+_DECODER = 1 << 32  # above the other streams of a position, which are the pipeline stages

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(forks, finished, tmp_pa
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     ends = forks.command("pretrain", recipe, *options, "--resume", "auto", "--fallback", size=size)
     assert [end.code for end in ends] == [0] * size, ends
-    assert any(name in end.err and "trying the checkpoint before it" in end.err for end in ends), ends
+    assert any(name in end.err and "trying the previous checkpoint" in end.err for end in ends), ends
     assert "step-00000006.damaged" in names(folder)
     open_checkpoint(folder / "checkpoints" / "step-00000006").verify()  # saved again
     assert list(steps(folder)) == list(range(8))
@@ -395,7 +395,7 @@ def test_a_run_that_died_before_its_first_checkpoint_is_told_what_to_do(tmp_path
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "checkpoints").mkdir()
     for resume in (None, "run"):
-        with pytest.raises(UserError, match=r"run.folder=.*--resume auto starts"):
+        with pytest.raises(UserError, match=r"run.folder=.*--resume auto"):
             find_checkpoint(tmp_path, resume)
     assert find_checkpoint(tmp_path, "auto") is None
 

@@ -298,7 +298,7 @@ def test_one_warning_for_a_collapse(caplog):
     assert counts == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1]
     assert len(caplog.messages) == 2, caplog.messages
     assert caplog.messages[0].startswith("step 40: ") and "layer 3: load CV 1.73" in caplog.messages[0]
-    assert "3 of 4 experts got nothing" in caplog.messages[0] and "layer 1" not in caplog.messages[0]
+    assert "3 of 4 experts got no token" in caplog.messages[0] and "layer 1" not in caplog.messages[0]
 
 
 # The recipe

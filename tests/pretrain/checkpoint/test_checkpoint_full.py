@@ -15,7 +15,7 @@ from pretrain.checkpoint.files import write_file
 
 save_module = sys.modules["pretrain.checkpoint.save"]  # the package has a function of that name
 MIB = 1 << 20
-FIGURES = re.compile(r"the checkpoint needs (\d+) bytes, (\d+) (?:more )?are free")
+FIGURES = re.compile(r"the checkpoint needs (\d+) bytes, \D*(\d+) are free")
 
 
 def save_mib(folder, step, mib):

@@ -101,7 +101,7 @@ def another_dtype(rank, pieces):
     "fault, kinds, message",
     [
         (a_bug, (RuntimeError, KeyError), "a bug of ours"),
-        (a_wrong_piece, (UserError, UserError), "tensor rows: the data has 27 elements, its region 30"),
+        (a_wrong_piece, (UserError, UserError), "tensor rows: the data has 27 elements, but its region has 30"),
         (a_replica, (UserError, UserError), "zero: shard-00000.safetensors and shard-00001.safetensors both hold"),
         (a_lost_piece, (UserError, UserError), "tensor flat: no rank holds 37 of its 60 elements"),
         (another_dtype, (UserError, UserError), "one piece is of a float32 tensor (6, 10), another of a float64"),

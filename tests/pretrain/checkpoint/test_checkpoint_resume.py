@@ -143,7 +143,7 @@ def test_what_is_otherwise_is_told(intact):
 
 
 def test_a_run_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"run.folder=.*nowhere does not exist: without --resume, a new run starts"):
+    with pytest.raises(UserError, match=r"run.folder=.*nowhere does not exist: .*--resume"):
         find_checkpoint(tmp_path / "nowhere", "run")
     assert find_checkpoint(tmp_path / "nowhere", "auto") is None
 

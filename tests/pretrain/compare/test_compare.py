@@ -164,7 +164,7 @@ def test_nan_at_the_end(make, capsys):
     assert found["groups"][0]["loss"] == {"mean": None, "std": None, "min": None, "max": None}
     assert found["reaches"][0]["step"] == pytest.approx(8)  # 8 to 3 over ten steps, 4 at the eighth
     assert found["reaches"][1]["step"] is None
-    assert "the last validation of bad is not finite" in found["notes"]
+    assert "the last validation loss of bad is not finite" in found["notes"]
     assert compare(bad, good) == 0
     assert "nan" in capsys.readouterr().out
 
