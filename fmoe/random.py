@@ -18,14 +18,14 @@ import functools
 import hashlib
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _INT63 = (1 << 63) - 1
-_OUTERMOST = 4.6117  # see `_ends`
+_OUTERMOST = 4.6117  # see `normal_ends`
 
 
 def key(*parts: int | str) -> int:
@@ -245,53 +245,37 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     2^16 intervals of equal probability, the other half a place in it. For initial weights; torch.compile cannot trace
     it.
     """
-    low_B, width_B = _intervals(keys_G.device)
+    ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
-    place = hash_.bitwise_and(0xFFFF).to(torch.float32).add_(0.5).mul_(2.0**-16)
-    bin_ = (hash_ >> 16).add_(1 << 15).view(-1)
-    place.mul_(width_B.index_select(0, bin_).view_as(place))
-    return place.add_(low_B.index_select(0, bin_).view_as(place))
+    interval = (hash_ >> 16).add_(1 << 15).view(-1)
+    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact, up to the sum
+    place.mul_(ends.diff().double().index_select(0, interval).view_as(place))
+    return place.add_(ends.double().index_select(0, interval).view_as(place)).float()
 
 
-@functools.cache
-def _ends() -> list[float]:
-    """Return the ends of 2^16 intervals with equal probability under the standard normal distribution.
+_normal_ends: dict[torch.device, Tensor] = {}
+
+
+def normal_ends(device: torch.device) -> Tensor:
+    """Return the ends of 2^16 intervals with equal probability under the standard normal distribution, float32.
 
     The outermost two are as wide as gives a uniform density in them the right variance. Ends are multiples of 2^-20, so
     that they do not depend on a machine's logarithm, and differences of them are exact.
     """
+    found = _normal_ends.get(device)
+    if found is None:
+        found = torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
+        if type(found) is Tensor:  # not a fake tensor
+            _normal_ends[device] = found
+    return found
+
+
+@functools.cache
+def _ends() -> list[float]:
     quantile, scale = statistics.NormalDist().inv_cdf, 1 << 20
     lower = [round(quantile(k / (1 << 16)) * scale) / scale for k in range(1, 1 << 15)]
     lower.insert(0, -round(_OUTERMOST * scale) / scale)
     return [*lower, 0.0, *(-end for end in reversed(lower))]
-
-
-_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-
-def _intervals(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the lower ends and the widths of `_ends`, float32 [2^16] each."""
-    found = _tables.get(device)
-    if found is None:
-        ends = torch.tensor(_ends(), dtype=torch.float32, device="cpu")
-        found = ends[:-1].to(device), ends.diff().to(device)
-        if type(ends) is Tensor:  # not a fake one, as under FakeTensorMode
-            _tables[device] = found
-    return found
-
-
-def in_chunks(draw: Callable[[Tensor, int, int], Tensor], keys_G: Tensor, count: int) -> Tensor:
-    """Return ``draw(keys_G, count, 0)`` of `uniform` or `exact_normal`, computed in chunks.
-
-    They fit into a processor's cache, in one thread; on a GPU into a fraction of its memory.
-    """
-    step = max(1, (1 << 24 if keys_G.is_cuda else 3 << 13) // max(1, keys_G.shape[0]))
-    if count <= step:
-        return draw(keys_G, count, 0)
-    out = torch.empty(keys_G.shape[0], count, dtype=torch.float32, device=keys_G.device)
-    for start in range(0, count, step):
-        out[:, start : start + step] = draw(keys_G, min(step, count - start), start)
-    return out
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fmoe import random
 from fmoe.errors import UserError
-from fmoe.experts import external
+from fmoe.experts import external, initial
 from fmoe.kernels import backends
 from fmoe.kernels.cuda import ffn as cuda_ops
 from fmoe.kernels.cuda import gemm as cuda_gemm
@@ -180,19 +180,16 @@ class FFNExperts(Stacked):
             parameter.zero_()
             return
         bound = (self.d_model if is_first else self.d_hidden * self.hidden_parts) ** -0.5
-        normal = _normal_of(method)
+        drawn = (0.0, bound) if method is None else initial.normal_of(method)
         experts = range(self.first_expert, self.first_expert + self.num_experts)
         keys = [random.key("expert", self.seed, expert, name) for expert in experts]
-        at_once = max(1, _NUMBERS_AT_ONCE // max(1, shape.numel())) if method is None or normal else 1
+        at_once = 1 if drawn is None else max(1, _NUMBERS_AT_ONCE // max(1, shape.numel()))
         for first in range(0, len(keys), at_once):
             part = keys[first : first + at_once]
-            keys_L = torch.tensor(part, dtype=torch.int64, device="cpu").to(parameter.device)
-            if method is None:
-                values = random.in_chunks(random.uniform, keys_L, shape.numel()).mul_(2 * bound).sub_(bound)
-            elif normal is not None:
-                mean, std = normal
-                values = random.in_chunks(random.exact_normal, keys_L, shape.numel()).mul_(std).add_(mean)
-            else:
+            if drawn is not None:
+                values = initial.draw(part, shape.numel(), parameter.device, drawn[1], method is not None)
+                values = values.add_(drawn[0]) if drawn[0] else values
+            elif method is not None:
                 values = torch.empty(shape, device="cpu", dtype=torch.float32)
                 with random.seeded(part[0]):
                     method(values)
@@ -400,20 +397,6 @@ class ExpertCall:
             if out.shape[0] != expected:
                 raise UserError(f"the experts of {self.name} returned {out.shape[0]} rows for {expected}")
         return outputs
-
-
-def _normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return mean and standard deviation of `torch.nn.init.normal_` with options; None for every other initialiser.
-
-    Megatron-core's initialisers are of this form.
-    """
-    if method is nn.init.normal_:
-        return 0.0, 1.0
-    if not isinstance(method, functools.partial) or method.func is not nn.init.normal_ or method.args:
-        return None
-    options = dict(method.keywords)
-    mean, std = options.pop("mean", 0.0), options.pop("std", 1.0)
-    return None if options else (mean, std)
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:

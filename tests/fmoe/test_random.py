@@ -9,7 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe import random
+from fmoe.experts import initial
 from fmoe.experts.ffn import FFNExperts
+from fmoe.kernels import backends
+from fmoe.kernels.native import loader as native
 from fmoe.routing import RoutingGroups
 
 
@@ -72,9 +75,8 @@ def test_exact_normal_is_a_place_in_an_interval_of_equal_probability():
         for row, key in zip(random.exact_normal(KEYS, 100, start), KEYS.tolist(), strict=True):
             x = hashes(key, start, start + 100)
             interval = ((x >> np.uint32(16)).astype(np.int64) + 2**15) % 2**16
-            place = ((x & np.uint32(0xFFFF)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
-            low, width = ends[interval].astype(np.float32), np.diff(ends)[interval].astype(np.float32)
-            assert np.array_equal(row.numpy(), low + place * width)
+            place = ((x & np.uint32(0xFFFF)) + 0.5) * 2.0**-16
+            assert np.array_equal(row.numpy(), (ends[interval] + place * np.diff(ends)[interval]).astype(np.float32))
 
 
 def test_exact_normal_is_normal_and_rows_are_unrelated():
@@ -91,10 +93,18 @@ def test_exact_normal_is_normal_and_rows_are_unrelated():
     assert (torch.corrcoef(z) - torch.eye(64)).abs().max() < 6 / 2**7
 
 
-@pytest.mark.parametrize("draw", [random.uniform, random.exact_normal])
-@pytest.mark.parametrize("count", [0, 1, 5000, 60_001])
-def test_chunks_change_nothing(draw, count):
-    assert torch.equal(random.in_chunks(draw, KEYS, count), draw(KEYS, count))
+@pytest.mark.parametrize("is_normal", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 17, 24_577, 200_001])
+def test_initial_weights_in_chunks_and_by_the_native_backend(is_normal, count, monkeypatch):
+    """The same bits, from several threads too."""
+    keys = KEYS.tolist()
+    given = (keys, count, torch.device("cpu"), 0.3, is_normal)
+    draw = random.exact_normal if is_normal else lambda *a: random.uniform(*a) * 2 - 1
+    expected = draw(KEYS, count) * 0.3
+    if native.load():
+        assert torch.equal(initial.draw(*given), expected)
+    monkeypatch.setattr(backends, "native_is_loaded", False)
+    assert torch.equal(initial.draw(*given), expected)
 
 
 class Operations(TorchDispatchMode):
@@ -118,10 +128,11 @@ EXACT |= {"diff", "local_scalar_dense", "split", "t", "narrow", "as_strided"}
 @pytest.mark.parametrize(
     "method", [None, functools.partial(nn.init.normal_, mean=0.1, std=0.3)], ids=["default", "std"]
 )
-def test_initial_weights_have_the_same_bits_on_every_device(method):
+def test_initial_weights_have_the_same_bits_on_every_device(method, monkeypatch):
     """By the operations that draw them; tests/gpu compares a GPU's."""
     experts = FFNExperts(3, 40, 200, init_method=method, output_init_method=method)
-    random._tables.clear()
+    monkeypatch.setattr(backends, "native_is_loaded", False)
+    random._normal_ends.clear()
     with Operations() as seen:
         experts.reset_parameters()
     assert seen.names <= EXACT, seen.names - EXACT
@@ -135,7 +146,7 @@ def test_initial_weights_are_those_of_the_keys(monkeypatch):
         keys = [torch.tensor([random.key("expert", 3, 2 + local, name)]) for name in ("weight_in", "weight_out")]
         assert torch.equal(experts.weight_in[local].view(-1), random.exact_normal(keys[0], 24)[0] * 0.25 + 0.5)
         bound = 6**-0.5
-        assert torch.equal(experts.weight_out[local].view(-1), random.uniform(keys[1], 24)[0] * (2 * bound) - bound)
+        assert torch.equal(experts.weight_out[local].view(-1), (random.uniform(keys[1], 24)[0] * 2 - 1) * bound)
     assert not experts.bias_in.any() and experts.bias_out.any()
 
 

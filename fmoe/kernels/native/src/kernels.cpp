@@ -218,6 +218,35 @@ static void gather_sum(const T* rows, const int64_t* place, const float* weight,
   }
 }
 
+// MurmurHash3's finalizer (public domain), twice, each with half of the key: `_hash` of fmoe/random.py.
+INLINE uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+INLINE uint32_t hash(uint64_t key, uint32_t counter) {
+  return mix(mix(counter * 0x9e3779b1u + uint32_t(key)) ^ uint32_t(key >> 32));
+}
+
+static void draw_uniform(uint64_t key, uint32_t start, int64_t n, float bound, float* out) {
+  SIMD for (int64_t i = 0; i < n; i++) {
+    const int32_t number = int32_t(hash(key, start + uint32_t(i)) >> 8);
+    out[i] = float(2 * number - (1 << 24)) * 0x1p-24f * bound;
+  }
+}
+
+static void draw_normal(uint64_t key, uint32_t start, int64_t n, float std, const float* ends, float* out) {
+  SIMD for (int64_t i = 0; i < n; i++) {
+    const uint32_t x = hash(key, start + uint32_t(i));
+    const float* end = ends + ((x >> 16) ^ 0x8000u);
+    const double place = double(int32_t(2 * (x & 0xffff) + 1)) * 0x1p-17;
+    out[i] = float(double(end[0]) + place * (double(end[1]) - double(end[0]))) * std;
+  }
+}
+
+extern const Draws draws = {draw_uniform, draw_normal};
+
 #define FMOE_TABLE(T, C)                                                                               \
   {gather<T, C>, convert<T, C>,  convert<C, T>, activate<T, C>, finish<T, C>, activate_backward<T, C>, \
    dots<T, C>,   column_sums<C>, gather_sum<T>}

@@ -60,8 +60,17 @@ struct Gemms {
   int64_t (*work)(int64_t m, int64_t n, int64_t k);
 };
 
+// n numbers of one key, from number `start` on (fmoe/experts/initial.py). None of their products and sums is rounded but
+// the last product, so that contraction to fused ones changes nothing.
+struct Draws {
+  void (*uniform)(uint64_t key, uint32_t start, int64_t n, float bound, float* out);
+  // ends: of 2^16 intervals of equal probability.
+  void (*normal)(uint64_t key, uint32_t start, int64_t n, float std, const float* ends, float* out);
+};
+
 #define FMOE_DECLARE(ISA)                        \
   namespace ISA {                                \
+  extern const Draws draws;                      \
   extern const Gemms gemms;                      \
   extern const Kernels<float, float> kernels_ff; \
   extern const Kernels<bf16, float> kernels_bf;  \

@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <tuple>
@@ -151,9 +152,32 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
   return {d_rows, d_weight, d_in, d_bias_in, d_out, d_bias_out};
 }
 
+// Initial weights, [L, count]: normal with `ends`, else uniform.
+Tensor draw(const Tensor& keys, int64_t count, double scale, const optional<Tensor>& ends) {
+  TORCH_CHECK(keys.scalar_type() == at::kLong && keys.dim() == 1 && keys.is_contiguous(), "fmoe: keys are int64 [L]");
+  TORCH_CHECK(count >= 0 && count <= int64_t(1) << 32, "fmoe: ", count, " numbers of a key");
+  TORCH_CHECK(!ends || (ends->scalar_type() == at::kFloat && ends->is_contiguous() && ends->numel() == (1 << 16) + 1),
+              "fmoe: ends are float32 [2^16 + 1]");
+  Tensor out = at::empty({keys.numel(), count}, keys.options().dtype(at::kFloat));
+  const auto* key = keys.const_data_ptr<int64_t>();
+  auto* numbers = out.data_ptr<float>();
+  at::parallel_for(0, out.numel(), 1 << 16, [&](int64_t i, int64_t end) {
+    while (i < end) {
+      const int64_t row = i / count, start = i % count, n = std::min(end - i, count - start);
+      if (ends)
+        draws().normal(key[row], start, n, scale, ends->const_data_ptr<float>(), numbers + i);
+      else
+        draws().uniform(key[row], start, n, scale, numbers + i);
+      i += n;
+    }
+  });
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(fmoe_native, m) {
+  m.def("draw(Tensor keys, int count, float scale, Tensor? ends) -> Tensor");
   m.def(
       "expert_ffn(Tensor x, Tensor? order, Tensor? place, Tensor? weight, Tensor count, Tensor w_in, Tensor? b_in, "
       "Tensor w_out, Tensor? b_out, int activation, bool gated, bool wide, bool into_main_grad=False) -> "
@@ -170,6 +194,7 @@ TORCH_LIBRARY(fmoe_native, m) {
 }
 
 TORCH_LIBRARY_IMPL(fmoe_native, CPU, m) {
+  m.impl("draw", &draw);
   m.impl("expert_ffn", &expert_ffn);
   m.impl("expert_ffn_backward",
          [](const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,

@@ -80,6 +80,11 @@ const char* isa_name() {
   return table == &isa_default::kernels_ff ? "default" : "";
 }
 
+const Draws& draws() {
+  static const auto& table = FMOE_CHOOSE(draws);
+  return table;
+}
+
 const Gemms& gemms() {
   static const auto& table = FMOE_CHOOSE(gemms);
   return table;

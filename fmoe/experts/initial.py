@@ -1,0 +1,56 @@
+"""Initial weights of stacked experts: drawn on the device of the parameters, with the same bits on every device.
+
+Only operations that IEEE 754 rounds are used, on numbers of a counter-based hash (`fmoe.random`). On the CPU the native
+backend draws several times as fast as torch's operators, with the same bits too.
+
+Shape letters: L experts of this rank.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fmoe import random
+from fmoe.kernels import backends
+
+_AT_ONCE = 3 << 13  # numbers that fit into a processor's cache, and that torch computes in one thread
+_AT_ONCE_ON_GPU = 1 << 24
+
+
+def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is_normal: bool) -> Tensor:
+    """Return numbers of mean 0, float32 [L, count]; row l is a pure function of ``keys[l]``.
+
+    Args:
+        scale: bound of the uniform numbers, or standard deviation of the normal ones.
+        is_normal: normal numbers, within 4.62 standard deviations, instead of uniform ones.
+    """
+    keys_L = torch.tensor(keys, dtype=torch.int64, device="cpu").to(device)
+    if device.type == "cpu" and backends.native_is_loaded and type(keys_L) is Tensor:  # not a fake tensor
+        ends = random.normal_ends(device) if is_normal else None
+        return torch.ops.fmoe_native.draw(keys_L, count, scale, ends)
+    step = max(1, (_AT_ONCE_ON_GPU if device.type == "cuda" else _AT_ONCE) // max(1, len(keys)))
+    out = torch.empty(len(keys), count, dtype=torch.float32, device=device)
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        if is_normal:
+            part = random.exact_normal(keys_L, size, start)
+        else:
+            part = random.uniform(keys_L, size, start).mul_(2).sub_(1)  # exact
+        out[:, start : start + size] = part.mul_(scale)
+    return out
+
+
+def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
+    """Return mean and standard deviation of `torch.nn.init.normal_` with options; None for every other initialiser.
+
+    Megatron-core's initialisers are of this form.
+    """
+    if method is nn.init.normal_:
+        return 0.0, 1.0
+    if not isinstance(method, functools.partial) or method.func is not nn.init.normal_ or method.args:
+        return None
+    options = dict(method.keywords)
+    mean, std = options.pop("mean", 0.0), options.pop("std", 1.0)
+    return None if options else (mean, std)
