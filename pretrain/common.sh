@@ -1,29 +1,30 @@
-# What the launch scripts share; they source it. `variable` makes their settings and their help, `train` starts `fmoe train`.
+# Functions of the launch scripts, which source this file: `variable` declares a setting with its help, `train` starts
+# `fmoe train`.
 # shellcheck shell=bash
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 settings=
 
-# variable NAME DEFAULT MEANING: a setting, from the environment or the default.
+# variable NAME DEFAULT MEANING: set NAME from the environment or the default, and add it to the help.
 variable() {
     printf -v "$1" '%s' "${!1:-$2}"
     settings+=$(printf '  %-16s %s [%s]' "$1" "$3" "${2:-empty}")$'\n'
 }
 
-# settings_of_training RECIPE: the settings that all scripts have.
+# settings_of_training RECIPE: declare the settings of all scripts.
 settings_of_training() {
-    variable RECIPE "$1" "a recipe that is shipped, or a TOML file; --recipe NAME too"
-    variable RUN_FOLDER "" "where the run writes (run.folder); empty: as the recipe says"
-    variable RESUME auto "auto: go on if there is a checkpoint; run: there must be one; none: a new run; or a folder"
+    variable RECIPE "$1" "a shipped recipe or a TOML file; the same as --recipe NAME"
+    variable RUN_FOLDER "" "folder of the run (run.folder); empty: as the recipe says"
+    variable RESUME auto "auto: resume if there is a checkpoint; run: resume; none: a new run; or a folder"
     variable TOKENIZER "" "data.tokenizer; empty: as the recipe says"
-    variable TRAIN_DATA "" "prefixes of prepared corpora, with spaces between (data.train); empty: as the recipe says"
-    variable VALIDATION_DATA "" "the same of data.validation"
-    variable MAX_RESTARTS 0 "how often processes that died are started again, from the newest checkpoint"
-    variable DRY_RUN 0 "1: print the resolved recipe, the process grid and bytes a rank, and stop"
-    variable PYTHON "" "the interpreter; empty: the active environment's, this checkout's .venv, or python3"
+    variable TRAIN_DATA "" "prefixes of prepared corpora, separated by spaces (data.train); empty: as the recipe says"
+    variable VALIDATION_DATA "" "prefixes of validation corpora (data.validation); empty: as the recipe says"
+    variable MAX_RESTARTS 0 "maximum number of restarts after a process died, from the newest checkpoint"
+    variable DRY_RUN 0 "1: print the resolved recipe, the process grid and bytes per rank, and stop"
+    variable PYTHON "" "Python interpreter; empty: the active environment's, this checkout's .venv, or python3"
 }
 
-# parse TEXT ARGS...: takes --help, which prints TEXT and the settings, and --recipe; the rest goes into OVERRIDES.
+# parse TEXT ARGS...: handle --help, which prints TEXT and the settings, and --recipe; collect the rest in OVERRIDES.
 parse() {
     local text=$1
     OVERRIDES=()
@@ -46,7 +47,7 @@ parse() {
     done
 }
 
-# The first interpreter that has what training needs. A checkout's packages come from the checkout.
+# Set PYTHON to the first interpreter that has the packages for training. In a checkout, use the checkout's packages.
 find_python() {
     local candidate
     if [[ -f $here/../pyproject.toml ]]; then
@@ -64,11 +65,11 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "megat
             break
         fi
     done
-    echo "$(basename "$0"): error: no Python with fmoe[pretrain]${PYTHON:+: PYTHON=$PYTHON}; make train sets one up" >&2
+    echo "$(basename "$0"): error: no Python with fmoe[pretrain]${PYTHON:+: PYTHON=$PYTHON}; make train creates one" >&2
     exit 2
 }
 
-# train ARGS...: becomes `fmoe train` with the settings, ARGS and OVERRIDES.
+# train ARGS...: replace this process by `fmoe train` with the settings, ARGS and OVERRIDES.
 train() {
     local -a arguments words
     find_python

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrains a BERT with experts, on this machine.
+# Pretrain a BERT with experts on this machine.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -7,6 +7,6 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 settings_of_training bert
 parse "usage: [VARIABLE=value ...] pretrain_bert_moe.sh [--recipe NAME] [--section.key value ...]
 
-Pretrains a BERT with experts, in as many processes on this machine as the recipe's splits
-need. Options are keys of the recipe (fmoe train bert --help), e.g. --train.steps 1000." "$@"
+Pretrains a BERT with experts on this machine, in as many processes as the recipe's splits need.
+Options are keys of the recipe (fmoe train bert --help), e.g. --train.steps 1000." "$@"
 train

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrains a Mixture-of-Experts GPT, on this machine.
+# Pretrain a Mixture-of-Experts GPT on this machine.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -7,6 +7,6 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 settings_of_training quickstart
 parse "usage: [VARIABLE=value ...] pretrain_gpt_moe.sh [--recipe NAME] [--section.key value ...]
 
-Pretrains a Mixture-of-Experts GPT, in as many processes on this machine as the recipe's splits
-need. Options are keys of the recipe (fmoe train quickstart --help), e.g. --model.num-experts 16 --train.steps 1000." "$@"
+Pretrains a Mixture-of-Experts GPT on this machine, in as many processes as the recipe's splits need.
+Options are keys of the recipe (fmoe train quickstart --help), e.g. --model.num-experts 16 --train.steps 1000." "$@"
 train

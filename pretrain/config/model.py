@@ -13,8 +13,8 @@ class ModelConfig:
     """The transformer and its experts."""
 
     kind: Literal["gpt", "t5", "bert"] = "gpt"
-    """Architecture and objective: gpt predicts the next token, t5 (encoder and decoder) spans that are left out, bert
-    masked tokens."""
+    """Architecture and objective: gpt predicts the next token, t5 (encoder and decoder) predicts masked spans, bert
+    predicts masked tokens."""
     num_layers: int = 4
     """Transformer layers; for t5, of the encoder."""
     num_decoder_layers: int | None = None
@@ -22,9 +22,9 @@ class ModelConfig:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_heads: int = 6
-    """Attention heads; divides hidden_size unless head_dim is set."""
+    """Number of attention heads; divides hidden_size unless head_dim is set."""
     num_query_groups: int | None = None
-    """Key/value heads, each shared by num_heads / num_query_groups queries (grouped-query attention); None for
+    """Key/value heads, each shared by num_heads / num_query_groups query heads (grouped-query attention); None for
     num_heads."""
     head_dim: int | None = None
     """Width of an attention head; None for hidden_size / num_heads."""
@@ -45,38 +45,38 @@ class ModelConfig:
     position: Literal["rope", "learned_absolute"] = "rope"
     """Position encoding."""
     rope_theta: float = 10000.0
-    """Base of the wavelengths of position=rope."""
+    """Base of the wavelengths of rotary positions (position=rope)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
-    """Added by norms to the variance or mean square."""
+    """Constant that norms add to the variance or mean square."""
     dropout: float = 0.0
-    """Dropout rate of the embedding, attention probabilities and residual branches. Keyed by step, layer, token and
-    feature: the same at every split."""
+    """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
+    token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; divided by sqrt(2 num_layers) for output layers of blocks."""
+    """Standard deviation of initial weights; for the output layers of blocks, divided by sqrt(2 num_layers)."""
 
     num_experts: int = 8
-    """Experts of a Mixture-of-Experts layer over all ranks; 0 for a dense model."""
+    """Number of experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
-    """Layers with experts, numbered from 1, a t5's decoder after its encoder; empty for every `moe_every`-th."""
+    """Numbers of the layers with experts, from 1, a t5's decoder after its encoder; empty to use `moe_every`."""
     moe_every: int = 1
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
     """Experts per token."""
     num_shared_experts: int = 0
-    """Experts that every token passes in addition, each of ffn_hidden_size (DeepSeekMoE)."""
+    """Number of experts that process every token in addition, each of width ffn_hidden_size (DeepSeekMoE)."""
     gate: str = "switch"
     """Name of a gate: naive, switch, gshard, sigmoid, ... (docs/gates.md), or a registered one."""
     score: Literal["softmax", "sigmoid"] | None = None
-    """Activation of the router's logits, for gates with a choice (naive, sigmoid); None for the gate's default."""
+    """Activation of the router's logits, for gates with this option (naive, sigmoid); None for the gate's default."""
     normalize: bool | None = None
-    """Make the weights of a token's experts sum to one, for gates with a choice (naive, sigmoid); None for the gate's
-    default, true."""
+    """Make the combine weights of a token's experts sum to one, for gates with this option (naive, sigmoid); None for
+    the gate's default, true."""
     routed_scale: float = 1.0
-    """Factor of the weights of a token's experts (naive, sigmoid)."""
+    """Factor on the combine weights of a token's experts, for gates with this option (naive, sigmoid)."""
     bias_step: float | None = None
     """Step size of the expert biases with which the sigmoid gate balances loads; 0 leaves balancing to the loss; None
     for the gate's default, 0.001."""
@@ -85,7 +85,7 @@ class ModelConfig:
     eval_capacity_factor: float | None = 2.0
     """Capacity factor in evaluation."""
     jitter: float = 0.01
-    """Half width of the multiplicative noise on the switch gate's input in training."""
+    """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: int | None = None
     """Tokens of a routing group; None for one sequence."""
     balance_loss: float = 0.01

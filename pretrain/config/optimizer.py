@@ -22,7 +22,7 @@ class OptimizerConfig:
     """The optimizer and its schedule (docs/large-batch.md)."""
 
     name: Literal["adamw", "lamb", "lars", "adafactor", "adamw8bit", "sgd"] = "adamw"
-    """LAMB and LARS compute one trust ratio per expert; adamw8bit is torchao's AdamW with 8-bit moments."""
+    """Optimizer. lamb and lars compute one trust ratio per expert; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
     """Peak learning rate at base_batch."""
     min_lr: float = 2e-4
@@ -40,29 +40,31 @@ class OptimizerConfig:
     decay_steps: int | None = None
     """Step at which the decay ends; None for the last step."""
     beta1: float = 0.9
-    """For adamw, adamw8bit and lamb."""
+    """Decay rate of the first moment, for adamw, adamw8bit and lamb."""
     beta2: float = 0.95
-    """For adamw, adamw8bit and lamb."""
+    """Decay rate of the second moment, for adamw, adamw8bit and lamb."""
     eps: float = 1e-8
-    """For adamw, adamw8bit and lamb."""
+    """Constant added to the root of the second moment, for adamw, adamw8bit and lamb."""
     momentum: float = 0.9
-    """For lars and sgd."""
+    """Momentum, for lars and sgd."""
     trust_coefficient: float = 1e-3
-    """Factor of lars' trust ratio, the norm of the weights over the norm of the gradient."""
+    """Factor of lars' trust ratio, which is the norm of the weights over (norm of the gradient + weight_decay x norm of
+    the weights)."""
     max_trust: float | None = None
     """Upper bound on the trust ratio of lamb and lars; None for no bound."""
     beta2_decay: float = -0.8
-    """For adafactor: the second moments decay by 1 - step^this."""
+    """For adafactor: at step t, the decay rate of the second moments is 1 - t^beta2_decay."""
     update_clip: float = 1.0
-    """For adafactor: upper bound on the root mean square of an update, before the learning rate."""
+    """For adafactor: upper bound on the root mean square of an update before it is multiplied by the learning rate."""
     weight_decay: float = 0.1
-    """Decoupled, except in lars and sgd, where it is part of the gradient; not applied to biases and norms."""
+    """Weight decay. Decoupled, except in lars and sgd, where it is part of the gradient; not applied to biases and
+    norms."""
     clip_grad: float = 1.0
     """Maximum norm of the gradient, every expert counted once; 0 disables clipping."""
     distributed: bool = False
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
     cpu_offload: float = 0.0
-    """Share of adamw's moments, with their master weights, that are kept and stepped in host memory (Megatron's
+    """Share of adamw's moments and master weights that are kept and updated in host memory (Megatron's
     optimizer_offload_fraction); rounded up to whole tensors."""
     loss_scale: float | None = None
     """Constant loss scale for train.precision=fp16; None for a dynamic scale."""
@@ -73,7 +75,7 @@ class OptimizerConfig:
     loss_scale_window: int | None = None
     """Steps without an overflow after which the dynamic scale doubles; None for 1,000."""
     hysteresis: int | None = None
-    """The n-th overflow since the scale last doubled, and each later one, halves it; None for n = 1."""
+    """The n-th overflow since the last doubling of the scale, and each later one, halve it; None for n = 1."""
 
     @property
     def has_trust_ratios(self) -> bool:

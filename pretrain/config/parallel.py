@@ -19,9 +19,10 @@ class ParallelConfig:
     tensor: int = 1
     """Tensor parallel size: the number of slices of attention heads, dense feed-forward blocks and the vocabulary."""
     sequence: bool | None = None
-    """Sequence parallelism: cut the rest of the activations along the sequence; None for tensor > 1."""
+    """Sequence parallelism: cut activations outside of attention and feed-forward blocks along the sequence; None
+    enables it if tensor > 1."""
     context: int = 1
-    """Context parallel size: the number of slices of a sequence, in attention too."""
+    """Context parallel size: the number of slices of a sequence, in attention too; only 1 is supported."""
     pipeline: int = 1
     """Pipeline parallel size: the number of stages that the layers are cut into."""
     virtual_pipeline: int | None = None
@@ -35,22 +36,24 @@ class ParallelConfig:
     """Slices of each expert's hidden units: 1, or the tensor parallel size."""
     data: int = 1
     """Replicas of the smallest group of ranks that holds the whole model. If experts span more ranks than the dense
-    layers, those are also replicated within the group, each replica with its own sequences."""
+    layers, the dense layers are also replicated within the group, each replica with its own sequences."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: of feed-forward blocks (gate, exchange and experts), or of whole
-    layers."""
+    """Recompute nothing (none), feed-forward blocks with gate, exchange and experts (selective), or whole layers (full)
+    in the backward pass."""
     overlap_gradients: bool = False
     """Overlap the gradient reduction over data parallel ranks with the backward pass."""
     overlap_parameters: bool = False
-    """Overlap the gathering of parameters updated by optimizer.distributed with the forward pass."""
+    """Overlap the gathering of updated parameters with the forward pass; needs optimizer.distributed and
+    overlap_gradients."""
     exchange: Literal["all_to_all", "padded", "all_gather", "hierarchical"] = "all_to_all"
     """Communication scheme between tokens and experts (docs/parallelism.md); does not change results."""
     chunks: int = 1
-    """Chunks of the exchange that overlap with the experts' computation."""
+    """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None
-    """Maximum rows of other ranks that a rank holds; more are processed in chunks. None for no bound."""
+    """Maximum number of rows of other ranks that a rank holds at once; more rows are exchanged and computed in chunks.
+    None for no bound."""
     shadow: int = 0
-    """Maximum hot experts per layer that are broadcast to all ranks instead of receiving rows."""
+    """Maximum number of hot experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None
     """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
     wire: Literal["fp32", "bf16"] | None = None

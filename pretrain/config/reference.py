@@ -26,8 +26,8 @@ _HEAD = """\
 # Recipe reference
 
 Every key of a recipe. In the file, a key belongs to a section; on the command line it is an option: `num_experts` of
-`[model]` is `--model.num-experts`. Missing keys have their default. `"none"` stands for null, which TOML lacks.
-`fmoe train quickstart --help` shows that recipe's values; a run's `config.toml` has all of its values.
+`[model]` is `--model.num-experts`. Missing keys take their defaults. `"none"` stands for null, which TOML lacks.
+`fmoe train quickstart --help` shows the values of that recipe; a run's `config.toml` has all values of the run.
 
 This page is written by `python -m pretrain.config.reference`.
 """

@@ -18,11 +18,11 @@ class DataConfig:
     train: tuple[str, ...] = ("data/pylib/out/train",)
     """Prefixes of .bin/.idx pairs (fmoe data prepare)."""
     weights: tuple[float, ...] = ()
-    """Sampling weights of `train`'s corpora, in any unit; empty to read them as one, documents sampled uniformly."""
+    """Sampling weights of `train`'s corpora, in any unit; empty to join them and sample documents uniformly."""
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
-    """Validation corpora, read as one; empty for none."""
+    """Validation corpora, read as if joined into one; empty for none."""
     document_mask: bool = False
-    """gpt only: restrict attention and loss to a document, and restart positions at its beginning."""
+    """gpt only: restrict attention and loss to one document, and restart positions at the beginning of each."""
     noise_density: float = 0.15
     """Share of the tokens that a t5 or a bert must predict."""
     mean_span: float = 3.0
@@ -42,11 +42,11 @@ class TrainConfig:
     ramp_batch: int | None = None
     """Global batch of the first step, which grows to global_batch; None for no ramp."""
     ramp_increment: int | None = None
-    """Sequences by which the batch grows each time."""
+    """Number of sequences by which the batch grows each time."""
     ramp_samples: int | None = None
-    """Number of sequences over which the batch grows, in equal shares."""
+    """Number of sequences over which the batch grows; each batch size gets an equal share."""
     micro_batch: int = 8
-    """Sequences per forward pass of a rank; gradients accumulate over the rest."""
+    """Sequences per forward pass of a rank; gradients accumulate over the micro batches of a step."""
     seed: int = 1234
     """Seed of weights, data order and noise."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -54,7 +54,7 @@ class TrainConfig:
     validation_every: int = 50
     """Steps between validations; the last step is always validated."""
     validation_sequences: int = 64
-    """Sequences per validation, always the same."""
+    """Sequences per validation, the same ones each time."""
     init_from: str | None = None
     """Checkpoint or run whose weights initialise this run (warm start); --resume restores the whole state."""
 
@@ -102,11 +102,12 @@ class GuardConfig:
     max_skips: int = 10
     """Maximum consecutive skipped steps; one more ends the run."""
     spike_sigma: float = 10.0
-    """Skip a step whose loss or gradient norm exceeds the median by so many standard deviations; 0 disables."""
+    """Skip a step whose loss or log gradient norm exceeds the median by more than this number of standard deviations,
+    estimated from the median absolute deviation; 0 disables."""
     spike_window: int = 128
-    """Steps in the median's window; 0 disables spike skips."""
+    """Number of applied steps over which the median is taken; 0 disables spike skips."""
     spike_history: int = 64
-    """Minimum steps in the window before the first skip."""
+    """Minimum number of applied steps in the window before the first skip."""
     collapse_window: int = 100
     """Steps over which expert loads are summed to detect a collapsed router; 0 disables the warning."""
     collapse_cv: float = 1.5
