@@ -1,4 +1,4 @@
-"""From names and options to the parts of a layer."""
+"""Build the parts of a layer from names and options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from fmoe.layout import Layout
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS, AuxLosses
 from fmoe.runtime import collectives
 
-_UNSET: Any = None  # default of options that `Spec.__post_init__` sets, or refuses if they are missing
+_UNSET: Any = None  # default of required options, and of options that `Spec.__post_init__` computes
 
 
 @dataclass(kw_only=True)
@@ -36,26 +36,27 @@ class Spec:
         expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
         shared_expert: a module, or the hidden width of one, for every token, in parallel with the routed experts.
         shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
-        granularity: m splits every expert into m of ``d_hidden / m`` and chooses ``m * K`` of them (DeepSeekMoE, arXiv
-            2401.06066).
+        granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, of which a token gets
+            ``m * K`` (DeepSeekMoE, arXiv 2401.06066).
         moe_group: expert parallel group, over which the experts are spread; None for one rank.
         exchange: how rows travel between the ranks of ``moe_group``, a name of `fmoe.exchange.EXCHANGES`
             (docs/parallelism.md compares them); the result does not depend on it.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
         sequence_group: sequence parallel group, whose ranks hold equal parts of the same sequences along the first
-            dimension of the input. With either, the gate decides about the tokens of the whole group, so that routing
-            groups are not cut; gradients of gate and shared expert are parts, to be summed over the group.
+            dimension of the input. With either group, the gate decides about the tokens of the whole group, so that
+            routing groups are not cut. The gradients of gate and shared expert are then partial sums: sum them over
+            the group.
         expert_tensor_group: ranks over which the hidden units of every expert are spread; for ffn, swiglu and geglu.
         aux_loss: "auto" adds the losses to the backward pass; "manual" leaves that to `fmoe.collect_losses`.
         loss_weights: factor of each auxiliary loss by name; a missing one keeps its default
             (`fmoe.losses.DEFAULT_LOSS_WEIGHTS`); 0 turns one off.
-        loss_scale: returns the factor between auxiliary losses and the backward pass; None for the
+        loss_scale: returns the factor by which the backward pass multiplies the auxiliary losses; None for the
             value of `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the
-            kernels of GPUs (docs/cuda.md), "torch", or "auto": native or cuda where available.
+        backend: backend of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda"
+            for the kernels of GPUs (docs/cuda.md), "torch", or "auto": native or cuda where available.
         check: raise if a combine weight is not finite; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
         seed: key of the layer's weights and noise; None draws one from torch's default generator, on the first rank of
@@ -143,7 +144,7 @@ class Spec:
         """Return the arguments of `fmoe.MoE`; draws `seed` if it is None.
 
         Args:
-            layout, aux: make these parts.
+            layout, aux: factories of these two arguments.
         """
         exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
         if self.seed is None:
@@ -160,7 +161,7 @@ class Spec:
         }
 
     def parts(self, exchange: Exchange, seed: int) -> dict[str, Any]:
-        """Return gate, experts and shared expert, drawn under the seed: the same weights at every split."""
+        """Return gate, experts and shared expert, whose weights depend on the seed and not on the number of ranks."""
         first, count = exchange.ep_rank * exchange.num_local_experts, exchange.num_local_experts
         with random.keyed("gate", seed):
             gate = build_gate(

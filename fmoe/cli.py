@@ -24,15 +24,15 @@ USAGE = "usage: fmoe COMMAND [ARGS...]      (fmoe COMMAND --help for details)"
 
 # Summaries and order of `fmoe --help`. They are here so that `--help` imports no command.
 SUMMARIES = {
-    "data": "text to a tokenizer and to token files",
+    "data": "train a tokenizer on text, and turn text into token files",
     "train": "pretrain the model of a recipe",
     "generate": "continue a text with a trained model",
     "evaluate": "loss, perplexity and bits per byte of trained models on any text",
-    "compare": "final losses of runs, and how soon one reaches another's",
+    "compare": "final losses of runs, and how soon one run reaches another's loss",
     "report": "a dashboard of runs in one HTML file",
     "checkpoint": "list, verify and show checkpoints",
-    "export": "a checkpoint to a Hugging Face folder",
-    "import": "a Hugging Face folder, or Megatron's weights, to a checkpoint",
+    "export": "convert a checkpoint to a Hugging Face folder",
+    "import": "convert a Hugging Face folder, or Megatron's weights, to a checkpoint",
     "build": "compile the native backend ahead of time",
     "selftest": "check the layer on these machines, alone or under torchrun",
     "info": "installed packages, devices and backends",
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names may be invalid UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: file names may be invalid UTF-8
         os.environ["PYTHONSAFEPATH"] = "1"  # child processes import nothing from the working directory
     known = commands()
     if not argv or argv[0] in ("-h", "--help"):
@@ -85,13 +85,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports invalid arguments in one line with exit code 2, and similar names of an unknown option."""
+    """Parser that reports invalid arguments in one line with exit code 2 and suggests options for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {printable(' '.join(message.split()))}\n")
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        # Before argparse, which would first report a required option as missing if its name is misspelled.
+        # Checked before argparse parses: for a misspelled required option it would report that the option is missing.
         words = sys.argv[1:] if args is None else list(args)
         for word in words[: words.index("--")] if "--" in words else words:
             if not word.startswith("--"):
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_option(option: str, known: Iterable[str], program: str, near: Sequence[str] = ()) -> str:
-    """Return the message for an option that is not in ``known``; ``near`` are similar options, if given."""
+    """Return the message for an option that is not in ``known``. Suggest ``near``, or else similar known options."""
     near = near or difflib.get_close_matches(option, list(known), n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all"
     return f"unknown option {option}; {hint}"
@@ -118,9 +118,9 @@ def unknown_option(option: str, known: Iterable[str], program: str, near: Sequen
 def run(program: str, command) -> int:
     """Call ``command()`` and return its exit code.
 
-    A `UserError` becomes one line on stderr and exit code 2, as does a path that the system refuses (too long, or no
-    permission). An interrupt becomes exit code 130. If the reader of the output ends first, as ``| head`` does, the
-    command ends silently with 141, as by SIGPIPE.
+    A `UserError` becomes one line on stderr and exit code 2, and so does a path that the system refuses (too long, or
+    no permission) or a missing package of an extra. An interrupt becomes exit code 130. If the reader of the output
+    ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
     """
     try:
         try:
@@ -143,7 +143,7 @@ def run(program: str, command) -> int:
         return _refuse(program, f"{os.fsdecode(error.filename)}: {error.strerror}")
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        # A distribution of extensions has its package's name first: megatron-core.
+        # The distribution of a package may add a suffix to its name: megatron-core contains megatron.
         extra = next((e for e, names in extras().items() if package in (n.split("-")[0] for n in names)), None)
         if extra is None:
             raise
@@ -167,7 +167,7 @@ def drop_output() -> None:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # it is closed
+    if sys.stdout is not None:  # None if the process started without one
         sys.stdout.flush()
 
 

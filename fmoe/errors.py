@@ -1,6 +1,6 @@
-"""An invalid input, as one line that names the value, the limit and the key.
+"""Errors for invalid input, whose message is one line that names the key, the value and the limit.
 
-Commands end with that line and exit code 2; everything else keeps its traceback, because it is our mistake.
+Commands end with that line and exit code 2. All other errors keep their traceback, because they are our mistakes.
 """
 
 import difflib
@@ -13,11 +13,11 @@ EXIT_USAGE = 2
 
 
 class UserError(ValueError):
-    """A wrong input. The message is one line: the value, the limit it breaks, the full name of the key."""
+    """Invalid input. The message is one line: the full name of the key, the value, and the limit it violates."""
 
 
 class MissingPackageError(UserError, ImportError):
-    """An optional package is not installed. The message names the extra that brings it."""
+    """An optional package is not installed. The message names the extra that installs it."""
 
 
 class BuildError(RuntimeError):
@@ -25,9 +25,9 @@ class BuildError(RuntimeError):
 
 
 def printable(text: str) -> str:
-    """The text with control characters, escape sequences' among them, and lone surrogates written as escapes.
+    """Return the text with control and format characters, line separators and lone surrogates as escape sequences.
 
-    Names in files are somebody else's: a terminal must not act on them.
+    Names in files may come from anyone, and a terminal must not execute control sequences in them.
     """
     return "".join(
         character.encode("unicode_escape", "surrogatepass").decode("ascii")
@@ -38,7 +38,7 @@ def printable(text: str) -> str:
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known ones, and the nearest to it."""
+    """Return the end of a message about an unknown name: the known names and the most similar of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f"there are {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -48,9 +48,9 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     """Import an optional dependency, or raise an error that names the extra to install.
 
     Args:
-        module: what to import, e.g. ``"sentencepiece"``.
+        module: module to import, e.g. ``"sentencepiece"``.
         extra: the extra of this distribution that installs it, e.g. ``"pretrain"``.
-        purpose: what needs it, the subject of the sentence, e.g. ``"fmoe data tokenizer"``.
+        purpose: subject of the message, the feature that needs the module, e.g. ``"fmoe data tokenizer"``.
 
     Raises:
         MissingPackageError: the package itself is absent. An error inside the package propagates unchanged.

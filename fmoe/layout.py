@@ -1,11 +1,11 @@
-"""The tokens that a rank routes: from a layer's input to this rank's rows, and back to the layer's output.
+"""The tokens that a rank routes: from a layer's input to this rank's tokens, and back to the layer's output.
 
-Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate has to see whole routing
-groups, so its input, or its logits if it uses nothing else, are gathered. All ranks of the group then make the same
-decisions, and each rank continues with its own tokens.
+Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate must see whole routing
+groups, so its input is gathered, or only its logits if it uses nothing else. All ranks of the group then make the
+same decisions, and each rank continues with its own tokens.
 
-Shape letters: T tokens of this rank, A tokens that the gate decides about (those of all ranks of
-the group), D model width, K experts per token.
+Shape letters: T tokens of this rank, A tokens that the gate decides about (those of all ranks of the group), D model
+width, K experts per token.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Layout:
 
         Args:
             x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
-            seed: the layer's, key of noise.
+            seed: the layer's seed, from which its noise is drawn.
             by_logits: gather the gate's logits over ranks instead of its input.
 
         Raises:
@@ -65,7 +65,7 @@ class Layout:
             mask, token_ids = (None if y is None else shards.all_gather(y) for y in (mask, token_ids))
         loss_share = 1.0 if shards is None or by_logits else 1 / shards.size
         seen_AD, groups = self._tokens(seen, mask, token_ids, seed, shards if by_logits else None)
-        # If the gate sees what the experts get, both use one view: its gradients are then added up in place.
+        # If the gate and the experts get the same tokens, both use one view, so that its gradients add up in place.
         x_TD = seen_AD if local is seen else local.reshape(-1, self.d_model)
         rows = local.shape[1:-1].numel()
         return LocalTokens([x_TD], seen_AD, groups, x.shape[:-1], loss_share, shards, rows, self.slice_group)
@@ -86,16 +86,18 @@ class Layout:
     def _tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
     ) -> tuple[Tensor, RoutingGroups]:
-        """`tokens`; with ``shards``, ``x`` is this rank's part, along the first dimension, of the tokens that groups
-        consist of, and ``mask`` and ``token_ids`` cover all of them."""
+        """As `tokens`. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is this rank's part of
+        them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
         if x.dim() < 2 or x.shape[-1] != self.d_model:
-            raise UserError(f"the input of FMoE has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
+            raise UserError(f"the layer's input has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
         if not x.is_floating_point():
-            raise UserError(f"the input of FMoE has dtype {x.dtype}; it must be floating point")
+            raise UserError(f"the layer's input has dtype {x.dtype}; it must be floating point")
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != leading:
-                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have {tuple(leading)}")
+                raise UserError(
+                    f"{name} has shape {tuple(value.shape)}; it must be {tuple(leading)}, the shape of the tokens"
+                )
         if mask is not None and mask.dtype != torch.bool:
             raise UserError(f"mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
         sequence_first = self.sequence_first and x.dim() == 3
@@ -116,18 +118,17 @@ class Layout:
 
 @dataclass(eq=False)
 class LocalTokens:
-    """This rank's tokens of one input, and what its gate sees.
+    """This rank's tokens of one input, and the tokens that its gate decides about.
 
     Attributes:
-        inputs: tensors [T, ...] of which the experts get rows; the first one is `x_TD`.
+        inputs: tensors [T, ...] whose rows are sent to the experts; the first one is `x_TD`.
         gate_input_TD: input of the gate, [A, D], or [T, D] if its logits are gathered.
         groups: the routing groups of the A tokens.
         leading: the input's shape without D.
-        loss_share: this rank's share in the gradients of the auxiliary losses; below 1 if those gradients are
-            summed over ranks.
-        shards: spread of the A tokens over ranks; None if they are this rank's own.
+        loss_share: factor of the auxiliary losses on this rank; below 1 if their gradients are summed over ranks.
+        shards: how the A tokens are spread over ranks; None if all of them are this rank's own.
         rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
-        slice_group: its outputs are gathered in `join`.
+        slice_group: group over which `join` gathers the outputs; None for none.
     """
 
     inputs: list[Tensor]
@@ -157,10 +158,11 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def rows(self, with_keys: bool) -> list[Tensor]:
-        """Return the tensors of which experts get rows.
+        """Return the tensors whose rows are sent to the experts.
 
         Args:
-            with_keys: append the keys of expert dropout, int64 [T, 1], which a token has at every split.
+            with_keys: append the noise keys of expert dropout, int64 [T, 1]. A token's key does not depend on the split
+                of the job.
         """
         if not with_keys:
             return self.inputs
@@ -174,7 +176,7 @@ class LocalTokens:
         return y_TD.masked_fill(~self.local(self.groups.mask_T).unsqueeze(1), 0)
 
     def join(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """[T, ...] of this rank -> the shape of the input."""
+        """Return outputs [T, ...] of this rank in the shape of the layer's input; gather slices if there are any."""
         if self.slice_group is not None:
             outputs = [self._gather_slices(y, self.slice_group) for y in outputs]
         return [y.reshape(*self.leading, *y.shape[-1:]) for y in outputs]
@@ -190,7 +192,7 @@ class TokenShards:
     """Tokens along the first dimension, spread over the ranks of ``group`` in order.
 
     Attributes:
-        lengths: entries of each rank.
+        lengths: number of entries of each rank.
     """
 
     group: dist.ProcessGroup
@@ -198,7 +200,7 @@ class TokenShards:
 
     @classmethod
     def of_slices(cls, length: int, group: dist.ProcessGroup) -> "TokenShards":
-        """Return the shards of `take_slice`."""
+        """Return the shards that `take_slice` makes of ``length`` entries."""
         bounds = [slice_bounds(length, rank, group.size()) for rank in range(group.size())]
         return cls(group, tuple(end - begin for begin, end in bounds))
 
@@ -227,10 +229,10 @@ class TokenShards:
         """Gather the entries of all ranks from this rank's ``x``; differentiable.
 
         Args:
-            full: the result, if this rank has it anyway: nothing is communicated in the forward pass.
-            alike: all ranks compute the same from the result, and only ``x`` from this rank's part of it: ``x`` then
-                has its whole gradient here, and nothing is communicated in the backward pass. Otherwise the gradients
-                of all ranks are summed.
+            full: the result, if this rank already has it: nothing is communicated in the forward pass.
+            alike: whether all ranks compute the same from the result, except for values that depend only on a rank's
+                own entries. This rank then has the whole gradient of ``x``, and nothing is communicated in the backward
+                pass. Otherwise the gradients of all ranks are summed.
         """
         return _Gather.apply(x, full, self, alike)
 
@@ -244,7 +246,7 @@ class TokenShards:
         return x.narrow(0, begin * rows, (end - begin) * rows)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """`gather` without gradients."""
+        """As `gather`, but not differentiable."""
         longest = max(self.lengths)
         if x.shape[0] < longest:
             x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
@@ -253,7 +255,7 @@ class TokenShards:
         return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
 
     def sum_scatter(self, x: Tensor) -> Tensor:
-        """`reduce_scatter` without gradients."""
+        """As `reduce_scatter`, but not differentiable."""
         longest = max(self.lengths)
         if min(self.lengths) < longest:
             parts = x.split(self.lengths)
@@ -300,16 +302,16 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def zero_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x`` with zeros for padding, whose values may be NaN: NaN times a weight of zero is NaN.
+    """Return ``x`` with zeros for padding. Padding may hold NaN, and NaN times a weight of zero is NaN.
 
-    A mask of another shape or dtype is left to `Layout.split`, which refuses it.
+    With a mask of invalid shape or dtype ``x`` is returned unchanged, because `Layout.split` raises the error.
     """
     is_valid = mask.dtype == torch.bool and mask.shape == x.shape[:-1]
     return x.masked_fill(~mask.unsqueeze(-1), 0) if is_valid else x
 
 
 def slice_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the bounds of a rank's slice of ``length`` rows; the first slices are one longer if it does not divide."""
+    """Return the bounds of a rank's slice of ``length`` rows; the first ``length % size`` slices are one row longer."""
     part, rest = divmod(length, size)
     begin = rank * part + min(rank, rest)
     return begin, begin + part + (rank < rest)
@@ -339,7 +341,7 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Return this rank's slice, along the first dimension, of every tensor of a nest that all ranks hold."""
+    """Return this rank's slice, along the first dimension, of each tensor in a nest that all ranks hold."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 

@@ -1,9 +1,9 @@
 """Auxiliary losses: the formulas, and `AuxLosses`, which adds a layer's losses to its backward pass.
 
-Each loss is computed within a routing group and averaged over groups by their number of tokens, so that it does not
-depend on how the batch is spread over micro batches and ranks, if they hold equally many tokens.
+Each loss is computed within a routing group and averaged over groups, weighted by their number of tokens. It does not
+depend on how the batch is spread over micro batches and ranks, if these hold equally many tokens.
 
-Shape letters: G groups, S tokens of a group, E experts, T tokens, K experts per token.
+Shape letters: G groups, S positions of a group, E experts, T tokens, K experts per token.
 """
 
 import itertools
@@ -30,15 +30,15 @@ DEFAULT_LOSS_WEIGHTS = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 
 
 
 def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """``E * sum_e f_e P_e``, 1 when balanced (Switch, arXiv 2101.03961 equations 4-6; GShard's ``l_aux``, arXiv
-    2006.16668 algorithm 1, is the same up to a constant).
+    """Return ``E * sum_e f_e P_e``, which is 1 for balanced routing (Switch, arXiv 2101.03961 equations 4-6; GShard's
+    ``l_aux``, arXiv 2006.16668 algorithm 1, is the same up to a constant).
 
-    E counts the experts of all ranks.
+    E counts the experts of all ranks, f_e is an expert's share of the choices, P_e its mean probability.
 
     Args:
         probs_GSE: the router's probabilities, differentiable.
         load_GE: number of choices of each expert in the group, before capacity.
-        valid_GS: which places hold a token; None for all.
+        valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
         A scalar; 0 when there is no token.
@@ -57,24 +57,24 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
 
 
 def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """`load_balancing_loss` of scores that do not sum to one, normalised for each token (DeepSeek-V3, arXiv 2412.19437
-    equations 17-20; a routing group is the sequence).
+    """Return `load_balancing_loss` of scores divided by each token's sum (DeepSeek-V3, arXiv 2412.19437 equations
+    17-20; a routing group is the sequence).
 
     Args:
-        scores_GSE: positive affinities of tokens and experts, differentiable.
+        scores_GSE: positive affinities of tokens and experts, differentiable; they need not sum to one.
         load_GE: number of the group's tokens that have the expert among their K best scores.
-        valid_GS: which places hold a token; None for all.
+        valid_GS: bool, True for positions that hold a token; None for all.
     """
     return load_balancing_loss(scores_GSE / scores_GSE.sum(-1, keepdim=True).clamp(min=1e-20), load_GE, valid_GS)
 
 
 def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """``CV(Importance)^2``, Importance being the sum of an expert's gate values over the group's tokens (Shazeer et
-    al., arXiv 1701.06538 equations 6-7).
+    """Return ``CV(Importance)^2``, the squared coefficient of variation over experts of Importance, the sum of an
+    expert's gate values over the group's tokens (Shazeer et al., arXiv 1701.06538 equations 6-7).
 
     Args:
         gates_GSE: combine weight of each expert, 0 where it was not chosen; differentiable.
-        valid_GS: which places hold a token; None for all.
+        valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
         A scalar; 0 when there is no token.
@@ -83,12 +83,12 @@ def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor
 
 
 def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """``CV(Load)^2``, Load being a smooth estimate of an expert's share of the group's tokens (arXiv 1701.06538
-    equations 10-11).
+    """Return ``CV(Load)^2``, the squared coefficient of variation over experts of Load, a smooth estimate of the number
+    of the group's tokens that choose an expert (arXiv 1701.06538 equations 10-11).
 
     Args:
         chosen_GSE: probability P(x, i) that the expert is chosen if only its noise is drawn again (equation 9).
-        valid_GS: which places hold a token; None for all.
+        valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
         A scalar; 0 when there is no token.
@@ -97,7 +97,8 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Variance over experts of the sums over a group's tokens, over the mean squared; averaged by tokens."""
+    """Return the squared coefficient of variation over experts of the sums over a group's tokens, averaged over groups,
+    weighted by their number of tokens."""
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -109,12 +110,12 @@ def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
 
 
 def router_z_loss(logsumexp_T: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """Mean over tokens of ``logsumexp(logits)^2``, which keeps router logits small (ST-MoE, arXiv 2202.08906
-    equation 5).
+    """Return the mean over tokens of ``logsumexp(logits)^2``, a loss that keeps router logits small (ST-MoE, arXiv
+    2202.08906 equation 5).
 
     Args:
-        logsumexp_T: of each token's logits, differentiable.
-        mask_T: which tokens are routed; None for all.
+        logsumexp_T: logsumexp of each token's logits, differentiable.
+        mask_T: bool, True for tokens that are routed; None for all.
     """
     square_T = logsumexp_T.square()
     if mask_T is None:
@@ -129,7 +130,7 @@ _default_scale: float | Tensor = 1.0
 
 
 def set_loss_scale(value: float | Tensor) -> None:
-    """Set the factor between auxiliary losses and the backward pass, for layers without a ``loss_scale`` option.
+    """Set the factor of auxiliary losses in the backward pass, for layers without a ``loss_scale`` option.
 
     A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). It is 1 for plain
     ``loss.backward()``.
@@ -139,7 +140,7 @@ def set_loss_scale(value: float | Tensor) -> None:
 
 
 def loss_scale() -> float | Tensor:
-    """Return the value of `set_loss_scale`."""
+    """Return the factor set by `set_loss_scale`, 1 by default."""
     return _default_scale
 
 
@@ -150,14 +151,14 @@ class AuxLosses:
         num_experts: E.
         weights: factor of each loss by name; a missing one keeps its default.
         is_manual: leave the losses to `collect_losses` instead of adding them to the backward pass.
-        scale: returns the factor between the losses and the backward pass; None for the value of `set_loss_scale`.
+        scale: returns the factor of the losses in the backward pass; None for the value of `set_loss_scale`.
         name: the layer's name in errors and warnings.
 
     Attributes:
         metrics: statistics since they were last reset.
         counts_evaluation: count forward passes in evaluation too (`fmoe.metrics.counting`).
-        observer: the gate's ``record``, called with each routing that is counted (under torch.compile only with its
-            losses and statistics); None for none.
+        observer: the gate's ``record``, called with each routing that is counted; None for none. Under torch.compile
+            only the losses and statistics of that routing are valid.
     """
 
     counts_evaluation = False
@@ -187,14 +188,14 @@ class AuxLosses:
         self._number = _register(self)
 
     def scale(self) -> float | Tensor:
-        """Factor between the losses and the backward pass, now."""
+        """Return the present factor of the losses in the backward pass."""
         return (self.loss_scale or loss_scale)()
 
     def total(self, routing: Routing) -> Tensor | None:
-        """Return the weighted sum of a routing's losses; None without losses.
+        """Return the weighted sum of a routing's losses; None if it has no losses.
 
         Raises:
-            UserError: the gate returned a loss that has no weight.
+            UserError: the gate returned a loss that has no entry in the weights.
         """
         if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
@@ -205,7 +206,7 @@ class AuxLosses:
         """Return the combine weights, whose backward pass adds the gradients of the losses.
 
         Args:
-            share: this rank's share in these gradients (`fmoe.layout.LocalTokens`).
+            share: factor of the losses on this rank (``loss_share`` of `fmoe.layout.LocalTokens`).
         """
         if not (training and torch.is_grad_enabled()):
             return routing.weight_TK
@@ -225,11 +226,11 @@ class AuxLosses:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
         An activation checkpoint runs a forward pass several times, so the backward pass counts. It reaches the outputs
-        whichever of router, experts and input are trained. If all three are frozen, the forward pass counts.
+        if the router, the experts or the input are trained. If all three are frozen, the forward pass counts.
 
         Args:
             weight_TK: result of `attach`.
-            observer: of this forward pass; None for `observer` of the object.
+            observer: observer of this forward pass; None for the attribute ``observer``.
         """
         if not training:
             if self.counts_evaluation:
@@ -243,7 +244,7 @@ class AuxLosses:
                 self.record(routing, observer)
         elif not torch.compiler.is_compiling():
             _call_on_backward([outputs[index] for index in trained], lambda: self.record(routing, observer))
-        elif not weight_TK.requires_grad:  # otherwise `attach` has seen to it
+        elif not weight_TK.requires_grad:  # otherwise the result of `attach` counts
             outputs = [*outputs]
             outputs[trained[0]] = _attach_opaque(outputs[trained[0]], routing, None, self._number)
         return outputs
@@ -264,7 +265,7 @@ class AuxLosses:
             )
 
     def collect(self) -> Tensor | None:
-        """With ``is_manual``: return the losses of the forward passes since the last call, summed."""
+        """With ``is_manual``, return the sum of the losses of all forward passes since the last call; None for none."""
         pending, self.pending = self.pending, []
         return sum(pending[1:], pending[0]) if pending else None
 
@@ -273,20 +274,20 @@ class AuxLosses:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.pending.append(total)
             self._has_offered = True
-        elif not self._has_offered and not self._warned:  # the first pass was without gradients
+        elif not self._has_offered and not self._warned:  # the first pass ran without gradients
             self._warned = True
             logger.warning(
                 "the auxiliary losses of %s (aux_loss='manual') cannot be collected from within a reentrant "
-                "checkpoint: use_reentrant=False, or aux_loss='auto'",
+                "checkpoint: checkpoint with use_reentrant=False, or use aux_loss='auto'",
                 self.name,
             )
 
 
 def collect_losses(model: nn.Module) -> Tensor:
-    """Return the auxiliary losses of all layers with ``aux_loss="manual"``, to be added to the training loss.
+    """Return the sum of the auxiliary losses of all layers with ``aux_loss="manual"``; add it to the training loss.
 
     Returns:
-        A scalar; zero without losses.
+        A scalar; zero if there are no losses.
     """
     layers = [aux for m in model.modules() if isinstance(aux := getattr(m, "aux", None), AuxLosses)]
     found = [loss for aux in layers if (loss := aux.collect()) is not None]
@@ -314,10 +315,10 @@ def _scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor]) -> Tensor:
-    """Return ``x``, whose backward pass also sends ``scale()`` into ``loss``, as if ``scale() * loss`` had been added
-    to the training loss.
+    """Return ``x``; its backward pass also gives ``loss`` the gradient ``scale()``, as if ``scale() * loss`` had been
+    added to the training loss.
 
-    The result is a view made by a Function, which must not be changed in place: attach to tensors that users never see.
+    The result is a view made by a Function and must not be changed in place: attach to tensors that users never see.
     """
     return _AttachLoss.apply(x, loss, scale)
 
@@ -331,15 +332,15 @@ def _call_on_backward(outputs: list[Tensor], function: Callable[[], None]) -> No
             waiting.pop()()
 
     for out in outputs:
-        # A view that is changed in place leaves the graph, its base does not.
+        # A view leaves the graph if it is changed in place; its base does not.
         (out if out._base is None else out._base).register_hook(run)
 
 
 def _is_recomputation() -> bool:
     """Return whether a checkpoint repeats a forward pass that ran with gradients enabled before.
 
-    Reentrant checkpoints run the first pass without gradients: there, the second pass is the first that counts. Torch
-    has no API for the kind of checkpoint, so the stack is searched.
+    Reentrant checkpoints run the first pass without gradients, so their second pass must count. Torch has no API for
+    the kind of checkpoint, so the stack is searched.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
@@ -352,8 +353,8 @@ def _is_recomputation() -> bool:
 
 
 # torch.compile cannot trace into `AuxLosses.record` and `scale`: statistics are state, and the scale is a number that
-# changes. So compiled code refers to an `AuxLosses` by number and passes statistics as tensors, and both operations are
-# opaque. They return copies, because operations must not return their inputs.
+# changes. So compiled code refers to an `AuxLosses` by number and passes statistics as tensors to two operations that
+# are opaque to it. They return copies, because operations must not return their inputs.
 
 _registered: "weakref.WeakValueDictionary[int, AuxLosses]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -363,7 +364,8 @@ _MAX_COUNTED = 4096
 
 
 def _register(aux: AuxLosses) -> Tensor:
-    """Return a number, as a tensor on the CPU, so that layers of equal shape share compiled code."""
+    """Register the object and return its number: a tensor on the CPU, so that layers of equal shape share compiled
+    code."""
     number = next(_numbers)
     _registered[number] = aux
     return torch.tensor(number, dtype=torch.int64, device="cpu")
@@ -387,7 +389,7 @@ def _attach(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """(the weights, the forward pass's ticket)."""
+    """Return the weights and a ticket, the number of the forward pass."""
     return weight.clone(), torch.tensor(next(_tickets), dtype=torch.int64, device="cpu")
 
 
@@ -407,12 +409,12 @@ def _record(
     names: str,
     has_stats: bool,
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """(the gradient, the scale of the losses); counts the statistics once per ticket. The backward pass uses the
-    result, so that no compiler leaves the operation out."""
+    """Count the statistics once per ticket; return the gradient and the scale of the losses. The backward pass uses the
+    result, so that no compiler removes the operation."""
     layer = _registered.get(int(number))
     scale: float | Tensor = 1.0
     if layer is not None:
-        if int(ticket) not in _counted:  # else the backward pass runs again: retain_graph
+        if int(ticket) not in _counted:  # else the backward pass runs again (retain_graph)
             _counted[int(ticket)] = None
             if len(_counted) > _MAX_COUNTED:
                 _counted.pop(next(iter(_counted)), None)

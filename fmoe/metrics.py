@@ -1,4 +1,4 @@
-"""Routing statistics of a layer, summed on its device without a host sync until they are read."""
+"""Routing statistics of a layer, summed on its device. Only reading them synchronizes with the device."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from fmoe.routing import RoutingStats, sum_dtype
 # Layout of the sums: E loads, these scalars of RoutingStats, then each loss times tokens.
 _SCALARS = ("dropped", "entropy", "tokens")
 
-# Threads add to one layer's sums (replicas of nn.DataParallel, concurrent backward passes). The lock is global because
+# Several threads may add to one layer's sums (nn.DataParallel, concurrent backward passes). The lock is global because
 # a layer with a lock could be neither copied nor pickled.
 _lock = threading.Lock()
 
@@ -40,10 +40,10 @@ class LayerReport:
     """Routing of one layer since the last reset.
 
     Attributes:
-        load: share of each expert in the kept assignments; sums to 1.
+        load: each expert's share of the kept assignments; sums to 1, or to 0 without assignments.
         drop_rate: dropped assignments / all assignments.
         entropy: mean entropy of the router's probabilities, nats per token.
-        losses: mean of each auxiliary loss of the gate, before its coefficient.
+        losses: mean over tokens of each auxiliary loss of the gate, before its weight.
         tokens: number of routed tokens.
     """
 
@@ -78,7 +78,7 @@ class LayerMetrics:
         self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
-        """Add one micro batch. Called in the backward pass, so that recomputation is not counted."""
+        """Add one micro batch. Training calls it in the backward pass, so that recomputation is not counted."""
         if stats is None:
             return
         scalars = [stats.dropped, stats.entropy, stats.tokens]
@@ -99,7 +99,10 @@ class LayerMetrics:
         return self._sums.clone()
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
-        """Return the report of these sums, or of ones reduced over ranks. Syncs with the device."""
+        """Return the report of ``sums``, which may be reduced over ranks; None for the present sums of this rank.
+
+        Synchronizes with the device.
+        """
         values = (self.sums() if sums is None else sums).tolist()
         load, rest = values[: self.num_experts], values[self.num_experts :]
         dropped, entropy, tokens = rest[: len(_SCALARS)]
@@ -130,9 +133,10 @@ class LayerMetrics:
 
 @contextlib.contextmanager
 def counting(model: nn.Module) -> Iterator[None]:
-    """Context that counts evaluation passes in the metrics of ``model``'s layers, and restores the previous counts.
+    """Count evaluation passes in the metrics of ``model``'s layers within this context; restore the metrics afterwards.
 
-    Counts loads, drops and entropy; gates have no losses in evaluation."""
+    Loads, drops and entropy are counted; gates have no losses in evaluation. Counts start at zero, so read them inside
+    the context."""
     layers: list[Any] = [
         m.aux for m in model.modules() if isinstance(getattr(getattr(m, "aux", None), "metrics", None), LayerMetrics)
     ]

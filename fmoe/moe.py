@@ -24,7 +24,7 @@ from fmoe.runtime import ownership
 
 
 class MoE(nn.Module):
-    """``y = sum over the K chosen experts of weight * expert(x)``, plus ``shared(x)``.
+    """Mixture-of-Experts layer: ``y = sum over the K chosen experts of weight * expert(x)``, plus ``shared(x)``.
 
     `MoE.build` makes a layer from names and options.
 
@@ -33,15 +33,15 @@ class MoE(nn.Module):
         experts: the experts of this rank, ``experts(rows_RD, counts_L) -> [R, D]`` (`fmoe.experts`); None if a subclass
             assigns ``self.experts`` after the constructor.
         exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
-        layout: input -> the tokens of this rank, and back (`fmoe.layout`).
-        aux: weighs, attaches and counts auxiliary losses and statistics (`fmoe.losses`).
-        shared: an expert for every token; None for none.
+        layout: extracts this rank's tokens from the input, and restores the input's shape (`fmoe.layout`).
+        aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.losses`).
+        shared: an expert that processes every token; None for none.
         name: the layer's name in errors and warnings.
         seed: key of the layer's weights and noise.
         check: raise if a combine weight is not finite; synchronizes with a GPU.
     """
 
-    # Any, because nn.Module's type lacks the parts' own methods.
+    # Any, because the type nn.Module lacks the methods that are called.
     gate: Any
     experts: Any
     shared: Any
@@ -81,16 +81,17 @@ class MoE(nn.Module):
         """Route every token and combine the outputs of its experts.
 
         Args:
-            x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``.
-            mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and comes out as zero.
-            token_ids: int64, the shape of ``mask``, for gates that route by them.
+            x: [T, D], [..., S, D], or [S, B, D] with ``sequence_first``, for B sequences of S tokens.
+            mask: bool, the shape of ``x`` without D; False marks padding, which is not routed and has zero output.
+            token_ids: int64, the shape of ``mask``, for gates that route by token id.
 
         Returns:
-            The shape of ``x``.
+            A tensor of the shape of ``x``.
 
         Raises:
-            UserError: shape or dtype of ``x`` or ``mask`` is invalid, or the gate returned an invalid routing.
-            PeerError: another rank failed, is gone or does not respond; names it, and its message.
+            UserError: shape or dtype of ``x`` or ``mask`` is invalid, the gate returned an invalid routing, or settings
+                differ between ranks.
+            PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
         """
         runs_collectives = getattr(self.gate, "runs_collectives", False)
         with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
@@ -128,11 +129,11 @@ class MoE(nn.Module):
         return [outputs[0] + tokens.without_padding(self.shared(tokens.x_TD)), *outputs[1:]]
 
     def result(self, outputs: list[Tensor], expert_call: ExpertCall) -> Any:
-        """Return the layer's output from its tensors."""
+        """Return the layer's output from the tensors of `finish`, in the shape of the input."""
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:
-        """Return what must be the same on every rank of the exchange, for the check in the first forward pass."""
+        """Return the settings that must be equal on all ranks of the exchange; the first forward pass checks them."""
         return {
             "name": self.name,
             "d_model": self.layout.d_model,
@@ -144,7 +145,7 @@ class MoE(nn.Module):
             "dtype of parameters": getattr(next(self.parameters(), None), "dtype", None),
             "dtype of the input": getattr(x, "dtype", None),
             "width of the input": x.shape[-1] if isinstance(x, Tensor) and x.dim() else None,
-            "granularity of routing groups": self.layout.group_size,
+            "group_size": self.layout.group_size,
             "aux_loss": "manual" if self.aux.is_manual else "auto",
             "loss_weights": sorted(self.aux.weights.items()),
             "seed": self.seed,
@@ -152,12 +153,12 @@ class MoE(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """E, on all ranks together."""
+        """E, the number of experts on all ranks together."""
         return self.exchange.num_experts
 
     @property
     def num_local_experts(self) -> int:
-        """Experts of this rank."""
+        """Number of experts of this rank."""
         return self.exchange.num_local_experts
 
     @property
@@ -175,11 +176,12 @@ class MoE(nn.Module):
         self.aux.metrics = metrics
 
     def collect_losses(self) -> Tensor | None:
-        """With ``aux_loss="manual"``: return the weighted losses of the forward passes since the last call, summed."""
+        """With ``aux_loss="manual"``, return the sum of the weighted losses of all forward passes since the last call;
+        None for none."""
         return self.aux.collect()
 
     def reset_parameters(self) -> None:
-        """Draw every weight again, with the same values (they are keyed): for models built on the meta device."""
+        """Draw all weights again, for models built on the meta device. They are keyed, so the values are the same."""
         for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
             with random.keyed(*key, self.seed):
                 if hasattr(part, "reset_parameters"):

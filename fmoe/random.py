@@ -89,10 +89,10 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 
 
 def branch(*parts: int | str) -> int:
-    """Return a seed of torch's default CPU generator, from its present seed and ``parts``, that keeps the position.
+    """Return a new seed for torch's default CPU generator, from its present seed and ``parts``. The position stays.
 
-    For code that seeds the generator while a model runs, such as Megatron's regions with separate noise per tensor
-    parallel rank.
+    It is for code that seeds the generator while a model runs, such as Megatron's regions with separate noise per
+    tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
     where = position()
@@ -114,9 +114,9 @@ def position() -> Position | None:
 
 
 def first_token() -> int | Tensor:
-    """Return ``first_token`` of the position; 0 without one.
+    """Return ``first_token`` of the position; 0 if there is no position.
 
-    A scalar on the host while torch.compile traces, which must not see its value.
+    While torch.compile traces, it is a scalar tensor on the host, because compiled code must not contain its value.
     """
     if torch.compiler.is_compiling():
         return _first_token_op(device=torch.device("cpu"))
@@ -132,8 +132,8 @@ def noise_key(layer_seed: int) -> int | Tensor:
     """Return the key of a layer's noise in this forward pass.
 
     Without a position it is drawn from torch's default generator: reproducible under `torch.manual_seed`, different in
-    each call, and equal under recomputation. A scalar on the host while torch.compile traces, which must not see its
-    value.
+    each call, and equal under recomputation. While torch.compile traces, it is a scalar tensor on the host, because
+    compiled code must not contain its value.
     """
     if torch.compiler.is_compiling():
         return _noise_key_op(layer_seed, device=torch.device("cpu"))
@@ -156,7 +156,7 @@ def _noise_key(layer_seed: int) -> int:
 
 
 # Python functions of keys, as operations that torch.compile does not trace: it would freeze their values. The device is
-# a keyword argument, from which a traced checkpoint finds the device whose generator it must save.
+# a keyword argument, in which a traced checkpoint looks for the device whose generator it must save.
 @torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
     return torch.tensor(_noise_key(layer_seed), device=device, dtype=torch.int64)
@@ -220,9 +220,9 @@ def drop_rate(rate: float) -> float:
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return int32 [G, stop - start], a counter hashed twice by MurmurHash3's finalizer (public domain).
+    """Return a counter hashed twice by MurmurHash3's finalizer (public domain), int32 [G, stop - start].
 
-    Each pass uses half of the key. The hash needs arithmetic that wraps, as int32 does.
+    Each pass uses half of the key. The hash relies on int32 arithmetic that wraps around.
     """
     low_G1 = keys_G.bitwise_and(0xFFFFFFFF).to(torch.int32).unsqueeze(1)
     high_G1 = keys_G.bitwise_right_shift(32).to(torch.int32).unsqueeze(1)
@@ -232,7 +232,7 @@ def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
 
 
 def normal(keys_G: Tensor, count: int) -> Tensor:
-    """Return standard normal numbers, float32 [G, count]: quantiles of `uniform` numbers, within 5.3 of zero."""
+    """Return standard normal numbers, float32 [G, count]: quantiles of `uniform` numbers, within 5.5 of zero."""
     # The middle of each interval of width 2^-24 is never 0; in float64 it does not round to 1.
     middle = uniform(keys_G, count).double() + 2.0**-25
     return (2 * middle - 1).erfinv().mul(2**0.5).float()
@@ -279,7 +279,7 @@ def _ends() -> list[float]:
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
-    """Return a key (int64) for every index: splitmix64's finalizer of ``key + index * odd constant``."""
+    """Return a key (int64) for every index: splitmix64's finalizer of ``key + (index + 1) * odd constant``."""
     x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)

@@ -16,7 +16,7 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """Spread of tokens over the ranks of a group (`fmoe.layout.TokenShards`)."""
+    """Tokens spread over the ranks of a group (`fmoe.layout.TokenShards`)."""
 
     @property
     def length(self) -> int:
@@ -83,22 +83,22 @@ class Routing:
 
 @dataclass(eq=False, repr=False)
 class RoutingGroups:
-    """The sets of tokens that capacity and balance losses are counted over, and their noise.
+    """The groups of tokens within which capacity and balance losses are counted, and their noise.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
-    2.2), independent of the tokens' order in memory and of their spread over ranks. Data parallel size, micro batch
-    size and expert parallel size thus change nothing, if each micro batch holds whole groups.
+    2.2), independent of the tokens' order in memory and of their spread over ranks. Routing thus does not depend on
+    data parallel size, micro batch size and expert parallel size, if each micro batch holds whole groups.
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
         size: tokens of a group; None for one sequence.
         sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
-        token_ids_T: ids of the vocabulary, for gates that route by them; None if they were not given.
+        token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.
         first_group: index of the first group within the global batch of the step; a scalar on the host while
             torch.compile traces.
         noise_key: returns the key of the noise; called only by gates that draw noise.
-        shards: spread of the tokens over ranks, if this rank holds a part of them; groups consist of all of them.
+        shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
         count: G.
 
@@ -125,7 +125,9 @@ class RoutingGroups:
         self.sequence_first = self.sequence_first and self.num_sequences > 1
         for name, value in (("mask_T", self.mask_T), ("token_ids_T", self.token_ids_T)):
             if value is not None and value.shape != (self.num_tokens,):
-                raise UserError(f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), the tokens")
+                raise UserError(
+                    f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), one entry per token"
+                )
 
     @property
     def padding(self) -> int:
@@ -142,7 +144,7 @@ class RoutingGroups:
         return (self.num_sequences, self.sequence_length) if self.sequence_first else (1, self.num_tokens)
 
     def split(self, x_TX: Tensor, pad: float = 0) -> Tensor:
-        """[T, ...] in memory order -> [G, S, ...] in group order; the last group is padded with ``pad``."""
+        """Map [T, ...] in memory order to [G, S, ...] in group order; the last group is padded with ``pad``."""
         rest = x_TX.shape[1:]
         if self.sequence_first:
             x_TX = x_TX.reshape(self.sequence_length, self.num_sequences, *rest).transpose(0, 1).flatten(0, 1)
@@ -151,7 +153,7 @@ class RoutingGroups:
         return x_TX.reshape(self.count, self.size, *rest)
 
     def join(self, x_GSX: Tensor) -> Tensor:
-        """[G, S, ...] in group order -> [T, ...] in memory order; the inverse of `split`."""
+        """Map [G, S, ...] in group order to [T, ...] in memory order; the inverse of `split`."""
         rest = x_GSX.shape[2:]
         x_TX = x_GSX.reshape(self.count * self.size, *rest)[: self.num_tokens]
         if self.sequence_first:
@@ -160,7 +162,7 @@ class RoutingGroups:
 
     @property
     def is_ragged(self) -> bool:
-        """Some group has a position without a token to route."""
+        """True if some groups may have positions without a token to route: there is a mask or padding."""
         return self.mask_T is not None or self.padding > 0
 
     def valid(self, device: torch.device) -> Tensor:
@@ -171,20 +173,20 @@ class RoutingGroups:
         return self.split(mask_T, pad=False)
 
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """Return a noise key for each group, int64 [G], equal at every split."""
+        """Return a noise key for each group, int64 [G], the same at every split of the job."""
         if self._key is None:
             self._key = self.noise_key()
         index_G = torch.arange(self.count, device=device, dtype=torch.int64) + self.first_group
         return random.fold(random.derive(self._key, purpose, device), index_G)
 
     def uniform(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return noise in [0, 1), float32 [T, width], equal for a token at every split."""
+        """Return noise in [0, 1), float32 [T, width], the same for a token at every split of the job."""
         noise_GN = random.uniform(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, equal for a token at
-        every split."""
+        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, the same for a token at
+        every split of the job."""
         if self.shards is not None:
             return self._uniform16_of(self.shards, width, purpose, device)
         return self._uniform16(width, purpose, device)
@@ -207,7 +209,7 @@ class RoutingGroups:
     def gather(self, x_TX: Tensor) -> Tensor:
         """Gather values of all tokens from this rank's ``x_TX``; ``x_TX`` itself if this rank has all tokens.
 
-        All ranks must compute the same from the result, and each token's result only from its own values.
+        All ranks must compute the same from the result, and the weights of a token only from the token's own values.
         """
         if self.shards is None:
             return x_TX
@@ -220,11 +222,11 @@ class RoutingGroups:
         return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return standard normal noise, float32 [T, width]; otherwise as `uniform`."""
+        """Return standard normal noise, float32 [T, width], the same for a token at every split of the job."""
         noise_GN = random.normal(self._group_keys(purpose, device), self.size * width)
         return self.join(noise_GN.view(-1, self.size, width))
 
     def token_keys(self, purpose: str, device: torch.device) -> Tensor:
-        """Return a noise key for each token, int64 [T], equal at every split."""
+        """Return a noise key for each token, int64 [T], the same at every split of the job."""
         keys_G1 = self._group_keys(purpose, device).unsqueeze(1)
         return self.join(random.fold(keys_G1, torch.arange(self.size, device=device, dtype=torch.int64)))

@@ -16,7 +16,7 @@ from fmoe.experts import build_experts
 
 
 class _DenseExperts(nn.Module):
-    """Base class with all experts on this rank, keyed by the layer's seed, each with equally many rows."""
+    """Base class of layers that hold all experts on this rank and give each expert equally many rows."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class _DenseExperts(nn.Module):
 class SoftMoE(_DenseExperts):
     """Soft MoE (arXiv 2308.00951, algorithm 1).
 
-    The input of each slot is a weighted mean of all tokens of a sequence, and each token's output a weighted mean of
-    the outputs of all slots. No token is dropped. Not for autoregressive models: a token's output depends on later
-    tokens.
+    The input of each slot is a weighted mean of all tokens of a sequence, and each token's output is a weighted mean of
+    the outputs of all slots. No token is dropped. Do not use it in autoregressive models: a token's output depends on
+    later tokens.
 
     Args:
         d_model: D.
         num_experts, slots_per_expert: E and P; the paper uses as many slots as tokens.
-        d_hidden, expert, expert_options, seed: as in `fmoe.FMoE`.
+        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MMoE(_DenseExperts):
     Args:
         d_model: D.
         num_experts, num_tasks: E and N.
-        d_hidden, expert, expert_options, seed: as in `fmoe.FMoE`.
+        d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
     def __init__(

@@ -20,10 +20,11 @@ from megatron_patch.dropout import HeadDropout
 class SDPAttention(DotProductAttention):
     """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
-    Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, where
+    Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, while
     megatron-core's code gives the mean of the values. Cases that torch's kernels do not support use megatron-core's
     code: an attention bias, packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several
-    queries after cached keys. bf16 is computed in float32 where that is faster (`megatron_patch.bf16_linear`).
+    queries after cached keys. bf16 is computed in float32 on processors where that is faster
+    (`megatron_patch.bf16_linear`).
     """
 
     def forward(
@@ -45,7 +46,7 @@ class SDPAttention(DotProductAttention):
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
         # torch aligns a causal mask at the top left, which is wrong with more keys than queries. A single query after
-        # cached keys sees all of them.
+        # cached keys sees all keys, without a mask.
         is_causal &= query.shape[0] > 1
         special |= is_causal and query.shape[0] != key.shape[0]
         if special or attention_bias is not None or packed_seq_params is not None:

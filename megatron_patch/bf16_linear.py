@@ -1,7 +1,7 @@
 """bf16 matrix products of dense layers in float32, for processors without bf16 instructions.
 
-There, torch's bf16 products take three to six times as long as float32 ones, conversions included. Weights, activations
-and gradients stay bf16; a product is rounded once, at the end.
+On these processors, torch's bf16 products take three to six times as long as products in float32, conversions included.
+Weights, activations and gradients stay bf16; a product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
 comparisons measure them unchanged. Layers under sequence parallelism, which gather their input, are not supported.
@@ -72,7 +72,7 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """Replace its ``backward`` for marked weights."""
+    """Replace ``LinearWithGradAccumulationAndAsyncCommunication.backward`` for marked weights."""
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):

@@ -1,7 +1,8 @@
 """Megatron-core 0.16 on machines without a GPU.
 
-Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each with its reason. If
-torch sees a GPU, `PATCHES` are not applied. If megatron-core has moved a name, `install` raises and names it.
+Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each of which states its
+reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a name, `install` raises an error that
+names it.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def _type_for_megatron(type_: Callable) -> Callable:
 
 
 class _NullStream:
-    """A stream of a device that runs everything synchronously; all are equal."""
+    """A stream of a device that runs everything synchronously; all of these streams are equal."""
 
     def __init__(self, *args, **kwargs): ...
     def wait_stream(self, stream) -> None: ...
@@ -106,25 +107,25 @@ _STREAM = _NullStream()
 
 
 def _constant(value: Any) -> Callable[[Any], Any]:
-    """Return the ``make`` of a patch to a function that always returns ``value``."""
+    """Return the ``make`` of a patch whose new value is a function that always returns ``value``."""
     return lambda old: lambda *args, **kwargs: value
 
 
 def _cpu_rng_tracker(tracker_class: type) -> type:
     """Make the tracker use torch's CPU generator instead of the CUDA one.
 
-    The generator also carries the position in training (`fmoe.random`), which layers read within `fork` too: a sequence
-    parallel model forks around all of its layers. So a fork branches from the outer generator, and continues the
-    previous fork only while that branch is the same. Draws then depend on the position and the tracker's seed.
+    The generator also carries the position in training (`fmoe.random`). Layers read it within `fork` too, because a
+    sequence parallel model forks around all of its layers. So a fork branches from the outer generator, and continues
+    the previous fork only if that had the same branch. Draws then depend on the position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):
         def add(self, name, seed):
             self._is_initialized = True
             if seed in self.seeds_:
-                raise ValueError(f"seed {seed} is already used by another RNG state")
+                raise ValueError(f"seed={seed} is already used by another RNG state")
             if name in self.states_:
-                raise ValueError(f"RNG state {name} already exists")
+                raise ValueError(f"the RNG state {name} already exists")
             self.seeds_.add(seed)
             self.__dict__.setdefault("_seed_of", {})[name] = seed
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
@@ -132,7 +133,7 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
         @contextlib.contextmanager
         def fork(self, name="model-parallel-rng"):
             if name not in self.states_:
-                raise KeyError(f"RNG state {name} does not exist")
+                raise KeyError(f"the RNG state {name} does not exist: add it first")
             outside = torch.get_rng_state()
             branch = None
             if random.position() is not None:
@@ -161,7 +162,7 @@ def _splits_as_numpy(move: Callable) -> Callable:
 
 
 def _max_without_indices(largest: Callable) -> staticmethod:
-    """Compute the largest logit of each token without its index, which takes most of the time."""
+    """Compute the largest logit of each token without its index, which would take most of the time."""
 
     def calculated(vocab_parallel_logits):
         logits = vocab_parallel_logits.float()
@@ -252,7 +253,7 @@ def install() -> bool:
         return False
     if _installed:
         return True
-    # `with torch.device(...)` collects the functions that make tensors at first use: it must see the originals.
+    # At its first use, `with torch.device(...)` collects the functions that make tensors: it must see the originals.
     _device_constructors()
     patches.apply(PATCHES)
     _installed = True

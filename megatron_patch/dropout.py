@@ -25,7 +25,7 @@ class TokenDropout(nn.Dropout):
 
     Args:
         rate: probability of dropping an element.
-        site: key of the seed of the run and this site in the model.
+        site: key that is derived from the seed of the run and this site in the model.
         is_sliced: whether S is this tensor parallel rank's slice of the sequences.
 
     Attributes:
@@ -90,7 +90,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replace the dropout of a Megatron-core language model: embedding, attention probabilities, residual branches.
+    """Replace the dropouts of a Megatron-core language model: embedding, attention probabilities, residual branches.
 
     Args:
         model: the whole model, or a pipeline stage.
@@ -120,7 +120,7 @@ def _key_layer(layer: TransformerLayer, seed: int, stack: str) -> None:
 
 
 def _tensor_parallel() -> tuple[int, int]:
-    """Return the size of the tensor parallel group and this rank."""
+    """Return the size of the tensor parallel group, and this rank's index in it."""
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),

@@ -1,7 +1,7 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
 Megatron-core draws the layers of a stage from the generator in turn, so their weights depend on the split. Here the
-layer's number keys its weights, as the expert's number keys an expert's (`fmoe.random`). With
+number of a layer keys its weights, as the id of an expert keys the expert's weights (`fmoe.random`). With
 ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
@@ -26,8 +26,8 @@ def keyed_layer_spec(
 
     Args:
         part: name of the stack, in models where several stacks number their layers from 1.
-        without_mlp: numbers of layers to build without an MLP, which experts are going to replace. The MLP is drawn
-            last, so the rest of the layer has the same weights.
+        without_mlp: numbers of layers to build without an MLP, because experts will replace it. The MLP is drawn last,
+            so the rest of the layer has the same weights.
     """
 
     class KeyedLayer(spec.module):

@@ -33,23 +33,24 @@ class MegatronMoE(MoE):
     groups from ``pg_collection`` or parallel_state. The layer sets ``config.num_moe_experts``, because Megatron's
     schedule passes the scale of auxiliary losses only to models that have it.
 
-    Each tensor parallel rank routes a slice of the sequences: its own under sequence parallelism, else one that it
-    takes. The gate decides over all slices. With an expert tensor parallel size above 1, hidden units of the experts
-    are split over that group. "mlp" or "moe" in ``config.recompute_modules`` recomputes the layer in the backward pass.
+    Each tensor parallel rank routes a slice of the sequences: under sequence parallelism the slice that it holds, else
+    one that it takes from the whole. The gate decides over all slices. With an expert tensor parallel size above 1,
+    the experts' hidden units are split over that group. "mlp" or "moe" in ``config.recompute_modules`` recomputes the
+    layer in the backward pass.
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
         num_experts: number of experts over all ranks.
         d_hidden: hidden width of an expert; None for ``moe_ffn_hidden_size`` of the config, or ``ffn_hidden_size`` if
             that is not set.
-        seed: seed of the run; keys the layer's weights and noise together with the layer number.
+        seed: seed of the run; together with the layer number, it keys the layer's weights and noise.
         layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
         model_layers: number of layers over all stacks; None for the number in ``config``.
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: the config has context parallelism, which splits routing groups; ``gate`` is a module, which layers
-            would share.
+        UserError: the config has context parallelism, which splits routing groups, or another tensor parallel size than
+            the group; ``gate`` is a module, which layers would share; an option is invalid.
     """
 
     aux: "MegatronAux"
@@ -87,8 +88,8 @@ class MegatronMoE(MoE):
         size = tensor_group.size() if tensor_group else 1
         if config.tensor_model_parallel_size != size:
             raise UserError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the size "
-                f"of the tensor parallel group, {size}"
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the {size} "
+                "ranks of the tensor parallel group: initialize Megatron's groups with the config's size"
             )
         if _has_router(options.get("gate", "naive")):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
@@ -147,7 +148,7 @@ class MegatronMoE(MoE):
     def forward(  # type: ignore[override]  # as Megatron-core calls its layers
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Map [s, b, h] to ([s, b, h], no bias).
+        """Map [s, b, h] to ([s, b, h], None): there is no bias to add.
 
         Args:
             padding_mask: [b, s], True for padding, which is not routed.
@@ -177,7 +178,7 @@ class MegatronMoE(MoE):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Shard experts along their global id, and their hidden units over expert tensor parallel ranks.
+        """Return the state with experts sharded by global id, and hidden units over expert tensor parallel ranks.
 
         The gate and the shared expert are replicated.
         """
@@ -204,7 +205,7 @@ class MegatronMoE(MoE):
 
 
 class MegatronAux(AuxLosses):
-    """`AuxLosses` that also enter Megatron's tracker, which its training loops log.
+    """`AuxLosses` that also records the losses in Megatron's tracker, which its training loops log.
 
     Args:
         config: config of the model.
@@ -237,14 +238,14 @@ class MegatronAux(AuxLosses):
 
 
 def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a process group of the collection, or the default; None if it has one rank."""
+    """Return a process group of the collection, or the default group; None if the group has one rank."""
     group = getattr(collection, name, None)
     group = default() if group is None else group
     return None if group.size() == 1 else group
 
 
 def _has_router(gate: Any) -> bool:
-    """Return whether a gate is given by name and has weights to initialize."""
+    """Return whether ``gate`` is the name of a gate that has weights to initialize."""
     cls = GATES.get(gate) if isinstance(gate, str) else None
     return isinstance(cls, type) and not issubclass(cls, FixedRouter)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SharedGradScaler(MegatronGradScaler):
-    """A scaler that several optimizers share and that is updated once per step.
+    """A scaler that several optimizers share, and that is updated once per step.
 
     Args:
         scaler: scaler of Megatron-core, dynamic or constant.
@@ -40,7 +40,7 @@ class SharedGradScaler(MegatronGradScaler):
         return isinstance(self.scaler, DynamicGradScaler) and bool(self.scale > self.scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing: a single optimizer calls it with its own overflow. See `settle`."""
+        """Do nothing: each optimizer calls it with its own overflow only. `settle` updates the scale."""
 
     def settle(self, found_inf: bool) -> None:
         """Update the scale at the end of a step, with the overflow of all optimizers and ranks."""
@@ -96,7 +96,7 @@ def settle_together(prepare: Callable) -> Callable:
         scaler = grad_scaler(self)
         if scaler is None:
             return found_inf
-        # Each optimizer has reduced over the ranks that hold its other parameters, not over those with replicas.
+        # Each optimizer has reduced its overflow over the ranks with its other parameters, but not over replicas.
         found = torch.full_like(scaler.scale, float(found_inf))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         found_inf = bool(found)

@@ -37,7 +37,7 @@ class Stack(NamedTuple):
 
 
 def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
-    """Return `stacks`; raise a UserError if the model has another type or cannot be converted."""
+    """Return `stacks` of the model; raise a UserError if it is not one of `MODELS` or cannot be converted."""
     if not isinstance(model, MODELS):
         names = ", ".join(kind.__name__ for kind in MODELS)
         raise UserError(f"{caller} takes a model of type {names}, not {type(model).__name__}")
@@ -67,7 +67,7 @@ def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
         base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``.
         options: arguments of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 with N encoder and M
             decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to the decoder's. Otherwise
-            layers share weights, noise and entries of Megatron's aux-loss tracker.
+            layers of both share weights, noise and entries of Megatron's aux-loss tracker.
     """
     spec = copy.deepcopy(base_spec)
     spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
@@ -93,11 +93,11 @@ def fmoefy(
 
     Args:
         num_experts: number of experts of each layer, over all ranks.
-        layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron, a T5's decoder
-            after its encoder; None for all.
+        layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron; the layers of a
+            T5's decoder come after the encoder's. None for all layers.
         upcycle: initialize every expert from the MLP of its layer, which leaves the model's output unchanged. By
             default experts are drawn, as with `fmoe_layer_spec`: copies of a random MLP would only make experts equal.
-            Called through `fmoe.fmoefy`, the default is True.
+            Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
         granularity: m makes experts with 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts these.
         seed: seed of the run; keys routers, new experts and noise together with the layer number.
@@ -108,7 +108,7 @@ def fmoefy(
             upcycling would change the output.
     """
     if hasattr(model, "module"):
-        raise UserError(f"fmoefy got a model inside {type(model).__name__}: call it before the model is wrapped")
+        raise UserError(f"the model is wrapped in {type(model).__name__}: convert it before you wrap it")
     parts = checked_stacks(model, "megatron_patch.fmoefy")
     total = sum(config.num_layers for _, config, _ in parts)
     for number in sorted(layers or ()):
@@ -138,7 +138,7 @@ def fmoefy(
     for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
     for _, config, offset in parts:
-        if made:  # in every stack: the schedule reads it from one of the configs
+        if made:  # for every stack, because the schedule reads only one of the configs
             config.num_moe_experts = made[0].num_experts
         if layers is not None:  # layers differ: sharded_state_dict must not stack them into one tensor
             numbers = range(offset + 1, offset + config.num_layers + 1)
@@ -165,7 +165,7 @@ def _make(
 def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
     """Return the converter of Megatron-core models for `fmoe.fmoefy`; None for other models.
 
-    It also takes wrapped models, for which it raises an error.
+    Wrapped models get the converter too, which then raises an error.
     """
     inner: Any = model
     while hasattr(inner, "module"):
@@ -178,7 +178,7 @@ def converter(model: nn.Module) -> Callable[..., nn.Module] | None:
 def _convert(
     model: nn.Module, *, layers: str | int | Collection[int] = "all", upcycle: bool = True, **options
 ) -> nn.Module:
-    """Call `fmoefy` with the ``layers`` and the default of ``upcycle`` of `fmoe.fmoefy`; layers count from 1."""
+    """Call `fmoefy` with arguments of `fmoe.fmoefy`: its forms of ``layers``, counted from 1, and its defaults."""
     if isinstance(layers, int):
         count = sum(s.config.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:

@@ -19,18 +19,18 @@ from megatron_patch.layer import MegatronMoE
 from megatron_patch.models import checked_stacks
 
 _ROUTER = "router.weight"
-# Parameters and buffers of Megatron's router and their names in FMoE.
+# Parameters and buffers of Megatron's router, and their names in FMoE.
 _OF_ROUTER = {"weight": "gate.weight", "bias": "gate.bias", "expert_bias": "gate.expert_bias_E"}
 _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 
 # Config fields that FMoE supports only for some values: name, test of the value, reason.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops different tokens over capacity, the last ones"),
+    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops other tokens over capacity, the last ones"),
     ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
     ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
     ("moe_apply_probs_on_input", lambda v: not v, "FMoE multiplies outputs by the probabilities"),
     ("moe_latent_size", lambda v: v is None, "FMoE's experts have the model's width"),
-    ("moe_router_force_load_balancing", lambda v: not v, "it is for benchmarks"),
+    ("moe_router_force_load_balancing", lambda v: not v, "it is for benchmarks only"),
     (
         "moe_router_load_balancing_type",
         lambda v: v in ("none", "aux_loss", "seq_aux_loss"),
@@ -46,20 +46,20 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | None = None) -> dict[str, Tensor]:
     """Return the state dict of a Megatron-core model or MoE layer with the names and shapes of FMoE.
 
-    Experts may be those of SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
+    The experts may be of SequentialMLP (``experts.local_experts.N.linear_fc1.weight``), GroupedMLP
     (``experts.weight1``) or TEGroupedMLP (``experts.linear_fc1.weightN``). Entries outside MoE layers are unchanged;
-    Transformer Engine's ``_extra_state`` of experts is dropped.
+    Transformer Engine's ``_extra_state`` inside them is dropped.
 
     Args:
         state: state dict of one rank or of a whole model. Expert tensor parallelism, which splits experts, is not
             supported.
-        num_local_experts: L; None for all experts of the router.
+        num_local_experts: L, the experts in ``state``; None for as many as the router has.
 
     Returns:
         A new dict, which shares unchanged tensors with ``state``.
 
     Raises:
-        UserError: a tensor of an expert is missing; a name inside an MoE layer is unknown.
+        UserError: a tensor of an expert is missing or has another shape; a name inside an MoE layer is unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
     found: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
-    """Convert GroupedMLP, whose [D, L * P] holds L matrices [D, P] in turn, and whose [L * H, D] holds L of [H, D]."""
+    """Convert GroupedMLP: ``weight1`` stores L matrices [D, P] one after the other, ``weight2`` L matrices [H, D]."""
     first, second = left.pop("experts.weight1"), left.pop("experts.weight2", None)
     if second is None:
         raise UserError("experts.weight2 is missing")
@@ -145,8 +145,8 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
     Args:
         model: a GPTModel, T5Model, BertModel or CLIPViTModel. Layers without experts are unchanged.
         seed: seed of the run; keys the layers' noise.
-        options: arguments of `MegatronMoE` that change no result: ``exchange``, ``exchange_options``, ``backend``,
-            ``group_size``, ``loss_weights``, ``check``.
+        options: arguments of `MegatronMoE` that leave the output unchanged: ``exchange``, ``exchange_options``,
+            ``backend``, ``group_size``, ``loss_weights``, ``check``.
 
     Raises:
         UserError: the model is wrapped, has another type or has no MoELayer; FMoE does not support a layer's config.
@@ -212,7 +212,7 @@ def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
         if not holds(value):
             raise UserError(f"{name}: {field}={value} is not supported: {why}")
     if old.router.weight.is_meta:
-        raise UserError(f"{name} is on the meta device: load its weights first")
+        raise UserError(f"{name} is on the meta device, without weights: load them first")
     if type(old).forward is not MoELayer.forward or type(old.router).forward is not TopKRouter.forward:
         raise UserError(
             f"{name}: {type(old).__name__} with {type(old.router).__name__} is not supported: its forward is not "
@@ -229,7 +229,7 @@ def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
 
 
 def _gate(config: TransformerConfig, router: TopKRouter) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of the gate that decides as Megatron's router."""
+    """Return the name and options of the gate that makes the same decisions as Megatron's router."""
     options: dict[str, Any] = {"routed_scale": config.moe_router_topk_scaling_factor or 1.0}
     if router.bias is not None:
         options["bias"] = True

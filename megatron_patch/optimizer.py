@@ -1,4 +1,4 @@
-"""Optimizers of `fmoe.optim`, or any other, inside Megatron-core's."""
+"""Optimizers of `fmoe.optim`, or any other torch optimizer, inside Megatron-core's optimizer."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ class Shard:
     """The range of a flattened parameter that an optimizer of this rank steps.
 
     Attributes:
-        optimizer: torch's optimizer, which holds the state of ``main``.
+        optimizer: torch optimizer, which holds the state of ``main``.
         parameter: parameter of the model.
         main: tensor that is stepped: the parameter, a float32 copy of it, or a flat slice of either.
         start, stop: range of ``main`` in the flattened parameter.
@@ -59,7 +59,7 @@ class Shard:
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers that have parameters on this rank: for dense parameters, for experts."""
+    """Return the inner optimizers that have parameters on this rank, such as one for dense ones and one for experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
@@ -111,7 +111,7 @@ def renew(shard: Shard, state: dict[str, Any] | None = None) -> None:
 
 
 def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
-    """Return the model's parameters of one of `optimizers`, in the order of its layout."""
+    """Return the model's parameters that one of `optimizers` steps, in the order of its layout."""
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.
         return [parameter for buffer in part.buffers for parameter in buffer.params]
@@ -121,19 +121,19 @@ def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
 def build_optimizer(
     config: OptimizerConfig, model_chunks: Sequence[nn.Module], make: Make | None = None, **options
 ) -> MegatronOptimizer:
-    """Build Megatron-core's optimizer around one from ``make``, without weight decay of vectors.
+    """Build Megatron-core's optimizer around the optimizers from ``make``, without weight decay of vectors.
 
     Vectors have one axis, or are biases of stacked experts, which Megatron-core would decay because they have two.
 
     Args:
-        config: config of Megatron-core for Adam, also with ``make``, which need not use it.
-        model_chunks: model chunks, wrapped by Megatron's DDP.
+        config: Megatron-core's config for Adam; required with ``make`` too, which need not use it.
+        model_chunks: model chunks, each wrapped in Megatron's DDP.
         make: maps parameter groups to an optimizer; called once for dense parameters and once for experts. None for
             Adam, from Transformer Engine or apex if they are installed.
         options: arguments of ``get_megatron_optimizer``.
 
     Raises:
-        UserError: the version of megatron-core is not supported, or a name to replace is missing; an optimizer that
+        UserError: the version of megatron-core is not supported, or it lacks a name to replace; an optimizer that
             needs whole tensors would get slices of them.
     """
     patches.install()
@@ -178,7 +178,7 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
 
 
 def _layout(part: MegatronOptimizer) -> Layout:
-    """Return the layout by which squared norms are summed over the ranks that hold slices of the same parameter."""
+    """Return the layout with which squared norms are summed over the ranks that hold slices of a parameter."""
     found, parameters = list(_shards_of(part)), parameters_of(part)
     over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}

@@ -1,7 +1,7 @@
 """Patches of megatron-core: the class `Patch`, the supported versions, and the patches for any device (`PATCHES`).
 
-The first FMoE layer calls `install`, as does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
-machines without a GPU. Call it yourself before you build a sequence parallel model without Transformer Engine.
+The first FMoE layer calls `install`. So does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
+machines without a GPU. Call `install` yourself before you build a sequence parallel model without Transformer Engine.
 """
 
 import copy
@@ -55,7 +55,7 @@ class Patch:
 
     Attributes:
         module, name: location of the name; ``module:Class`` for a method.
-        make: maps the old value to the new one.
+        make: function of the old value that returns the new one.
         reason: what fails without the patch, with a file and line of megatron-core 0.16.1.
         required: whether it is an error if the name is missing.
     """
@@ -67,14 +67,14 @@ class Patch:
     required: bool = True
 
     def holder(self) -> Any:
-        """Return the module or class that has the name."""
+        """Return the module or class whose attribute is replaced."""
         module, _, owner = self.module.partition(":")
         imported = importlib.import_module(module)
         return getattr(imported, owner) if owner else imported
 
 
 def apply(patches: Iterable[Patch]) -> None:
-    """Apply all patches, or none of them if one fails.
+    """Apply all patches, or none if a name is missing.
 
     Raises:
         UserError: the version of megatron-core is not supported, or a required name is missing.
@@ -96,7 +96,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def _sum_partial_gradients(reduce: Callable) -> Callable:
-    """Sum the gradients marked `PARTIAL` over tensor parallel ranks, after sequence parallelism's own sums."""
+    """Make ``reduce`` also sum the gradients marked `PARTIAL` over tensor parallel ranks."""
 
     @functools.wraps(reduce)
     def reduced(model, config, tp_group=None, *args, **kwargs):
@@ -133,7 +133,7 @@ def _norm_of_slices(new: Callable) -> staticmethod:
 
 
 def _without_fp8(init: Callable) -> Callable:
-    """Set ``fp8`` to False without Transformer Engine."""
+    """Make the constructor set ``fp8`` to False without Transformer Engine."""
 
     @functools.wraps(init)
     def wrapped(self, fp8=False, *args, **kwargs):
@@ -146,7 +146,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Mark the current parameters of the experts before the wrapper reads the marks."""
+    """Make the constructor mark the current parameters of layers first, because it reads the marks."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):

@@ -15,8 +15,8 @@ def sharded_experts(
     """Return each parameter of a layer's experts with its global offset.
 
     Args:
-        group: the expert tensor parallel group; None for one rank.
-        offsets: (axis, offset, size) of the axes that precede those of the parameter, such as the layer.
+        group: expert tensor parallel group; None for one rank.
+        offsets: (axis, offset, size) of each axis that precedes the parameter's own axes, such as the layer.
     """
     axis = len(offsets)
     offset = (axis, exchange.ep_rank, exchange.ep_size)
@@ -45,7 +45,7 @@ def sharded_experts(
 def _gated(
     key: str, value: Tensor, offsets: tuple, exchange: Exchange, group: dist.ProcessGroup, replica: tuple
 ) -> ShardedTensorFactory:
-    """Shard the gate half and the value half of each expert separately: each is contiguous on this rank."""
+    """Shard the gate half and the value half of each expert separately, because each is split over the ranks."""
     axis, first = len(offsets), exchange.ep_rank * exchange.num_local_experts
 
     def build(key, value, replica_id, flattened_range):

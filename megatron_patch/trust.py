@@ -17,7 +17,7 @@ from megatron_patch.optimizer import optimizers, parameters_of
 def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
     """Return the trust ratios of the last step of LAMB or LARS, each once, however the model is split.
 
-    Collective over all ranks; reads sizes on the host.
+    All ranks must call it; it waits for the device.
 
     Returns:
         The ratios of dense matrices, and the ratios of experts (one per expert of each stacked weight), float32 on the
@@ -43,7 +43,7 @@ def trust_ratios(optimizer: MegatronOptimizer) -> tuple[Tensor, Tensor]:
 
 
 def _held(optimizer: MegatronOptimizer) -> Iterator[tuple[bool, Tensor]]:
-    """Yield (whether it belongs to experts, ratios) of each parameter of which this rank holds the first copy."""
+    """Yield (whether the parameter is of experts, its ratios) for each parameter whose first copy this rank holds."""
     for part in optimizers(optimizer):
         if not isinstance(part.optimizer, TrustOptimizer):
             continue

@@ -27,7 +27,7 @@ def mlp_block(layer: Any, granularity: int, offset: int = 0) -> Found:
 
     Raises:
         UserError: the module is not an `MLP` of Megatron-core or computes more than a feed-forward block; the config
-            sets a different width of the experts.
+            sets another width for the experts.
     """
     mlp, config, name = layer.mlp, layer.config, f"the MLP of layer {layer.layer_number + offset}"
     reason = _unsupported(mlp)
@@ -67,7 +67,7 @@ def _whole(shard: Tensor, axis: int) -> Tensor:
 
 
 def _unsupported(mlp: nn.Module) -> str | None:
-    """Return a reason why the module is not ``W_out act(W_in x + b_in) + b_out`` or its gated form; None if it is."""
+    """Return why the module is not ``W_out act(W_in x + b_in) + b_out`` or its gated form, as a phrase; else None."""
     if isinstance(mlp, MoELayer):
         return "it already has experts, which megatron_patch.convert_moe_layers converts"
     if not isinstance(mlp, MLP) or type(mlp).forward is not MLP.forward:
@@ -93,7 +93,7 @@ def _unsupported(mlp: nn.Module) -> str | None:
 
 
 def expert_options(block: Block, options: dict | None) -> dict:
-    """Return the options of experts like the block, without initial weights, which `fill` sets."""
+    """Return the options of experts like the block; their weights are not drawn, because `fill` sets them."""
     like = {
         "activation": known_activation(block.activation, block.tensors[0].dtype),
         "gated": block.is_gated,
@@ -103,7 +103,7 @@ def expert_options(block: Block, options: dict | None) -> dict:
 
 
 def fill(layer: MegatronMoE, block: Block, how: Upcycling) -> MegatronMoE:
-    """Make the layer's experts from the block, with its dtype, and frozen if it is."""
+    """Fill the layer's experts from the block, in its dtype and on its device; freeze them if the block is frozen."""
     if (group := layer.spec.expert_tensor_group) is not None:
         raise UserError(
             f"expert_tensor_parallel_size={group.size()}, which splits experts, is not supported with upcycle=True: "

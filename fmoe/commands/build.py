@@ -1,4 +1,4 @@
-"""``fmoe build``: compile the native CPU backend ahead of time, and CUDA kernels for this GPU or for ``--arch``."""
+"""``fmoe build``: compile the native CPU backend and CUDA kernels for this machine, or only kernels for ``--arch``."""
 
 import shlex
 import sys
@@ -18,13 +18,14 @@ from fmoe.kernels.native import loader as native
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build and load the library, and print a report.
+    """Compile, load the native library, and print a report.
 
     Returns:
-        Exit code: 0, or 1 if no library loads.
+        Exit code: 0, or 1 if a requested build or the load fails.
 
     Raises:
-        UserError: an unknown sanitizer, an architecture that NVRTC does not support.
+        UserError: an unknown sanitizer, ``--sanitize`` together with ``--arch``, or an architecture that NVRTC does not
+            support.
     """
     parser = Parser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="sm_90",
         help="compile only CUDA kernels, for these architectures; needs no GPU",
     )
-    parser.add_argument("--verbose", action="store_true", help="print the commands, or registers and spills of kernels")
+    parser.add_argument("--verbose", action="store_true", help="print compiler commands, registers, spills")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
     try:
@@ -98,8 +99,8 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
         Exit code: 0.
 
     Raises:
-        UserError: NVRTC does not support an architecture; raised before compilation.
-        BuildError: NVRTC is missing, a compile error, no cache folder.
+        UserError: NVRTC does not support an architecture; raised before any compilation.
+        BuildError: NVRTC is missing, compilation fails, or no cache folder is writable.
     """
     found = nvrtc.find()
     for arch in archs:
@@ -120,7 +121,7 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
 
 
 def _build_cuda_here(force: bool, verbose: bool) -> None:
-    """Compile the kernels for the GPUs of this machine, if it has any."""
+    """Compile the kernels for the GPUs of this machine, if it has any; a failure is printed, not raised."""
     if not torch.cuda.is_available():
         return
     try:

@@ -10,7 +10,7 @@ from fmoe.cli import Parser, commands, extras
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.native import loader as native
 
-_REPORTED = ("pretrain", "tensorboard")  # extras
+_REPORTED = ("pretrain", "tensorboard")  # extras in the report
 
 
 def lines() -> list[str]:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the report."""
     Parser(
         prog="fmoe info",
-        description="Installed packages, devices and backends, and what is missing; paste it into bug reports.",
+        description="List installed and missing packages, devices and backends; paste the output into bug reports.",
     ).parse_args(argv)
     print("\n".join(lines()))
     return 0

@@ -1,8 +1,8 @@
-"""``fmoe selftest``: compare a layer that is split over these ranks with a whole one, and time the exchanges.
+"""``fmoe selftest``: compare a layer that is split over these ranks with an unsplit one, and time the exchanges.
 
 Start it like a training job, e.g. ``torchrun --nproc_per_node 8 -m fmoe selftest``; without torchrun it is a job of one
-process. Every rank builds both the whole layer and its part of the split one, from the same seed, and compares its own
-tokens and experts. Ranks report over the store of torch.distributed, which works even when a collective hangs.
+process. Every rank builds the unsplit layer and its part of the split one from the same seed, and compares its own
+tokens and experts. Ranks report through the store of torch.distributed, which works even if a collective hangs.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Result:
     """Result of one case.
 
     Attributes:
-        errors: relative error of each quantity, the largest of all ranks.
+        errors: relative error of each quantity, the largest over all ranks.
         failed: descriptions of failures, with ranks; empty if the case passed.
         is_broken: whether a rank raised or did not answer, after which ranks may be out of step.
     """
@@ -57,12 +57,19 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the same exit code on all ranks: 0 if everything agrees, else 1."""
+    """Run all cases and print a report on rank 0.
+
+    Returns:
+        Exit code, the same on all ranks: 0 if everything agrees, else 1.
+
+    Raises:
+        UserError: ``--timeout`` is not positive, or ``--ep`` or ``--device`` does not suit these ranks.
+    """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="number of expert-parallel ranks; default: all")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
-    parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective, in seconds")
-    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="sizes of a rank's rows")
+    parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective in seconds, default 60")
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="MB of rows per rank")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
     if arguments.timeout <= 0:
@@ -128,7 +135,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return every exchange with its options, with chunks too if it supports them; for ep=1 only one."""
+    """Return every exchange with its options, also with chunks if it supports them; only one for ep=1."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -154,7 +161,7 @@ _QUANTITIES = ("output", "input gradient", "router gradient", "experts' gradient
 
 
 def _compared(case: Case, groups: parallel.ParallelGroups, device: torch.device, timeout: float) -> Result:
-    """Run the case on all ranks: every rank posts its errors to the store, rank 0 evaluates them for all."""
+    """Run the case on all ranks: every rank posts its errors to the store, and rank 0 evaluates them."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"fmoe/selftest/{case}"
     try:
@@ -208,10 +215,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
-    """Return this rank's errors. The ranks that share a set of experts form the global batch."""
+    """Return this rank's errors by quantity. The ranks that share a set of experts hold one global batch."""
     ep, ep_rank = groups.ep, groups.moe_group.rank()
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
-    # Losses are means over a rank's groups; gradients of the split layer are those of their sum over ranks.
+    # A loss is a mean over a rank's routing groups, and the split layer's gradients belong to the sum over ranks.
+    # Therefore the unsplit layer's losses are multiplied by the number of ranks.
     whole = _layer(case, ep, device, loss_scale=lambda: float(ep))
     part = _layer(
         case,
@@ -271,7 +279,7 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
-    """Time forward passes with even loads and identity experts."""
+    """Time exchanges, there and back, with even loads and experts that return their rows."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # chunks pay off only by overlap with the experts' computation

@@ -3,7 +3,8 @@
 `fmoe.convert.families` finds the blocks, module by module. Models whose layers have another interface (Megatron-core)
 are passed to converters of whole models: entry points of the group ``fmoe.converters``, named after the package of the
 models and loaded only if that package is imported. A converter takes the model and returns None if the model is not of
-its family, else a function of the options of `fmoefy` that differ from their defaults. fmoe imports no model library.
+its family, else a function that converts it. `fmoefy` calls that function with the model, ``num_experts`` and the
+options that differ from their defaults. fmoe imports no model library.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ Convert = Callable[..., nn.Module]
 Converter = Callable[[nn.Module], Convert | None]  # an entry point
 logger = logging.getLogger("fmoe")
 
-# By name, so that no package is imported: torch's (FSDPModule is FSDP2's), Megatron's, DeepSpeed's.
+# Wrappers of torch (FSDPModule is FSDP2's), Megatron and DeepSpeed, by class name, so that no package is imported.
 _WRAPPERS = frozenset(
     ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"]
 )
@@ -50,8 +51,8 @@ def fmoefy(
 ) -> nn.Module:
     """Convert the feed-forward blocks of ``model`` to Mixture-of-Experts layers, in place; return the model.
 
-    Call it before you wrap the model in DDP, FSDP or a 16-bit wrapper, or create an optimizer. dtype, device, mode,
-    biases and dropout of each block stay. An error leaves the model unchanged.
+    Call it before you wrap the model in DDP, FSDP or a 16-bit wrapper, or create an optimizer. Each block keeps its
+    dtype, device, mode (training or evaluation), biases and dropout. An error leaves the model unchanged.
 
     Args:
         num_experts: number of experts of each layer, over all ranks.
@@ -60,19 +61,19 @@ def fmoefy(
         upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
             block's sizes.
         exact: with ``upcycle``, raise an error with the reason if the model's output would change. False accepts a
-            changed output, for example of a gate that drops tokens.
+            changed output, for example if the gate drops tokens.
         noise: with ``upcycle``, standard deviation of noise on each expert's weights, relative to their root mean
             square.
         granularity: m makes experts of 1 / m of the block's hidden units; with ``upcycle``, m of them form the block
             (`fmoe.convert.upcycle`), and m must divide ``num_experts`` and ``top_k``.
         seed: key of new weights and noise; None draws one from torch's default generator.
         options: options of `fmoe.build.Spec`: ``top_k``, ``gate``, ``gate_options``, ``loss_weights``, ``moe_group``,
-            ... For Megatron-core models, options of `megatron_patch.fmoefy`, whose layers count from 1 and whose seed
-            is 0 if None.
+            ... For Megatron-core models, options of `megatron_patch.fmoefy`, which counts layers from 1 and uses seed 0
+            by default.
 
     Raises:
-        UserError: no block is found (lists the modules that were searched); the model is wrapped or has MoE layers
-            already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
+        UserError: no block is found (the message lists the modules that were searched); the model is wrapped or has MoE
+            layers already; ``layers`` is out of range; upcycling cannot keep the output; an option is invalid.
     """
     chosen_here: dict[str, Any] = {"layers": layers, "upcycle": upcycle, "exact": exact, "noise": noise}
     chosen_here |= {"granularity": granularity, "seed": seed}
@@ -106,10 +107,10 @@ _DEFAULTS = {
 
 
 def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
-    """Return the conversion of the model by a converter of whole models, if one takes it; and all converters' names."""
+    """Return the function of the first converter that accepts the model, or None; and the names of those tried."""
     names = []
     for entry in entry_points(group="fmoe.converters"):
-        if entry.name not in sys.modules:  # so the model is not one of its models; loading may take seconds
+        if entry.name not in sys.modules:  # so the model is not of its family; loading may take seconds
             names.append(f"{entry.name} (not imported)")
             continue
         names.append(entry.name)
@@ -119,17 +120,17 @@ def _whole_model(model: nn.Module) -> tuple[Convert | None, list[str]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise a UserError if the model is wrapped, or has MoE layers already."""
+    """Raise a UserError if the model is wrapped or already has MoE layers."""
     for module in model.modules():
         if wrapper := next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None):
-            raise UserError(f"fmoefy got a model inside {wrapper}: call it before the model is wrapped")
+            raise UserError(f"the model is wrapped in {wrapper}: convert it before you wrap it")
     present = sum(isinstance(module, MoE) for module in model.modules())
     if present:
-        raise UserError(f"the model has {present} MoE layers already: call fmoefy once, with all `layers`")
+        raise UserError(f"the model has {present} MoE layers already: convert all `layers` in one call")
 
 
 def _listed(refused: dict[str, str]) -> str:
-    """Format refused modules by reason, with one name as an example of each."""
+    """Format the refused modules by reason, with the name of one module as an example of each."""
     names: dict[str, list[str]] = {}
     for name, reason in refused.items():
         names.setdefault(reason, []).append(name)
@@ -143,7 +144,8 @@ def _nothing_found(model: nn.Module, converters: list[str], refused: dict[str, s
     more = f" and {len(counts) - 12} other classes" if len(counts) > 12 else ""
     return (
         f"fmoefy found no feed-forward block in {type(model).__module__}.{type(model).__qualname__}. "
-        f"Families searched: {', '.join(reversed(FAMILIES))}; of whole models: {', '.join(converters) or 'none'}. "
+        f"Families searched: {', '.join(reversed(FAMILIES))}; "
+        f"converters of whole models: {', '.join(converters) or 'none'}. "
         f"Modules seen: {modules}{more}. A block is Linear D -> H, activation, Linear H -> D, or its gated form; "
         "fmoe.register_family adds a family" + (f". Refused: {_listed(refused)}" if refused else "")
     )
@@ -166,29 +168,29 @@ def _choose(layers: str | int | Collection[int], count: int) -> list[int]:
 
 
 def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, options: dict[str, Any]) -> None:
-    """Raise a UserError if the chosen blocks or the options of `fmoefy` rule out experts of any kind."""
+    """Raise a UserError if a chosen block cannot be replaced by experts, or an option of `fmoefy` is invalid."""
     if granularity < 1:
         raise UserError(f"granularity={granularity} is not positive")
     if "d_model" in options:
-        raise UserError(f"d_model={options['d_model']}: fmoefy takes the width from the model")
+        raise UserError(f"d_model={options['d_model']} must not be set: fmoefy takes the width from the model")
     if isinstance(options.get("gate"), nn.Module) and len(chosen) > 1:
         raise UserError(
-            f"gate is one {type(options['gate']).__name__}, and {len(chosen)} layers need one each: "
+            f"gate is a single {type(options['gate']).__name__}, but {len(chosen)} layers need one each: "
             "pass its class or name with gate_options"
         )
     for name, _, block in chosen:
         if block.module is model and block.install is None:
             raise UserError(
                 f"the model itself is one feed-forward block ({type(model).__name__}), which cannot be replaced in "
-                "place: put it into a model, or build fmoe.MoE"
+                "place: put it into another module, or build fmoe.MoE"
             )
         if any(hasattr(t, "placements") for t in block.tensors):
-            raise UserError(f"the weights of {name} are sharded (DTensor): call fmoefy before that")
+            raise UserError(f"the weights of {name} are sharded (DTensor): call fmoefy before sharding")
         kinds = {(str(t.dtype).removeprefix("torch."), str(t.device)) for t in block.tensors}
         if len(kinds) > 1:
             raise UserError(
                 f"the weights of {name} differ in dtype or device ({', '.join(map(' on '.join, sorted(kinds)))}): "
-                "convert them first, e.g. by model.to(torch.bfloat16)"
+                "make them equal first, e.g. by model.to(torch.bfloat16)"
             )
         if torch.finfo(block.tensors[0].dtype).bits < 16:
             raise UserError(f"the weights of {name} are {block.tensors[0].dtype}: experts need 16 bits or more")
@@ -197,7 +199,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
 def plan_blocks(
     chosen: list[Found], *, upcycle: bool, exact: bool, noise: float, options: dict[str, Any]
 ) -> Upcycling | None:
-    """Return how the chosen blocks become experts; None for new experts, and for no block.
+    """Return the plan for upcycling the chosen blocks; None if ``upcycle`` is False or no block is chosen.
 
     Args:
         options: options of `fmoe.build.Spec`, with ``num_experts`` and `fmoefy`'s ``granularity``.
@@ -206,7 +208,7 @@ def plan_blocks(
         UserError: see `fmoefy`.
     """
     if noise and not upcycle:
-        raise UserError(f"noise={noise} is not supported with upcycle=False, which draws new experts")
+        raise UserError(f"noise={noise} is not supported with upcycle=False, which draws new experts: use 0")
     if not upcycle or not chosen:
         return None
     expert_options = options.get("expert_options") or {}
@@ -235,15 +237,15 @@ def plan_blocks(
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Do not initialize: the weights will be overwritten, and drawing them would dominate the time."""
+    """Leave a weight uninitialized: it will be overwritten, and drawing weights would dominate the time."""
 
 
-# Options of experts whose weights `upcycle_` fills.
+# Options of experts whose weights `upcycle_` will fill.
 NOT_DRAWN = {"init_method": _leave, "output_init_method": _leave}
 
 
 def _make(block: Block, how: Upcycling | None, options: dict[str, Any], seed: int) -> MoE:
-    """Return an MoE of the block's sizes, dtype, device and mode, with new experts or, by ``how``, upcycled ones."""
+    """Return an MoE of the block's sizes, dtype, device and mode; ``how`` upcycles the block, None draws experts."""
     options = {"sequence_first": block.sequence_first, **options}
     granularity = options.pop("granularity")
     options.setdefault("d_hidden", max(block.d_hidden // granularity, 1))

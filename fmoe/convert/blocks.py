@@ -1,4 +1,4 @@
-"""`Block`: a dense feed-forward block as a finder describes it, and the comparison of its pieces.
+"""`Block`: a dense feed-forward block as a finder describes it, and checks of linear maps and activations.
 
 Shape letters: D model width, H hidden width.
 """
@@ -26,7 +26,7 @@ class LinearMap(NamedTuple):
 def linear_map(module: Any) -> LinearMap | None:
     """Return the map of an `nn.Linear`, or of the ``Conv1D`` of Hugging Face's GPT-2 (stored transposed).
 
-    None for other modules, and for a module that computes more than its weight and bias define: see `obstacle`.
+    None for other modules, and for a module that computes more than ``weight @ x + bias``: see `obstacle`.
     """
     if module is None or obstacle(module) is not None:
         return None
@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase that names hooks or a forward added to this instance, which would be lost; None without any."""
+    """Return a phrase about the hooks or the forward of this instance, which would be lost; None without any."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -46,7 +46,7 @@ def addition(module: nn.Module) -> str | None:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Return why the module is not the plain linear map of its weight and bias; None if it is."""
+    """Return a phrase that states why the module is not the plain linear map of its weight and bias; None if it is."""
     kind = type(module)
     if not _is_conv1d(module) and not isinstance(module, nn.Linear):
         return f"is a {kind.__name__}, not an nn.Linear"
@@ -77,7 +77,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def _computes_linear_map(module: Any) -> bool:
-    """Return whether a subclass's forward is the linear map, in both modes, on a small float64 copy."""
+    """Return whether the forward of a subclass is the linear map in both modes, tested on a small float64 copy."""
     generator = torch.Generator().manual_seed(0)
     height, width = min(module.out_features, 24), min(module.in_features, 16)
     tensors = {}
@@ -101,7 +101,7 @@ def _computes_linear_map(module: Any) -> bool:
             for a, e in pairs:
                 if a.shape != e.shape or not ((a - e).norm(dim=-1) <= 1e-9 * e.norm(dim=-1)).all():
                     return False
-    except Exception:  # no copy, or not a function of rows
+    except Exception:  # the module cannot be copied, or is not a function of rows
         return False
     return True
 
@@ -116,14 +116,14 @@ class Block:
 
     Attributes:
         maps_in: one map D -> H, or two: gate and value of a gated block.
-        map_out: H -> D.
-        activation: between the maps; it has no parameters and maps each row independently.
-        module: the module that holds the block; the MoE layer inherits its mode (training or not).
-        install: puts the MoE layer into the model and removes the dense maps; None replaces `module` in all places
-            of the model that hold it.
+        map_out: the map H -> D.
+        activation: function between the maps; it has no parameters and maps each row independently.
+        module: the module that holds the block; the MoE layer inherits its mode (training or evaluation).
+        install: puts the MoE layer into the model and removes the dense maps; None to replace `module` in each of its
+            parents.
         dropout: probability of the dropout between activation and output map.
-        after: modules that `module` applies to the block's output, to be kept where the layer replaces it.
-        sequence_first: the block's input is [S, B, D] and not [B, S, D].
+        after: modules that `module` applies to the block's output, which are kept after the MoE layer.
+        sequence_first: whether the block's input is [S, B, D] instead of [B, S, D].
         place: name of the block within `module`, for messages.
 
     Raises:
@@ -145,7 +145,7 @@ class Block:
             raise UserError(f"a feed-forward block has 1 or 2 input maps, not {len(self.maps_in)}")
         if None in (*self.maps_in, self.map_out):
             raise UserError(
-                "a map of a feed-forward block is None: linear_map takes a plain nn.Linear without hooks only"
+                "a map of a feed-forward block is None: linear_map supports only a plain nn.Linear without hooks"
             )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
@@ -164,7 +164,7 @@ class Block:
 
     @property
     def is_gated(self) -> bool:
-        """True if a second map gates the hidden units."""
+        """True if the block has two input maps, gate and value."""
         return len(self.maps_in) == 2
 
     @property
@@ -174,7 +174,7 @@ class Block:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Weights and biases."""
+        """Weights and biases of all maps."""
         return [t for m in (*self.maps_in, self.map_out) for t in m if t is not None]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,8 +185,11 @@ class Block:
 
 
 def probe_values(dtype: torch.dtype) -> Tensor:
-    """Values [N], float64 and exact in ``dtype``, at which activations are compared: dense around 0, powers of two far
-    out in both directions, where some activations clip, and values of full precision, which a cast would round."""
+    """Return the values at which activations are compared, float64 [N] and exact in ``dtype``.
+
+    They are dense around 0, reach far out in both directions, where some activations clip, and include values of full
+    precision, which a cast would round.
+    """
     near = torch.arange(-192, 193, dtype=torch.float64, device="cpu") / 16
     exponents = torch.arange(-20, 40, dtype=torch.float64, device="cpu")
     far = (torch.exp2(exponents).unsqueeze(1) * near.new_tensor([1.0, 1.25, 1.5, 1.75])).flatten()
@@ -200,7 +203,8 @@ def agree(actual: Tensor, expected: Tensor, size: Tensor | float, dtype: torch.d
 
     Args:
         size: bound on intermediate values that cancel, as on GELU's far negative side.
-        dtype: of the model. 16 bits count as float32, in which activations are evaluated, unless ``actual`` has them.
+        dtype: dtype of the model. A 16-bit dtype counts as float32, in which activations are evaluated, unless
+            ``actual`` has 16 bits itself.
     """
     if actual.shape != expected.shape:
         return False
@@ -218,7 +222,7 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
     for function in (actual, expected):
         x = grid.clone().requires_grad_()
         with torch.enable_grad():
-            y = function(x.clone())  # a copy, which it may overwrite
+            y = function(x.clone())  # a copy, which the function may overwrite
             if y.shape != x.shape or not y.requires_grad:
                 return False
             # Large gradients, which a custom backward pass may clip.
@@ -232,15 +236,15 @@ def same_function(actual: Activation, expected: Activation, dtype: torch.dtype) 
 def known_activation(activation: Activation, dtype: torch.dtype = torch.float32) -> str | Activation:
     """Return the name of an activation in `fmoe.experts`, recognized by its values; the activation itself if unknown.
 
-    Hugging Face has a class for each spelling of GELU; given a name, the experts can use a fused kernel.
+    Hugging Face has a class for each form of GELU. If the name is known, the experts can use a fused kernel.
     """
     for name, function in ACTIVATIONS.items():
         try:
             if same_function(activation, function, dtype):
                 return name
-        except Exception:  # an activation of images, say: it is used unchanged
+        except Exception:  # for example an activation of images, which is used unchanged
             break
-    if getattr(activation, "inplace", False):  # autograd forbids it on the halves of a gated block
+    if getattr(activation, "inplace", False):  # autograd forbids in-place changes of a gated block's halves
         copied: Any = copy.copy(activation)
         copied.inplace = False
         return copied
@@ -256,8 +260,10 @@ def _rows(count: int, width: int) -> Tensor:
 
 @torch.no_grad()
 def is_rowwise(activation: Activation, width: int) -> bool:
-    """Return whether the function keeps shapes and maps each row independently: in an expert, the neighbours of a row
-    depend on the routing."""
+    """Return whether the function keeps shapes and maps each row independently.
+
+    In an expert, the neighbours of a row depend on the routing, so the function must not use them.
+    """
     x = _rows(6, width).view(2, 3, width)
     try:
         whole, rows = activation(x.clone()), torch.stack([activation(row.clone()) for row in x.view(6, 1, width)])
@@ -275,5 +281,5 @@ def is_elementwise(activation: Activation) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether the module has neither parameters nor buffers, as activations and dropouts."""
+    """Return whether the module has neither parameters nor buffers, like activations and dropouts."""
     return next(module.parameters(), None) is None and next(module.buffers(), None) is None

@@ -1,4 +1,4 @@
-"""Finding the feed-forward blocks of a model: a function per family of modules.
+"""Search for the feed-forward blocks of a model, by one function (a finder) per family of modules.
 
 A finder is ``module -> list[Block | Refusal]``: it examines one module and returns the blocks that this module holds
 itself. `register_family` adds a finder; the newest is called first.
@@ -21,9 +21,9 @@ Finder = Callable[[nn.Module], list[Block | Refusal]]
 
 
 def mlp(module: nn.Module) -> list[Block | Refusal]:
-    """Two linear maps with an activation between, or a map to gate and value (Phi-3) and the output map.
+    """Two linear maps with an activation between them; the first may compute gate and value together (Phi-3).
 
-    They form a separate module (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or are inside of a larger one.
+    They form a separate module (GPT-2, ViT, Swin, T5, DistilBERT, GPT-NeoX, timm), or are part of a larger one.
     """
     return whole_module(module, 2) or inline(module)
 
@@ -31,13 +31,16 @@ def mlp(module: nn.Module) -> list[Block | Refusal]:
 def glu(module: nn.Module) -> list[Block | Refusal]:
     """Gated blocks: Llama, Mistral, Qwen2, Qwen3, Gemma, the gated T5 and similar models (arXiv 2002.05202).
 
-    Three linear maps: gate, value, output. The one whose output enters the activation is the gate.
+    They have three linear maps: gate, value, output. The map whose output enters the activation is the gate.
     """
     return whole_module(module, 3)
 
 
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
-    """Return ``module`` as a block, if it holds ``num_linear`` linear maps and plain modules and computes a block."""
+    """Return ``module`` as a block if it computes one with ``num_linear`` linear maps; otherwise an empty list.
+
+    All other modules inside it must be plain.
+    """
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]
     if isinstance(module, nn.Sequential) or len(linear) != num_linear or addition(module) is not None:
@@ -52,16 +55,16 @@ def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
     if not isinstance(pieces, Pieces) or not pieces.is_whole():
         return []
     if len(inspect.signature(module.forward).parameters) > 1 and len(pieces.maps_in) == 1:
-        return []  # callers may pass more, which an MoE layer does not take: its maps are replaced inside of the module
+        return []  # callers may pass arguments that an MoE layer does not take: `inline` replaces the maps instead
     block = Block(module=module, after=pieces.after, **pieces.block)
     return [block] if keeps_output(pieces.trial, block) else []
 
 
 def inline(module: nn.Module) -> list[Block | Refusal]:
-    """Blocks inside of larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
+    """Blocks inside larger modules: BART, Pegasus, OPT, ALBERT, BLOOM, XLNet, Funnel, ConvNeXt.
 
-    Two linear maps of ``module``, or of its children, with a removable activation between. The MoE layer replaces the
-    first map; activation, dropout and second map become `nn.Identity`. The rest of the module is unchanged.
+    They are two linear maps of ``module``, or of its children, with a removable activation between them. The MoE layer
+    replaces the first map; activation, dropout and second map become `nn.Identity`. The rest of the module stays.
     """
     if isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return []
@@ -74,7 +77,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
             return [Refusal(f"{name} {why}")]
     removable = any(is_plain(m) and not isinstance(m, nn.Dropout) for m in names.values())
     if not few and not removable and not any(map(callable, vars(module).values())):
-        return []  # an attention, for example, has nothing removable between its maps
+        return []  # for example an attention, which has nothing removable between its maps
     pieces = read_block(module)
     if isinstance(pieces, Refusal):
         return [pieces] if few else []
@@ -97,7 +100,7 @@ def inline(module: nn.Module) -> list[Block | Refusal]:
         for holder, name in out:
             setattr(holder, name, nn.Identity())
         for dropout in dropouts:
-            # A dropout that also follows the block is now called twice there: two of this rate equal one of p.
+            # A dropout that also follows the block now runs twice there: two of the rate below equal one of rate p.
             left = nn.Dropout(1 - math.sqrt(1 - dropout.p)) if pieces.is_dropped else nn.Identity()
             for holder, name in slots[dropout]:
                 setattr(holder, name, left.train(dropout.training))
@@ -123,11 +126,11 @@ def _activation_slots(owner: nn.Module, pieces: Pieces) -> list[tuple[nn.Module,
 
 
 def bert(module: nn.Module) -> list[Block | Refusal]:
-    """Blocks in two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
+    """Blocks that are spread over two modules: BERT, RoBERTa, ELECTRA, BEiT, older ViT and Swin.
 
-    ``module.intermediate`` is a linear map and an activation, ``module.output.dense`` the map back, followed by
-    dropout, residual and normalization. The MoE layer replaces ``intermediate``, the map back becomes `nn.Identity`,
-    all else stays.
+    ``module.intermediate`` has the first linear map and the activation, ``module.output.dense`` is the second map,
+    followed by dropout, residual and normalization. The MoE layer replaces ``intermediate``, the second map becomes
+    `nn.Identity`, and the rest is unchanged.
     """
     intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
     if not isinstance(intermediate, nn.Module) or not isinstance(output, nn.Module):
@@ -180,7 +183,7 @@ def torch_layer(module: nn.Module) -> list[Block | Refusal]:
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]
-        return [result for result in results if isinstance(result, Block)]  # refusals are reported for the layer
+        return [result for result in results if isinstance(result, Block)]  # refusals are reported for each layer
     return _layer(module, None)
 
 
@@ -195,7 +198,9 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
         return [pieces]
     added = [addition(m) for m in (*pieces.between, layer.dropout) if addition(m) is not None]
     if added or not pieces.is_whole():
-        return [Refusal(f"a module between linear1 and linear2 {added[0]}" if added else "its block computes more")]
+        return [
+            Refusal(f"a module between linear1 and linear2 {added[0]}" if added else "it computes more than a block")
+        ]
 
     holder: Any = layer
 
@@ -211,15 +216,15 @@ def _layer(layer: nn.Module, stack: nn.TransformerEncoder | None) -> list[Block 
     rows = pieces.trial.args[0]
     whole = Trial(layer, layer, (rows,) * len(required(layer)), {})
     if not keeps_output(whole, block, stack):
-        return [Refusal("it uses linear1 and linear2 differently from torch's layer")]
+        return [Refusal("it uses linear1 and linear2 differently than torch's layer")]
     return [block]
 
 
 def sequential(module: nn.Module) -> list[Block | Refusal]:
     """``Linear, activation, [Dropout], Linear`` as consecutive items of an `nn.Sequential`.
 
-    The MoE layer replaces the first item of each such run whose input and output widths are equal; its other items
-    become `nn.Identity`, so that all names stay.
+    The MoE layer replaces the first item of each such run whose input and output widths are equal. The other items of
+    the run become `nn.Identity`, so that all items keep their names.
     """
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return []
@@ -239,7 +244,7 @@ def sequential(module: nn.Module) -> list[Block | Refusal]:
 
 
 def _has_form(parts: list[nn.Module], length: int) -> bool:
-    """Return whether the items look like a block: two linear maps of any kind, between them no parameters."""
+    """Return whether the items look like a block: two linear maps of any kind, with no parameters between them."""
     if len(parts) < length or (length == 4 and type(parts[2]) is not nn.Dropout):
         return False
     if any(isinstance(part, nn.Conv1d) for part in parts) or not is_there_and_back(parts[0], parts[-1]):
@@ -262,7 +267,7 @@ def _sequential_run(module: nn.Sequential, names: tuple[str, ...], parts: tuple[
         setattr(module, names[0], moe)
 
     block: dict[str, Any] = {"module": module, "install": install, "place": names[0]}
-    if len({(p.dtype, p.device) for part in parts for p in part.parameters()}) > 1:  # `fmoefy` refuses these by name
+    if len({(p.dtype, p.device) for part in parts for p in part.parameters()}) > 1:  # `fmoefy` raises with the name
         maps: list[Any] = [linear_map(part) for part in (parts[0], parts[-1])]
         return Block(maps_in=(maps[0],), map_out=maps[1], activation=parts[1], **block)
     run = nn.Sequential(OrderedDict(zip(names, parts, strict=True)))
@@ -288,7 +293,7 @@ def register_family(name: str, find: Finder) -> None:
     """Make `fmoe.fmoefy` call ``find`` on every module, before the finders registered earlier.
 
     Args:
-        name: for messages; a finder of the same name is replaced.
+        name: name of the family in messages; an earlier finder of the same name is replaced.
         find: returns a list with the `Block` of each feed-forward block that belongs to the module and not to a
             submodule; an empty list if there is none.
     """
@@ -307,14 +312,15 @@ class Found(NamedTuple):
 def find_blocks(model: nn.Module) -> list[Found]:
     """Return the feed-forward blocks of ``model`` in the order of their modules; a module used twice counts once.
 
-    The first finder that returns a block for a module decides; nothing is searched inside of a block.
+    For each module, the blocks of the first finder that returns any are used. The submodules of a module that is itself
+    a block are not searched.
     """
     return search(model)[0]
 
 
 @torch.inference_mode(False)  # derivatives are compared too
 def search(model: nn.Module) -> tuple[list[Found], dict[str, str]]:
-    """Return `find_blocks`, and the names of refused modules that look like a block, with the reason."""
+    """Return the result of `find_blocks`, and by name the reason for each refused module that looks like a block."""
     names = {module: name for name, module in model.named_modules()}
     found: list[Found] = []
     refused: dict[str, str] = {}

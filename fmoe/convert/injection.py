@@ -1,4 +1,4 @@
-"""Running a module, and injecting known values as the outputs of its linear maps."""
+"""Trial runs of a module, with known values injected as the outputs of its linear maps."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ from fmoe.experts.ffn import Activation
 
 
 def required(function: Callable) -> list[str]:
-    """Return the positional parameters without a default."""
+    """Return the names of the positional parameters without a default."""
     function = function.forward if isinstance(function, nn.Module) else function
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -51,14 +51,14 @@ class Trial(NamedTuple):
         rows: Tensor | None = None,
         rates: "Rates | None" = None,
     ) -> tuple[list["Call"], Any]:
-        """Return the calls of inner modules, in order, and the output.
+        """Run the function; return the calls of inner modules, in order, and the output.
 
-        Dropouts are off; other randomness is on, and shows as a mismatch in training mode. The module and its buffers
-        are restored.
+        `nn.Dropout` modules are off. Other randomness is on, and shows as a mismatch in training mode. The module and
+        its buffers are restored afterwards.
 
         Args:
             stand_ins: functions that replace the forward of modules.
-            rows: replaces the first argument.
+            rows: tensor that replaces the first argument.
             rates: records dropouts that are called as functions, and disables them.
         """
         calls = []
@@ -90,7 +90,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def restored(owner: nn.Module) -> Iterator[None]:
-    """Restore attributes, children and buffers of the module and of all modules inside of it on exit."""
+    """Restore attributes, children and buffers of the module and of all modules inside it on exit."""
     tables = ("_modules", "_parameters", "_buffers")
     states = [(m, dict(vars(m)), {name: dict(vars(m)[name]) for name in tables}) for m in owner.modules()]
     buffers = [(b, b.clone()) for b in owner.buffers()]
@@ -109,7 +109,13 @@ def restored(owner: nn.Module) -> Iterator[None]:
 
 
 class Rates(TorchFunctionMode):
-    """Records the rates of dropouts called as functions, between the maps and elsewhere, and disables them."""
+    """Disables dropouts that are called as functions, and records their rates.
+
+    Attributes:
+        inside: rates of the dropouts between the maps.
+        outside: rates of the other dropouts.
+        current: the list to which the next rate is added.
+    """
 
     def __init__(self):
         super().__init__()
@@ -127,7 +133,14 @@ class Rates(TorchFunctionMode):
 
 
 class Injected(NamedTuple):
-    """One run of a block with known values: what its linear maps and the block received and returned."""
+    """One run of a module with injected values.
+
+    Attributes:
+        inputs: input of each first map.
+        hidden: input of the last map.
+        result: value injected as the output of the last map.
+        output: output of the module.
+    """
 
     inputs: list[Tensor]
     hidden: Tensor
@@ -136,7 +149,15 @@ class Injected(NamedTuple):
 
 
 class Injection:
-    """Runs a module with known values as the outputs of its linear maps."""
+    """Runs a module with known values as the outputs of its linear maps.
+
+    Args:
+        trial: run of the module.
+        first, last: the input maps, and the output map.
+        shapes: output shape of each input map.
+        weight: weight of the output map.
+        is_fused: whether a single input map computes gate and value.
+    """
 
     def __init__(
         self,
@@ -148,7 +169,7 @@ class Injection:
         is_fused: bool,
     ):
         self.trial, self.first, self.last, self.weight, self.is_fused = trial, first, last, weight, is_fused
-        # The injected values are float64, and on the CPU for weights on the meta device.
+        # The injected values are float64; if the weights are on the meta device, they are on the CPU.
         self.device = torch.device("cpu") if weight.is_meta else weight.device
         shape = (*shapes[0][:-1], weight.shape[1])
         self.parts = [self._fill(shape, seed) for seed in range(2 if is_fused else len(shapes))]
@@ -187,7 +208,7 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` is the activation of the first of the parts, in this order, times the second."""
+        """Return whether ``hidden`` is the activation of part ``order[0]``, if gated times part ``order[1]``."""
         try:
             with torch.no_grad():
                 expected = _formula(activation, [self.parts[i] for i in order])
@@ -200,7 +221,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the derivatives are the formula's, and no parameter has one."""
+        """Return whether the run has the derivatives of the formula, and none with respect to a parameter."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:
@@ -255,7 +276,7 @@ def _formula(activation: Activation, values: list[Tensor]) -> Tensor:
 
 
 def is_same(actual: Any, expected: Tensor) -> bool:
-    """Return whether all bits are equal; on the meta device, which has no values, whether the shapes are."""
+    """Return whether shapes, dtypes and values are equal, NaN included; meta tensors have no values to compare."""
     if not torch.is_tensor(actual) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if actual.is_meta or expected.is_meta:
@@ -264,7 +285,11 @@ def is_same(actual: Any, expected: Tensor) -> bool:
 
 
 def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
-    """Scale the rows over the range of magnitudes that the dtype allows, after two matrix products or none."""
+    """Scale rows by powers of two that span the magnitudes which the dtype allows.
+
+    Args:
+        is_multiplied: whether two matrix products follow, which must not overflow either.
+    """
     low, high = (-6, 4 if is_multiplied else 12) if rows.dtype == torch.float16 else (-20, 20 if is_multiplied else 60)
     count = rows.shape[:-1].numel()  # the exponents span the range for any number of rows
     exponents = torch.linspace(low, high, count, dtype=torch.float32, device=rows.device).round()
@@ -272,7 +297,7 @@ def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of a row, by norms.
+    """Return the largest relative difference of any row, by norms.
 
     It is infinite if the shapes differ, and 0 on the meta device, which has no values.
     """

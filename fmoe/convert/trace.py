@@ -1,10 +1,10 @@
-"""Reading a feed-forward block by running it.
+"""Recognition of a feed-forward block by running it.
 
 The children of a module do not determine the order in which it calls them, nor what else it computes. Therefore the
 module runs on random rows, the calls of its linear maps are recorded, and their outputs are replaced by known values:
-in float64, from 1e-6 to 1e12, in both modes. The input of the output map must be the activation of these values, with
-its derivative. So neither the weights, nor a normalization before the block, nor the dtype of the model can hide a
-clamp or another activation. Nothing depends on class or attribute names.
+in float64, from 1e-6 to 1e12, in training and in evaluation mode. The input of the output map must then be the
+activation of these values, and have its derivative. So neither the weights, nor a normalization before the block, nor
+the dtype of the model can hide a clamp or another activation. The formula is never inferred from names.
 """
 
 import math
@@ -29,19 +29,19 @@ class Refusal(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The block found by runs of a module.
+    """The block that was found by running a module.
 
     Attributes:
         maps_in, map_out, activation, dropout: attributes of `Block`.
-        first, last: the modules of the maps.
+        first, last: modules of the input maps, and of the output map.
         between: modules called between them.
         after: dropouts called after them.
-        counts: calls of each module in one run.
-        rate: module and attribute with the rate of the dropout between the maps, if that is called as a function.
-        trial: the run that revealed it.
+        counts: number of calls of each module in one run.
+        rate: module and attribute that hold the rate of the dropout between the maps, if it is called as a function.
+        trial: the run in which the block was found.
         is_whole: returns whether the maps receive the module's input unchanged, and its output is the last map's.
-        values, hidden: injected output of the first map, and the input of the last map that followed from it.
-        is_dropped: the dropout between the maps is also applied to the last map's output.
+        values, hidden: injected output of the first map, and the resulting input of the last map.
+        is_dropped: whether the dropout between the maps is also applied to the last map's output.
     """
 
     maps_in: tuple[LinearMap, ...]
@@ -66,12 +66,15 @@ class Pieces(NamedTuple):
 
 
 def near(owner: nn.Module) -> dict[str, nn.Module]:
-    """Return children and their children by name: the modules that may form a block held by ``owner`` itself."""
+    """Return children and grandchildren by name: the modules that may form a block held by ``owner`` itself."""
     return {name: m for name, m in owner.named_modules() if name and name.count(".") < 2}
 
 
 def looks_linear(module: nn.Module) -> tuple[int, int] | None:
-    """Sizes (in, out) of a module that looks like a linear map; it may be quantized, wrapped or a convolution."""
+    """Return the sizes (in, out) of a module that looks like a linear map; None for other modules.
+
+    The module may be quantized, wrapped or a convolution.
+    """
     kind = type(module).__name__
     for names in (("in_features", "out_features"), ("nx", "nf"), ("in_channels", "out_channels")):
         first, last = (getattr(module, name, None) for name in names)
@@ -91,14 +94,16 @@ def is_there_and_back(first: nn.Module, last: nn.Module) -> bool:
 
 
 def _fit(first: tuple[int, int], last: tuple[int, int], parts: int) -> bool:
-    """Return whether sizes (in, out) are those of maps D -> ``parts`` H and H -> D. A size of 0 is yet unknown."""
+    """Return whether sizes (in, out) fit maps D -> ``parts`` * H and H -> D. 0 is an unknown size."""
     (width, height), (last_height, last_width) = first, last
     return all(a == b or 0 in (a, b) for a, b in ((width, last_width), (height, parts * last_height)))
 
 
 def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
-    """Names of the pairs of maps D -> H and H -> D that this module holds itself, not within one child; and whether
-    they are likely a block's: few other maps have the same parent, unlike an attention's."""
+    """Return the names of the pairs of maps D -> H and H -> D that are not both within one child of the module.
+
+    The value is True if the pair is likely a block: few other maps have the same parent, unlike in an attention.
+    """
     linear = {name: size for name, m in near(owner).items() if (size := looks_linear(m)) is not None}
     siblings = Counter(name.rpartition(".")[0] for name in linear)
     pairs = {}
@@ -113,13 +118,17 @@ def lookalikes(owner: nn.Module) -> dict[tuple[str, str], bool]:
 
 
 def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | Refusal:
-    """Return the block that ``function`` (``owner`` itself if None) computes with maps that ``owner`` holds."""
+    """Return the block that ``function`` computes with maps of ``owner``, or the reason why there is none.
+
+    Args:
+        function: a method of ``owner``; None for ``owner`` itself.
+    """
     alike, names = lookalikes(owner), near(owner)
     modules = {names[n]: linear_map(names[n]) for pair in alike for n in pair}
     maps = {module: found for module, found in modules.items() if found is not None}
     pairs = {(names[a], names[b]) for a, b in alike}
     known = {tuple(m.weight.shape) for m in maps.values()}
-    # [H, D] with its [D, H]; [2 H, D] for gate and value in one.
+    # [H, D] that has a matching [D, H]; [2 H, D] if one map computes gate and value.
     shapes = sorted((h, w) for h, w in known if (w, h) in known or (h % 2 == 0 and (w, h // 2) in known))
     if not shapes:
         return Refusal("it has no linear maps D -> H and H -> D")
@@ -132,7 +141,7 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
         for trial in _trials(owner, function, (height, width), like):
             try:
                 calls, _ = trial()
-            except Exception as error:  # it takes other arguments
+            except Exception as error:  # the function takes other arguments
                 text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
                 refusal = Refusal(f"its forward does not run on rows alone ({text})")
                 continue
@@ -150,23 +159,24 @@ def read_block(owner: nn.Module, function: Callable | None = None) -> Pieces | R
 
 
 def _trials(owner: nn.Module, function: Callable, shape: tuple[int, int], like: Tensor) -> Iterator[Trial]:
-    """Yield ways to call ``function``: rows for the first parameter, enough to hold all probe values; None, rows or
-    sizes for the others without a default; images where the module holds a convolution.
+    """Yield ways to call ``function``.
 
-    Children outside of the block may require more, as an attention its masks and positions. The last trials replace
-    them by stubs that return their input, by itself or with one or two Nones.
+    The first parameter gets rows, enough to hold all probe values, or images if the module holds a convolution. The
+    others without a default get None, rows or sizes. Children outside of the block may require more arguments, such as
+    the masks and positions of an attention. The last trials replace these children by stubs that return their input,
+    or a tuple of it and one or two Nones.
     """
     height, width = shape
     side = math.isqrt(max(8, math.ceil(len(probe_values(like.dtype)) / (2 * height)))) + 1
     generator = torch.Generator().manual_seed(0)
-    # Two sequences: one would hide a function that mixes or counts them.
+    # Two sequences: a single one would hide a function that mixes or counts sequences.
     rows = torch.randn(2, side * side, width, generator=generator, device="cpu", dtype=torch.float32)
     rows = rows.to(device=like.device, dtype=like.dtype)
     others = len(required(function)) - 1
     choices = [(rows, *(None for _ in range(others)))]
     if others > 0:
         choices.append((rows, *(rows for _ in range(others))))
-        # Streams of different widths (LiLT).
+        # Inputs of different widths (LiLT).
         sizes = [looks_linear(near(owner)[name]) for name, _ in lookalikes(owner)]
         widths = {size[0] for size in sizes if size is not None}
         choices += [(rows, *(rows[..., :w] for _ in range(others))) for w in sorted(widths) if w < width]
@@ -203,7 +213,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     if len(dropouts) > 1:
         return Refusal(more)
     if len(first) == 2 and len({maps[m].weight.shape for m in (*first, last)} - {map_out.weight.shape}) > 1:
-        return Refusal(f"{label} have sizes that do not fit")
+        return Refusal(f"{label} have sizes that do not match")
     is_fused = len(first) == 1 and maps[first[0]].weight.shape[0] == 2 * map_out.weight.shape[1]
     maps_in = [maps[m] for m in first]
     if is_fused:
@@ -212,7 +222,7 @@ def _read(trial: Trial, calls: list[Call], chosen: list[int], index: int, maps: 
     inject = Injection(trial, first, last, [calls[i].output.shape for i in chosen], map_out.weight, is_fused)
     try:
         hidden = inject().hidden
-    except Exception:  # a normalization, say, whose weights do not go with float64
+    except Exception:  # for example of a normalization whose weights are not float64
         return Refusal(more)
     if not all(is_plain(m) for m in between if not {*first, last} & {*m.modules()}):
         return Refusal(more)
@@ -276,7 +286,7 @@ def _attribute_of(rates: Rates, holders: list[nn.Module], inject: Injection) -> 
 
 
 class _Dense(nn.Module):
-    """A block in place of the MoE layer."""
+    """A block's formula as a module, which is installed as the MoE layer would be."""
 
     def __init__(self, block: Block):
         super().__init__()
@@ -287,11 +297,10 @@ class _Dense(nn.Module):
 
 
 def keeps_output(trial: Trial, block: Block, owner: nn.Module | None = None) -> bool:
-    """Return whether the module's output is unchanged, up to rounding, if the block's formula is installed as the MoE
-    layer would be.
+    """Return whether the module's output stays the same, up to rounding, if the block's formula replaces the block.
 
     Args:
-        owner: the module that ``block.install`` changes, if it is more than the module of ``trial``.
+        owner: the module that ``block.install`` changes; None for the module of ``trial``.
     """
     rows, after = trial.args[0], []
     for x in (rows, wide_rows(rows)) if block.install is None else (rows,):

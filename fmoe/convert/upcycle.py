@@ -3,7 +3,8 @@
 Every expert starts as the dense block f, so that a token whose experts have weights w_k gets ``(sum_k w_k) f(x)``. The
 sum depends on the gate: 1 for softmax over the chosen experts, a probability for Switch, less where assignments are
 dropped. `plan_upcycling` works for any gate: it runs the layer on a small block and measures the sum. A sum that is the
-same for all tokens is divided out of the experts' output maps; if it differs between tokens, the caller gets an error.
+same for all tokens is divided out of the experts' output maps. If it differs between tokens, and still differs with
+router logits near zero, the caller gets an error.
 
 **Granularity m** makes experts of H / m hidden units (virtual groups, arXiv 2410.07524): expert e holds slice
 ``e mod m`` of the hidden units, and the m experts of a group have the same router weights, so that a token's K choices
@@ -23,7 +24,7 @@ from fmoe.convert.blocks import Block, LinearMap, is_elementwise
 from fmoe.errors import UserError
 from fmoe.moe import MoE
 
-# Router logits of this size make all probabilities 1 / E up to the tolerance of the comparison (1e-5 in float32), and
+# Router logits of this size make all probabilities 1 / E, up to the tolerance of the comparison (1e-5 in float32), but
 # still rank the experts.
 _QUIET_LOGIT, _QUIET_LOGIT_16_BIT = 1e-6, 1e-3
 _TOLERANCE = 1e-5
@@ -35,7 +36,7 @@ class Upcycling:
 
     Attributes:
         scale: factor of the experts' output maps (weight and bias).
-        is_quiet: the router starts with logits near zero, so that its probabilities are 1 / E.
+        is_quiet: whether the router starts with logits near zero, so that its probabilities are 1 / E.
         granularity: number of experts that one copy of the block is split into.
         noise: standard deviation of Gaussian noise on the weights, relative to their root mean square.
     """
@@ -48,8 +49,11 @@ class Upcycling:
 
 @torch.no_grad()
 def upcycle_(layer: MoE, block: Block, how: Upcycling) -> None:
-    """Fill the experts of ``layer``, which are `fmoe.experts.FFNExperts` of the block's sizes, and scale its router if
-    ``how`` requires it. Noise is keyed by (seed of the layer, global expert id, name), as initial weights are."""
+    """Fill the experts of ``layer`` from ``block``, and change its router if ``how`` requires it.
+
+    The experts are `fmoe.experts.FFNExperts` of the block's sizes. Like initial weights, noise is keyed by (seed of the
+    layer, global expert id, name of the parameter).
+    """
     experts, width = layer.experts, block.d_hidden // how.granularity
     for local in range(experts.weight_in.shape[0]):
         expert = layer.first_expert + local
@@ -89,16 +93,17 @@ def plan_upcycling(
     noise: float = 0.0,
     gate: str | None = None,
 ) -> Upcycling:
-    """Return how to upcycle so that the model's output is unchanged, measured on a layer that ``build`` makes.
+    """Return the plan that leaves the model's output unchanged, measured on a layer that ``build`` makes.
 
     Args:
         build: returns an MoE for a block, with all options of the final layers.
         block: one of the model's blocks.
-        exact: False accepts a changed output (dropped tokens, weights that differ), and scales by the median.
+        exact: False accepts a changed output (dropped tokens, weights with different sums) and scales by the median.
         gate: name of the gate in messages; None for its class.
 
     Raises:
-        UserError: the output would change; gives the reason.
+        UserError: the output would change, with the reason; ``noise`` is negative; the gate does not support
+            ``granularity``.
     """
     if noise < 0:
         raise UserError(f"noise={noise} must be at least 0")
@@ -135,13 +140,16 @@ def plan_upcycling(
 
 
 def check_block(block: Block, name: str, granularity: int) -> None:
-    """Raise a UserError that names the block if its weights or activation rule out upcycling."""
+    """Raise a UserError that names the block if its weights or its activation do not allow upcycling."""
     if any(t.is_meta for t in block.tensors):
         raise UserError(f"upcycle=True needs the weights of {name}, which is on the meta device: load them first")
     if block.d_hidden % granularity:
         raise UserError(f"granularity={granularity} does not divide the {block.d_hidden} hidden units of {name}")
     if granularity > 1 and not is_elementwise(block.activation):
-        raise UserError(f"granularity={granularity} needs an elementwise activation; that of {name} processes rows")
+        raise UserError(
+            f"granularity={granularity} needs an elementwise activation; the activation of {name} processes rows as a "
+            "whole: use granularity=1"
+        )
 
 
 def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None, name: str) -> None:
@@ -151,8 +159,8 @@ def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None,
     for key, value in (("num_experts", router.shape[0]), ("top_k", top_k)):
         if value % granularity:
             raise UserError(
-                f"{key}={value} is not divisible by granularity={granularity}: a copy of the dense block is that many "
-                "experts, and a token must get all of them"
+                f"{key}={value} is not divisible by granularity={granularity}: a copy of the dense block consists of "
+                "that many experts, and a token must get all of them"
             )
 
 
@@ -175,7 +183,7 @@ def _trial_block(block: Block, granularity: int) -> Block:
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
     """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if no such number exists.
 
-    One half of the tokens are random, the others all equal, so that they crowd the same experts.
+    Half of the tokens are random. The others are all equal, so that they crowd the same experts.
     """
     upcycle_(layer, block, how)
     mode = layer.training

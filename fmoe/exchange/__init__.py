@@ -31,10 +31,10 @@ def build_exchange(
     exchange: str = "all_to_all",
     options: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """Return the exchange of that name for an expert parallel group; a local one if there is no group or one rank.
+    """Return the exchange of that name for an expert parallel group; `LocalExchange` for one rank or no group.
 
     Raises:
-        UserError: an unknown name or option, the experts do not spread evenly over the group.
+        UserError: an unknown name or option; the group's size does not divide ``num_experts``.
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")
@@ -50,7 +50,7 @@ def build_exchange(
 
 
 def _options_of(factory: Callable[..., GroupExchange]) -> list[str] | None:
-    """Names of its options; None for a function, which may take any."""
+    """Return the names of a factory's options; None for a function, which may take any."""
     if not isinstance(factory, type):
         return None
     constructors = [vars(base)["__init__"] for base in factory.__mro__[:-1] if "__init__" in vars(base)]

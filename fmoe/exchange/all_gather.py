@@ -1,8 +1,8 @@
-"""Every rank gets all tokens and computes its experts' share; each token's rank sums the shares.
+"""Every rank gets all tokens and computes the share of its experts in each output; a token's rank sums the shares.
 
-For small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and each pair
-of ranks exchanges a sum instead of K rows. The bytes grow with W (docs/parallelism.md), and every rank holds
-the tokens of all.
+For small groups and large K: a token is sent once to each rank instead of once to each of its K experts, and each rank
+returns one sum per token instead of a row per expert. The bytes grow with W (docs/parallelism.md), and every rank
+holds the tokens of all ranks.
 
 Shape letters: T tokens of this rank, T' of the rank with most tokens, others as in `fmoe.exchange.base`.
 """
@@ -25,8 +25,8 @@ class AllGatherExchange(GroupExchange):
     """Exchange that gathers all tokens on every rank and sums the ranks' shares, for small groups and large K.
 
     Args:
-        group, num_experts, wire_dtype: see `GroupExchange`. Sums are computed in float32 for every
-            wire dtype.
+        group, num_experts, wire_dtype: see `GroupExchange`. Shares are summed at least in float32 for every wire
+            dtype.
     """
 
     def plan(self, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -109,14 +109,14 @@ def _gather(x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype
 
 
 def _sum_scatter(x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
-    """[W * T', ...], part w for rank w -> the sum of the parts that this rank receives, in the order of ranks."""
+    """Send part w of [W * T', ...] to rank w, and return the sum of the received parts, added in the order of ranks."""
     received = all_to_all(group, x if wire is None else x.to(wire), what="scattering of sums").wait()
     parts = received.view(group.size(), -1, *x.shape[1:])[:, :length]
     return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 class _Gather(torch.autograd.Function):
-    """[T, ...] on every rank -> [W * T', ...] of all ranks, padded with zeros."""
+    """Gather [T, ...] of every rank to [W * T', ...] on all ranks, padded with zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, longest: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """The adjoint of `_Gather`: every rank's sums for all tokens -> the total for this rank's tokens."""
+    """Sum over ranks and return this rank's tokens; the adjoint of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int, group: dist.ProcessGroup, wire: torch.dtype | None) -> Tensor:

@@ -3,7 +3,7 @@
 Rows can be exchanged in chunks, to overlap communication with computation (FasterMoE's smart schedule, PPoPP'22 section
 4.2) or to bound the rows that a rank holds (``max_rows``).
 
-Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows that one of them sends.
+Shape letters: see `fmoe.exchange.base`; P peers of one hop, X kinds of rows that a peer sends (`fmoe.exchange.hops`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,9 +31,9 @@ class _Agreed(NamedTuple):
 
     Attributes:
         tensors, on_host: the counts (`AllToAllExchange._exchange_counts`), on the device and on the host.
-        shadowed: experts to send to all ranks, with this rank's rows of each.
-        needed: number of chunks that ``max_rows`` needs.
-        depth: backward depth of all ranks.
+        shadowed: experts to send to all ranks, with the number of this rank's rows for each.
+        needed: number of chunks that ``max_rows`` requires.
+        depth: agreed backward depth.
     """
 
     tensors: list[Tensor]
@@ -48,12 +48,12 @@ class AllToAllExchange(base.GroupExchange):
 
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
-        chunks: parts in which rows travel; 1 sends all rows, computes, returns all rows.
+        chunks: number of parts in which rows are sent; 1 sends all rows, computes, and returns all rows.
         max_rows: upper bound on R. If the gate sends more to any rank, more chunks are used, and the experts'
             activations are recomputed in the backward pass: a hot expert costs time, not memory. At least 2 * E; None
             for no bound.
-        shadow: upper bound on the experts per forward pass that are sent to all ranks instead of rows to them, if that
-            is faster (`fmoe.exchange.shadow`); 0 for none.
+        shadow: upper bound on the experts per forward pass that are sent to all ranks, so that their rows need not be
+            sent, if that is faster (`fmoe.exchange.shadow`); 0 for none.
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
     """
 
@@ -83,27 +83,27 @@ class AllToAllExchange(base.GroupExchange):
         try:
             parameters = self._first_expert(experts)
         except UserError as error:
-            self.post_failure(error)  # others may have experts that can be shadowed, and wait
+            self.post_failure(error)  # other ranks may have experts that can be shadowed, and then wait for this one
             raise
         shapes = ", ".join(f"{list(p.shape)} {p.dtype}" for p in parameters)
-        super().prepare({**facts, "experts to lend": shapes}, experts, device)
+        super().prepare({**facts, "expert shapes": shapes}, experts, device)
         if self.cost is None:
             self.cost = measure(self.group, parameters, facts["d_model"], device)
         return None
 
     def _first_expert(self, experts: nn.Module) -> list[Tensor]:
-        """Parameters of this rank's first expert.
+        """Return the parameters of this rank's first expert.
 
         Raises:
             UserError: the experts cannot be shadowed.
         """
         if (shadow := getattr(experts, "shadow", None)) is None:
             raise UserError(
-                f"exchange_options: shadow={self.shadow} needs experts that can be lent (FFNExperts, or modules of one "
-                f"kind without buffers), not {type(experts).__name__}"
+                f"exchange_options: shadow={self.shadow} is not supported for {type(experts).__name__}: it needs "
+                "FFNExperts, or modules of one class without buffers"
             )
         if getattr(experts, "_is_fsdp_managed_module", False):
-            raise UserError(f"exchange_options: shadow={self.shadow} cannot lend experts that fully_shard cut")
+            raise UserError(f"exchange_options: shadow={self.shadow} is not supported with fully_shard: use shadow=0")
         return shadow(0)
 
     def describe(self) -> str:
@@ -125,7 +125,7 @@ class AllToAllExchange(base.GroupExchange):
         return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Join the exchange of counts with a flag instead of rows: all ranks raise."""
+        """Join the exchange of counts with a flag and no rows, so that all ranks raise."""
         self._agree(torch.zeros(self.num_experts, dtype=torch.int64, device=device), error, 0)
 
     def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
@@ -155,12 +155,12 @@ class AllToAllExchange(base.GroupExchange):
         return chunks
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
-        """Rows of each local expert: kind x is of expert ``x % L``."""
+        """Return the number of rows of each local expert. Rows of kind x are for expert ``x % L``."""
         num_local = self.num_local_experts
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
     def _choose_shadows(self, count_E: Tensor, cost: Cost) -> list[tuple[int, int]]:
-        """Experts to send to all ranks, with this rank's rows of each."""
+        """Return the experts to send to all ranks, with the number of this rank's rows for each."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
@@ -168,14 +168,14 @@ class AllToAllExchange(base.GroupExchange):
 
     def _chunks_needed(self, received: list[Tensor], max_rows: int) -> Tensor:
         num_rows = torch.stack([counts.sum() for counts in received]).max()
-        # An expert's rows of one sender are split as evenly as possible: at most one per chunk more than R / chunks.
+        # Each sender's rows of each expert are split as evenly as possible: a chunk has at most R / chunks + E rows.
         needed = -(-num_rows // (max_rows - self.num_experts))
         needed = torch.where(num_rows <= max_rows, 1, needed).view(1, 1)
         return all_reduce(self.group, needed, dist.ReduceOp.MAX, "agreement on chunks").wait(for_host=True)
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors [P, X + 1] to copy to the host, and the counts of rows received in each hop. The last column
-        of the last tensor holds flags, among them the largest of all ranks."""
+        of the last tensor holds flags of ranks, including the largest flag of all ranks."""
         send = count_E.view(self.ep_size, self.num_local_experts)
         send = torch.cat([send, torch.full_like(send[:, :1], flag)], 1)
         receive = all_to_all(self.group, send, what="exchange of counts").wait(for_host=True)
@@ -184,13 +184,14 @@ class AllToAllExchange(base.GroupExchange):
     def _hops(
         self, tensors: list[Tensor], on_host: list[Counts]
     ) -> tuple[list[HopCounts], Counts, Iterable[int] | None]:
-        """The hops, the counts [P][X] of the last one, and the order of experts in which rows leave (None: by id)."""
+        """Return the hops, the counts [P][X] of the last hop, and the order of experts in which rows are sent (None: by
+        id)."""
         send, receive = ([row[:-1] for row in rows] for rows in on_host)
         return [hop_counts(self.group, send, receive, tensors[1][:, :-1])], receive, None
 
 
 def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, received: Tensor) -> HopCounts:
-    """Return the hop of rows that are sorted by expert on their way out and needed by local expert.
+    """Return the counts of one hop. Rows are sent sorted by expert and needed sorted by local expert.
 
     Args:
         received: ``receive_WL`` on the device.
@@ -200,18 +201,18 @@ def hop_counts(group: dist.ProcessGroup, send_WL: Counts, receive_WL: Counts, re
 
 
 def _to_host(tensors: list[Tensor]) -> list[Counts]:
-    """Matrices on the host, in one copy."""
+    """Return matrices as lists on the host, with one copy for all."""
     values = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
     return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
 
 
 class Dispatch:
-    """Rows to the ranks of their experts, through the experts, and back.
+    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
 
     Args:
-        plan: of all chunks, for a part of a `ChunkedDispatch`.
-        hops: one; two for the hierarchical exchange.
-        counts: rows of each local expert.
+        plan: plan of all rows; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
+        hops: one hop, or two for the hierarchical exchange.
+        counts: number of rows of each local expert.
         depth: largest backward depth of any rank (`base.GroupExchange.open`).
     """
 
@@ -225,7 +226,7 @@ class Dispatch:
         return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Rows in the order of the plan -> the outputs of their experts."""
+        """Return the outputs of the experts for rows in the order of the plan."""
         arrived = list(rows)
         for hop in self.hops:
             arrived = [hop.forward(r) for r in arrived]
@@ -235,17 +236,18 @@ class Dispatch:
         return outputs
 
     def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Rows of this rank's experts -> their outputs."""
+        """Return the outputs of this rank's experts for their rows."""
         return [tie(join_graph(y, self.depth > 0), rows) for y in experts(rows, self.counts)]
 
 
 class ChunkedDispatch:
-    """Rows in chunks: while the experts compute one, the next one is sent and the previous one is returned.
+    """Sends rows in chunks: while the experts compute a chunk, the next one is sent and the previous one is returned.
 
     Args:
         plan: orders rows by chunk, with the rows of shadowed experts at the end.
+        chunks: a dispatch for each chunk.
         shadowed: experts whose rows stay on this rank; None for none.
-        is_bounded: one chunk after the other, recomputed in the backward pass.
+        is_bounded: process the chunks one after the other, and recompute them in the backward pass.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Contracts of exchanges, which move rows to the ranks that own their experts, and back.
 
-A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. It agrees on the
-counts of rows, permutes, sends, calls the experts, returns their outputs and combines them. An error on one rank inside
-the session raises on every rank.
+A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. The ranks agree on
+the counts of rows, permute and send rows, call the experts, return their outputs and combine them. An error on one
+rank inside the session raises on every rank.
 
 Shape letters: T tokens, K experts per token, D width, E experts of all ranks, L experts of a rank, W ranks, M rows that
 this rank sends, R rows that it receives. Rank w of the group owns the experts w * L ... (w + 1) * L - 1.
@@ -25,7 +25,7 @@ from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
-Facts = Callable[[Any], dict[str, object]]  # a layer's input -> what must be the same on all ranks
+Facts = Callable[[Any], dict[str, object]]  # a layer's input -> settings that must be equal on all ranks
 NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
 
 
@@ -33,8 +33,11 @@ class Dispatch(Protocol):
     """One forward pass after the ranks have agreed on the counts of rows; differentiable."""
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Tensors [T, ...] of which each expert gets its tokens' rows -> ``sum_k weight_tk * output of expert (t, k)``,
-        [T, ...] for each tensor that the experts return."""
+        """Return ``sum_k weight_tk * output of expert (t, k)``, [T, ...] for each tensor that the experts return.
+
+        Args:
+            inputs: tensors [T, ...]; each expert gets the rows of its tokens.
+        """
         ...
 
 
@@ -54,7 +57,7 @@ class Exchange(Protocol):
     """Moves rows between the ranks of an expert parallel group.
 
     Attributes:
-        ep_rank, ep_size: this rank's place in the group, and the group's size.
+        ep_rank, ep_size: this rank's index in the group, and the group's size.
         group: None for a single rank; read-only.
         num_experts, num_local_experts: E and L.
         traffic: bytes that this rank has sent to others, in forward and backward passes.
@@ -75,14 +78,14 @@ class Exchange(Protocol):
         """Open a forward pass.
 
         Args:
-            name: the layer's, for errors.
-            facts: called with ``x`` in the first session; returns what must be the same on all ranks.
+            name: the layer's name in errors.
+            facts: called with ``x`` in the first session; returns settings that must be equal on all ranks.
             experts: the experts of this rank.
             x: the layer's input.
-            gate_runs_collectives: the gate communicates over the group, so that other ranks wait for this one in it.
+            gate_runs_collectives: whether the gate communicates, so that other ranks may wait for this one in the gate.
 
         Raises:
-            UserError: the facts differ; on all ranks, with the fact, the ranks and the values.
+            UserError: the facts differ; raised on all ranks, with the fact, the ranks and the values.
         """
         ...
 
@@ -93,15 +96,15 @@ class GroupExchange:
     Args:
         group: the expert parallel group, gloo or nccl.
         num_experts: E.
-        wire_dtype: dtype of rows on the wire, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for their
-            own.
+        wire_dtype: dtype in which rows are sent, e.g. ``torch.bfloat16`` for half of the bytes of float32; None for the
+            dtype that they have.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, wire_dtype: torch.dtype | None = None):
         if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
             raise UserError(f"exchange_options: wire_dtype={wire_dtype!r} is not a floating point dtype")
         self.group, self.wire_dtype, self.traffic = group, wire_dtype, Traffic()
-        self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all that rows travel over
+        self.groups: tuple[dist.ProcessGroup, ...] = (group,)  # all groups over which rows are sent
         self.ep_rank, self.ep_size = group.rank(), group.size()
         self.num_experts, self.num_local_experts = num_experts, num_experts // group.size()
         self._is_prepared = False
@@ -126,14 +129,14 @@ class GroupExchange:
         try:
             refuse_replicating_wrapper(experts, self.group, name)
             yield session
-        except _StopRecomputationError:  # no failure: a checkpoint has all that it needs of this pass
+        except _StopRecomputationError:  # no failure: a checkpoint stops this pass because it needs no more of it
             raise
         except Exception as error:
             session.report(error)
             raise
 
     def prepare(self, facts: Mapping[str, object], experts: nn.Module, device: torch.device) -> None:
-        """Run before the first session.
+        """Compare settings between ranks; called in the first session.
 
         Raises:
             UserError: the facts differ between ranks.
@@ -145,7 +148,7 @@ class GroupExchange:
         return f"{type(self).__name__}(wire_dtype={self.wire_dtype})"
 
     def plan(self, routing: Routing) -> Any:
-        """Return what `open` needs of a routing."""
+        """Return the plan of a routing, for `open`."""
         return DispatchPlan.from_routing(routing, self.num_experts)
 
     def open(self, plan: Any, depth: int) -> Dispatch:
@@ -154,17 +157,17 @@ class GroupExchange:
         Args:
             plan: from `plan`.
             depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither, or
-                `NO_GRAD`. All ranks go as far as one of them has to (except `PaddedExchange`, which exchanges nothing
-                beforehand).
+                `NO_GRAD`. All ranks then use the largest depth of any rank (except in `PaddedExchange`, whose ranks
+                exchange nothing beforehand).
 
         Raises:
-            PeerError: another rank failed before it got here.
+            PeerError: another rank failed before this exchange.
             UserError: this rank trains while another one runs without gradients.
         """
         raise NotImplementedError
 
     def agreed_depth(self, own: int, largest: int) -> int:
-        """Return how far all ranks go backward, from this rank's depth and the largest one of all."""
+        """Return the depth that this rank uses, from its own depth and the largest depth of all ranks."""
         if largest == NO_GRAD and own in (1, 2):
             self._refuse_no_grad()
         return 0 if largest == NO_GRAD else largest
@@ -172,19 +175,19 @@ class GroupExchange:
     def _refuse_no_grad(self) -> NoReturn:
         raise UserError(
             f"{monitor_of(self.group).context}: this rank trains while another one of moe_group runs under "
-            "torch.no_grad(), which would not join the backward pass"
+            "torch.no_grad() and would not join the backward pass: run all ranks with gradients, or all without"
         )
 
     def abort(self, error: Exception, device: torch.device) -> None:
-        """Called instead of `open` by a rank that failed before it: every rank raises.
+        """Report that this rank failed before `open`, so that every rank raises. Called instead of `open`.
 
         Args:
-            device: of the layer, on which the others exchange their counts.
+            device: device of the layer, on which the other ranks exchange their counts.
         """
         self.post_failure(error)
 
     def restore_context(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return ``outputs``; errors in their backward pass name this forward pass, not the latest of another layer."""
+        """Return ``outputs``; errors in their backward pass name this forward pass, not another layer's later one."""
         contexts = [(monitor, monitor.context) for monitor in map(monitor_of, self.groups)]
 
         def restore(_grad: Tensor) -> None:
@@ -197,22 +200,22 @@ class GroupExchange:
         return outputs
 
     def post_failure(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one that it failed and will not join them."""
-        # A failure of another rank is known to its group, and to the other groups if they agreed on it.
+        """Report to the ranks that wait for this one that it failed and will not join them."""
+        # The group of a failed rank knows of its failure; all groups know of it if the ranks agreed on it.
         if not isinstance(error, PeerError) or (len(self.groups) > 1 and not error.is_agreed):
             for group in self.groups:
                 monitor_of(group).post_failure(error)
 
     def raise_on_all_ranks(self, failed: list[int], error: Exception | None, device: torch.device) -> NoReturn:
-        """Called by every rank: share the message of the first failed one and raise. It keeps its own exception."""
+        """Raise on every rank of the group (see the function `raise_on_all_ranks`); every rank must call it."""
         raise_on_all_ranks(self.group, failed, error, device)
 
 
 class GroupSession:
     """A forward pass over a group.
 
-    An error on this rank must reach the others where they wait: before `run` in the exchange of counts or in the gate's
-    collectives, afterwards in an exchange of rows.
+    An error on this rank must reach the other ranks where they wait: before `run`, in the exchange of counts or in the
+    gate's collectives; afterwards, in an exchange of rows.
 
     Attributes:
         report: makes an error of this rank raise on the other ranks.
@@ -251,7 +254,11 @@ _MESSAGE_BYTES = 4096
 def raise_on_all_ranks(
     group: dist.ProcessGroup, failed: list[int], error: Exception | None, device: torch.device
 ) -> NoReturn:
-    """Called by every rank of the group, with the same ``failed`` ranks and, on those, their error."""
+    """Raise on every rank: on a failed rank its own error, on the others a `PeerError` with the first failed rank's
+    message.
+
+    Every rank of the group calls this, with the same ``failed`` ranks and, if it is one of them, its error.
+    """
     text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error is not None else b""
     message = _as_bytes(text, device)
     broadcast(group, message, failed[0], "sharing of an error").wait(for_host=True)
@@ -275,17 +282,17 @@ def _as_text(message: Tensor) -> str:
 
 
 def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], device: torch.device) -> None:
-    """Called by every rank of the group: raise the same error on all of them if their facts differ.
+    """Raise the same error on all ranks of the group if their facts differ; every rank calls it.
 
     Args:
-        facts: values that are compared and shown as text.
+        facts: settings by name; their values are compared and shown as text.
 
     Raises:
         UserError: names the fact, the ranks that differ from the majority, and the values.
     """
     lines = [f"{name}={value}".replace("\n", " ")[:400] for name, value in facts.items()]
     message = _as_bytes("\n".join(lines).encode()[:_MESSAGE_BYTES], device)
-    messages = all_gather(group, message, "introduction of a layer").wait(for_host=True).view(group.size(), -1)
+    messages = all_gather(group, message, "comparison of settings").wait(for_host=True).view(group.size(), -1)
     rows = [dict(line.split("=", 1) for line in _as_text(message).split("\n") if "=" in line) for message in messages]
     for name in {name: None for row in rows for name in row}:
         column = [row.get(name, "nothing") for row in rows]
@@ -302,8 +309,8 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
     """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: they take
     the experts of several ranks for replicas.
 
-    Called in the forward pass, because torch reads which parameters to ignore from the outermost module, which a layer
-    cannot reach, and does not notify the modules that it wraps: only the wrapper that runs is visible from within.
+    Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to
+    ignore from the outermost module, which a layer cannot reach, and does not notify the modules that it wraps.
 
     Raises:
         UserError: a wrapper replicates or shards the experts of several ranks.
@@ -334,6 +341,6 @@ def _refuse_fully_shard(experts: nn.Module, name: str) -> None:
     is_marked = not getattr(next(experts.parameters(), None), "allreduce", True)
     if not is_marked and not any(isinstance(module, FSDPModule) for module in experts.modules()):
         raise UserError(
-            f"torch's fully_shard took the experts of {name} on all ranks for shards of the same ones: rebuild "
+            f"torch's fully_shard treated the experts of {name} on all ranks as replicas of each other: rebuild "
             "the model and shard it with fmoe.parallel.fully_shard(model, groups)"
         )

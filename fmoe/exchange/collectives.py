@@ -1,8 +1,8 @@
 """Collectives that do not hang: a failure on one rank raises on every rank and names it.
 
-A rank that waits longer than `PATIENCE` writes its position into the store of its process group, and reads whether
-another rank wrote that it failed. At the group's timeout, or when a connection breaks, the error names the ranks that
-have not reported. The fast path does not use the store: it is one wait with a short timeout.
+A rank that waits longer than `PATIENCE` writes the number of its collective into the store of its process group, and
+reads whether another rank wrote that it failed. At the group's timeout, or when a connection breaks, the error names
+the ranks that have not reported. The fast path does not use the store: it is one wait with a short timeout.
 """
 
 import collections
@@ -30,10 +30,10 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 Splits = list[int] | None
 
 PATIENCE = 1.0  # seconds of waiting before the store is asked
-_STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is left alone
+_STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is not asked again
 _BEFORE_WATCHDOG = 0.9  # share of a group's timeout after which a wait on a GPU gives up
 _SHORT = 0.1  # seconds; a wait on a GPU that ends sooner is not asked for an error
-_GRACE = 2.0  # more seconds for the others to say where they are, once a connection is broken
+_GRACE = 2.0  # additional seconds for the other ranks to report, once a connection is broken
 
 
 class PeerError(RuntimeError):
@@ -47,7 +47,7 @@ class PeerError(RuntimeError):
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that the group's collectives may take, as given to ``init_process_group`` or ``new_group``."""
+    """Return the group's timeout in seconds, as given to ``init_process_group`` or ``new_group``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for device in group._device_types:
@@ -71,18 +71,18 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out setup traffic, which is not part of a step."""
+        """Do not count traffic in this context: setup, which is not part of a step."""
         sent = self.sent
         yield
         self.sent = sent
 
 
 class GroupMonitor:
-    """Waits for the collectives of one process group, which are numbered as they start; `monitor_of` makes it.
+    """Waits for the collectives of one process group, numbered in the order of their start. Use `monitor_of` to get it.
 
     Attributes:
         context: the layer and its forward pass, for messages.
-        started: number of collectives so far.
+        started: number of collectives started so far.
         traffic: counts the bytes sent.
     """
 
@@ -103,7 +103,7 @@ class GroupMonitor:
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
-        if self._has_posted:  # a failure that everyone has got over
+        if self._has_posted:  # all ranks have recovered from that failure
             self._has_posted = False
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
@@ -151,7 +151,7 @@ class GroupMonitor:
     def post_failure(self, error: Exception) -> None:
         """Report to ranks that wait for this one, now or later, that it failed and will not join them."""
         reason = f"rank {self.rank} failed in {self.context}: {type(error).__name__}: {error}"
-        reason = str(error) if isinstance(error, PeerError) else reason  # that names another rank
+        reason = str(error) if isinstance(error, PeerError) else reason  # it already names the failed rank
         text = json.dumps([self.started, self.rank, reason[:4000]])
 
         def post(store: dist.Store) -> bool:
@@ -183,7 +183,7 @@ class GroupMonitor:
             before, absent = absent, self._absent(number)
             if not absent:
                 break
-            if before is not None and len(absent) < len(before):  # they are coming in: on a busy machine slowly
+            if before is not None and len(absent) < len(before):  # more ranks report; on a busy machine this is slow
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
         return PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})")
@@ -212,7 +212,10 @@ class GroupMonitor:
     def _missing(self, number: int) -> str:
         absent = self._absent(number)
         if absent is None:
-            return "a rank did not answer, nor did the store that would tell which (without torchrun it is in rank 0)"
+            return (
+                "a rank did not answer, and neither did the store, which would name it (without torchrun, the store is "
+                "in rank 0)"
+            )
         if not absent:
             return "the connection to a rank broke"
         return f"rank {', '.join(map(str, absent))} did not answer"
@@ -242,7 +245,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_succeeded(work: collectives.Started) -> bool:
-    """Return whether a complete collective succeeded: it may have, just after a wait for it timed out."""
+    """Return whether a complete collective succeeded, which is possible even if the wait for it just timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -275,7 +278,7 @@ class Pending:
         """Return the result.
 
         Args:
-            for_host: the host reads it next: on a GPU, wait until it is there.
+            for_host: whether the host reads the result next; on a GPU, wait until it is complete.
         """
         if self._result.device.type == "cpu":
             self._monitor.wait(self._work, self._what, self._number)
@@ -293,8 +296,9 @@ def all_to_all(
     """Start ``all_to_all_single``; waiting for the result reports failed and missing ranks.
 
     Args:
-        rows: sorted by the rank that they go to.
-        receive, send: rows from and to each rank; None for equal parts.
+        rows: rows sorted by destination rank.
+        receive, send: number of rows from and to each rank; None for equal parts.
+        what: name of the collective in errors.
     """
     rows = rows.contiguous()
     out = memory.empty((rows.shape[0] if receive is None else sum(receive), *rows.shape[1:]), rows)
@@ -308,7 +312,7 @@ def all_to_all(
 
 
 def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
-    """``all_gather_into_tensor`` under a monitor: [n, ...] on each rank -> [W * n, ...]."""
+    """Start ``all_gather_into_tensor`` under a monitor: [n, ...] on each of W ranks -> [W * n, ...]."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     monitor = monitor_of(group)
@@ -320,7 +324,7 @@ def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of
 def all_reduce(
     group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, what: str = "reduction"
 ) -> Pending:
-    """``all_reduce`` in place, under a monitor."""
+    """Start ``all_reduce`` in place, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.all_reduce, value, op=op, group=group)
@@ -328,7 +332,7 @@ def all_reduce(
 
 
 def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
-    """``broadcast`` in place from rank ``source`` of the group, under a monitor."""
+    """Start ``broadcast`` in place from rank ``source`` of the group, under a monitor."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
@@ -337,7 +341,7 @@ def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = 
 
 
 def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
-    """``reduce`` in place to rank ``target`` of the group, under a monitor; on other ranks ``value`` is undefined
+    """Start ``reduce`` in place to rank ``target`` of the group, under a monitor; on other ranks ``value`` is undefined
     afterwards."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):

@@ -1,8 +1,8 @@
 """All-to-all in two stages: first within the node, then between ranks of the same index in their nodes.
 
-Fewer and larger messages cross the slow network: one for each node instead of one for each of its ranks
-(the hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows
-move twice, the first time over the fast links of the node.
+Fewer and larger messages cross the slow network: a rank sends one to each node instead of one to each rank of it (the
+hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows are
+sent twice, the first time over the fast links of the node.
 
 Shape letters: N nodes of I ranks each; rank w is on node w // I, with index w % I. Others: `fmoe.exchange.base`.
 """
@@ -28,9 +28,9 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]"
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
-    """Return the group of this rank's node and the group of the ranks of its index; made once for each group and size.
+    """Return the group of this rank's node and the group of the ranks with its index, made once per group and size.
 
-    Called by every rank of ``group``.
+    Every rank of ``group`` must call it.
     """
     known = _subgroups.setdefault(group, {})
     if node_size not in known:
@@ -50,8 +50,9 @@ class HierarchicalExchange(AllToAllExchange):
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.
-        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE.
-        groups: existing groups of this rank's node and of the ranks of its index; None to make them.
+        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if that
+            is not set or larger.
+        groups: existing groups of this rank's node and of the ranks with its index; None to make them.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class HierarchicalExchange(AllToAllExchange):
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
             return self._exchange_in_stages(count_E, flag)
-        except PeerError as error:  # known in one stage's group only; ranks of the other wait for this one
+        except PeerError as error:  # only one stage's group has seen it; ranks of the other group wait for this one
             self.post_failure(error)
             raise
 
     def _exchange_in_stages(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
-        # [I, N * L + 1]: to each rank of the node the counts for the ranks of its index, and the flag. Both stages
+        # [I, N * L + 1]: for each rank of the node, the counts for the ranks with its index, and the flag. Both stages
         # forward the largest flag, so that every rank gets it.
         shape = (self.num_nodes, self.node_size, self.num_local_experts)
         flag_I1 = torch.full_like(count_E[:1], flag).expand(self.node_size, 1)
@@ -109,13 +110,13 @@ class HierarchicalExchange(AllToAllExchange):
         send, near, far = ([row[:-1] for row in rows] for rows in on_host)
         pass_on = [[n for row in near for n in row[m * num_local : (m + 1) * num_local]] for m in range(num_nodes)]
         device = tensors[0].device
-        # Rows come from rank i of the node by (node m, expert l) and are to leave by (m, i, l).
+        # Rows arrive from rank i of the node sorted by (node m, expert l), and must be sent on sorted by (m, i, l).
         i, m, local = torch.meshgrid(
             *(torch.arange(n, device=device, dtype=torch.int64) for n in (node_size, num_nodes, num_local)),
             indexing="ij",
         )
         near_key = ((m * node_size + i) * num_local + local).flatten(1)
-        # Then they come from node n by (i, l) and are wanted by l.
+        # Then they arrive from node n sorted by (i, l), and experts need them sorted by l.
         far_key = torch.arange(num_local, device=device, dtype=torch.int64).repeat(num_nodes, node_size)
         hops = [
             HopCounts(self.node, send, near, tensors[1][:, :-1], near_key),

@@ -1,7 +1,7 @@
-"""One all-to-all of rows with uneven splits, differentiable, and the order in which its rows are needed.
+"""A differentiable all-to-all of rows with uneven splits, and the order in which its rows are needed.
 
-Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends, S = P * X
-segments.
+Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends (rows of
+one kind are adjacent: S = P * X segments).
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ Counts = list[list[int]]
 class Hop:
     """Rows to the peers of ``group`` (`forward`) and back (`back`).
 
-    `start` is the asynchronous form of both, so that experts compute meanwhile. In the backward pass, `Handle.wait`
+    `start` is the asynchronous form of both, so that experts can compute meanwhile. In the backward pass, `Handle.wait`
     starts the exchange of the gradients and `start` waits for it.
 
     Attributes:
-        send, receive: rows to and from each peer.
-        order: index, among the rows as they arrive, of each row in the order needed, and the inverse of this index;
-            None if the two orders are equal.
-        wire_dtype: dtype of rows on the wire; None for their own.
+        send, receive: number of rows to and from each peer.
+        order: permutation from the order of arrival to the order needed, and its inverse; None if the two orders are
+            equal.
+        wire_dtype: dtype in which rows are sent; None for the dtype that they have.
     """
 
     group: dist.ProcessGroup
@@ -49,7 +49,7 @@ class Hop:
         return _AllToAll.apply(self.pack(rows_RD), self, True).to(rows_RD.dtype)
 
     def start(self, rows: Tensor, back: bool = False) -> "Handle":
-        """Begin `forward` or `back`; `Handle.wait` ends it."""
+        """Start `forward` or `back`; `Handle.wait` returns the rows."""
         handle = Handle(self, back, rows.dtype)
         handle.rows = _Start.apply(self.pack(rows) if back else rows.to(self._wire(rows)), handle)
         return handle
@@ -60,11 +60,11 @@ class Hop:
         return all_to_all(self.group, rows, receive, send)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """From the wire to the order needed, in one pass."""
+        """Return received rows in the order needed and in ``dtype``, in one pass."""
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order, dtype)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The inverse of `unpack`: as rows travel back."""
+        """Return rows in the order and dtype in which they are sent back; the inverse of `unpack`."""
         dtype = self._wire(rows)
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
@@ -77,9 +77,9 @@ class HopCounts:
     """Numbers of rows of each kind that a hop moves.
 
     Attributes:
-        send_PX, receive_PX: on the host.
+        send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: rows are needed in the order of these numbers, and otherwise as they arrive.
+        key_PX: sort keys. Rows are needed in the order of their keys, and rows of equal keys in the order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -91,7 +91,7 @@ class HopCounts:
     def hop(self, wire_dtype: torch.dtype | None = None) -> Hop:
         """Return the hop of all these rows."""
         send, receive = ([sum(row) for row in counts] for counts in (self.send_PX, self.receive_PX))
-        # One segment per peer is in order already, because keys rise with peers.
+        # With one segment per peer rows arrive in the order needed, because keys never decrease from peer to peer.
         is_sorted = self.key_PX.shape[1] == 1
         order = None if is_sorted else segment_order(self.receive, self.key_PX, sum(receive))
         return Hop(self.group, send, receive, order, wire_dtype)
@@ -130,8 +130,8 @@ def join_graph(x: Tensor, is_needed: bool) -> Tensor:
 
 
 def tie(out: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Tie an output of experts to their rows, so that all ranks run the same collectives in the backward pass and in a
-    recomputation, even if no expert of this rank uses its rows or saves anything."""
+    """Return an output of experts tied to their rows in the graph: all ranks then run the same collectives in the
+    backward pass and in a recomputation, even if no expert of this rank uses its rows or saves anything."""
     return _Tie.apply(out, *rows)
 
 
@@ -143,7 +143,7 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # here a checkpoint begins to recompute
+        _ = ctx.saved_tensors  # makes a checkpoint start its recomputation
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
@@ -164,9 +164,9 @@ class Handle:
 
     Attributes:
         back: True for `Hop.back`, False for `Hop.forward`.
-        dtype: of the rows before and after.
+        dtype: dtype of the rows before and after the exchange.
         rows: placeholder of the rows in the graph until `wait`.
-        pending, grads: collectives under way, of rows and of their gradients.
+        pending, grads: running collectives of rows and of their gradients.
     """
 
     hop: Hop
@@ -177,7 +177,7 @@ class Handle:
     grads: list[Pending] = field(default_factory=list)
 
     def wait(self) -> Tensor:
-        """Return the rows; once."""
+        """Return the rows. Call it only once."""
         placeholder, self.rows = self.rows, None  # its graph refers to this handle
         rows = _Wait.apply(placeholder, self)
         return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
@@ -197,7 +197,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         handle = ctx.handle
-        if torch.is_grad_enabled():  # for second derivatives (create_graph) `_Wait` left the exchange to this
+        if torch.is_grad_enabled():  # create_graph: `_Wait` leaves the exchange to this function
             return _AllToAll.apply(grad, handle.hop, not handle.back), None
         return handle.grads.pop().wait(), None
 

@@ -51,5 +51,5 @@ class LocalSession:
         plan = DispatchPlan.from_routing(routing, self._num_experts)
         if (outputs := experts.fused(inputs, weight_TK, plan)) is not None:
             return outputs
-        rows = [plan.permute(x, sum(plan.counts)) for x in inputs]  # counts: the only synchronization with the device
+        rows = [plan.permute(x, sum(plan.counts)) for x in inputs]  # counts: the only wait for the device
         return [plan.combine(y, weight_TK) for y in experts(rows, plan.counts)]

@@ -1,7 +1,7 @@
 """Every rank sends every expert the same number of rows, padded with zeros, so that the host reads no counts.
 
-GShard's form of the exchange (arXiv 2006.16668 section 3.2), for gates with a capacity. Counts stay on the device, no
-count exchange goes before the rows, and shapes are the same in every step.
+This is GShard's form of the exchange (arXiv 2006.16668 section 3.2), for gates with a capacity. Counts stay on the
+device and are not exchanged before the rows, and shapes are the same in every step.
 
 Shape letters: S slots that an expert has for one rank's rows, P = E * S slots of all experts; others as in
 `fmoe.exchange.base`.
@@ -20,13 +20,13 @@ from fmoe.routing import Routing
 
 
 class PaddedExchange(GroupExchange):
-    """Exchange of equally many rows per expert, padded with zeros: the host reads no counts (arXiv 2006.16668).
+    """Exchange of equally many rows per expert, padded with zeros, so that the host reads no counts (arXiv 2006.16668).
 
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
         slots: S, upper bound on the rows of one rank for one expert; None for the largest capacity of any rank in the
-            first forward pass. Later batches may be smaller, not larger.
+            first forward pass. Later batches must not be larger.
     """
 
     def __init__(

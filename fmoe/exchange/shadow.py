@@ -1,8 +1,8 @@
 """Shadowing: a hot expert is sent to all ranks, instead of their rows to it (FasterMoE, PPoPP'22 section 4.1).
 
-Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. It pays when
-the rows of the hot expert, on the wire and in its owner's queue, cost more than its parameters. `choose` decides from
-the loads of all ranks, which every rank has, so that all ranks decide alike.
+Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. This is faster
+if sending the rows and computing them all on the owner takes longer than sending the parameters. `choose` decides from
+the loads of all ranks, which every rank has, so that all ranks make the same decision.
 
 Shape letters: W ranks, E experts of all ranks, L experts of a rank.
 """
@@ -29,7 +29,7 @@ class Cost:
         row_seconds: time of an expert's GEMMs for one row, forward and backward.
         row_bytes: size of one row on the wire.
         expert_bytes: size of an expert's parameters.
-        bandwidth: bytes per second that a rank sends while it receives as many.
+        bandwidth: bytes per second that a rank sends while it receives at the same rate.
     """
 
     row_seconds: float
@@ -38,8 +38,8 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Return the time of the slowest rank: its rows are sent 4 times (there, back, and their gradients) and pass
-        the GEMMs, and each shadowed expert is sent twice (parameters, gradients)."""
+        """Return the seconds of the slowest rank. Rows are sent 4 times (there and back, and their gradients) and are
+        processed by the GEMMs; each shadowed expert is sent twice (parameters, gradients)."""
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
@@ -52,8 +52,8 @@ class Cost:
 
 
 def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: Cost) -> list[int]:
-    """Return the experts to shadow: the number of hottest experts, up to ``most``, that makes the pass fastest. All
-    numbers are tried, because one expert changes nothing if two ranks are equally slow."""
+    """Return the experts to shadow: the n hottest, with the n up to ``most`` that makes the pass fastest. All n are
+    tried, because shadowing one expert saves no time if two ranks are equally slow."""
     load_WE = torch.tensor(loads_WE, dtype=torch.int64, device="cpu")
     hottest = load_WE.sum(0).sort(descending=True, stable=True).indices[:most].tolist()
     count = min(range(len(hottest) + 1), key=lambda n: cost.seconds(load_WE, num_local, hottest[:n]))
@@ -61,14 +61,19 @@ def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: C
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
-    """Measure the cost model of this group and of experts like this one, equal on all ranks; takes milliseconds."""
+    """Measure the cost model for this group and for experts like this one. It is equal on all ranks.
+
+    Args:
+        expert: parameters of one expert.
+        row_width: elements of a row.
+    """
     size = sum(p.numel() for p in expert)
     dtype, itemsize = expert[0].dtype, expert[0].element_size()
     payload = torch.zeros(group.size() * (1 << 16), dtype=torch.float32, device=device)
     matrix = torch.zeros(256, 256, dtype=dtype, device=device)
 
     def seconds_of(run: Callable[[], object], repeats: int = 3) -> float:
-        run()  # the first one connects and warms up
+        run()  # the first run connects and warms up
         _synchronize(device)
         begin = time.perf_counter()
         for _ in range(repeats):
@@ -101,8 +106,8 @@ class Shadowed:
     Args:
         group: the expert parallel group.
         num_local: L.
-        rows: global id of each shadowed expert, and this rank's rows of it.
-        is_trained: some rank's backward pass reaches the experts.
+        rows: global id of each shadowed expert, and the number of this rank's rows for it.
+        is_trained: whether the backward pass of any rank reaches the experts.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_local: int, rows: Sequence[tuple[int, int]], is_trained: bool):
@@ -117,7 +122,7 @@ class Shadowed:
 
     def _parameters(self, expert: int, experts: ExpertCall) -> list[Tensor]:
         owner, local = divmod(expert, self._num_local)
-        # Other ranks take the shapes from their first expert.
+        # Ranks other than the owner take only the shapes, from their first expert.
         own = experts.shadow(local if owner == self._group.rank() else 0)
         return broadcast_parameters(self._group, owner, own, self._is_trained)
 
@@ -127,10 +132,10 @@ def broadcast_parameters(
 ) -> list[Tensor]:
     """Return the tensors of rank ``owner`` on every rank; differentiable, with gradients summed on the owner.
 
-    Called by every rank of the group. Only shapes and dtypes of the others' tensors matter.
+    Every rank of the group calls it. Of the ``tensors`` of the other ranks only shapes and dtypes are used.
     """
     own = tensors if owner == group.rank() else [t.detach() for t in tensors]
-    # All ranks join the backward pass, whoever trains which experts.
+    # All ranks join the backward pass, even those whose own experts are not trained.
     joins = torch.empty(0, requires_grad=is_trained, dtype=torch.float32, device="cpu")
     return list(_Broadcast.apply(group, owner, joins, *own))
 
@@ -142,7 +147,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, owner: int, joins: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.owner = group, owner
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        broadcast(group, flat, owner, "lending of an expert").wait()
+        broadcast(group, flat, owner, "broadcast of a shadowed expert").wait()
         ctx.like = [(t.shape, t.dtype) for t in tensors]
         return tuple(_unflatten(flat, ctx.like))
 
@@ -151,7 +156,7 @@ class _Broadcast(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UserError("shadowed experts have no second derivatives (create_graph=True): use shadow=0")
         flat = torch.cat([g.reshape(-1) for g in grads])
-        reduce(ctx.group, flat, ctx.owner, "return of a lent expert").wait()
+        reduce(ctx.group, flat, ctx.owner, "sum of a shadowed expert's gradients").wait()
         return None, None, None, *_unflatten(flat, ctx.like)
 
 

@@ -1,7 +1,8 @@
-"""Experts: ``experts(rows, counts_L) -> rows``, the rows of each local expert next to each other.
+"""Experts: ``experts(rows, counts_L) -> rows``, where rows are sorted by local expert.
 
-``counts_L`` is an int64 tensor on the CPU. An expert is given by a name below, as a module class or factory, or one by
-one in a sequence; `build_experts` makes a stack or a list of modules of it.
+``counts_L``, the number of rows of each local expert, is an int64 tensor on the CPU. Experts are given by a name below,
+by a module class or factory, or by a sequence with one entry per expert. `build_experts` makes a stack or a list of
+modules of them.
 """
 
 import functools
@@ -28,16 +29,17 @@ EXPERTS: dict[str, Callable[..., nn.Module]] = {
 
 
 def register_expert(name: str, factory: Callable[..., nn.Module]) -> None:
-    """Makes a factory of stacked experts known as ``FMoE(expert=name)``."""
+    """Register a factory of stacked experts under a name, for the option ``expert`` of a layer."""
     EXPERTS[name] = factory
 
 
 @torch.no_grad()
 def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
-    """Initialise a [out, in] matrix from a normal of standard deviation ``sqrt(scale / in)``, truncated at two of them.
+    """Fill a [out, in] matrix from a normal distribution of standard deviation ``sqrt(scale / in)``, truncated at two
+    standard deviations; return it.
 
-    The Switch Transformer's initialisation (arXiv 2101.03961 section 2.4): a tenth of the usual scale trains large
-    sparse models stably.
+    This is the Switch Transformer's initialisation (arXiv 2101.03961 section 2.4), which makes the training of large
+    sparse models stable by a tenth of the usual scale.
     """
     std = (scale / weight.shape[-1]) ** 0.5
     return nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
@@ -54,16 +56,19 @@ def build_experts(
     tensor_group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """Return this rank's experts, of the global ids ``local``, each drawn under its id.
+    """Return this rank's experts, whose weights depend on the seed and on their global ids.
 
     Args:
-        tensor_group: ranks that the hidden units of each are spread over.
+        expert: as in `fmoe.build.Spec`.
+        num_experts: number of experts on all ranks.
+        local: global ids of this rank's experts.
+        tensor_group: ranks over which the hidden units of each expert are spread; None for none.
         backend: one of `fmoe.experts.ffn.BACKENDS`; only "auto" and "torch" for modules.
 
     Raises:
-        UserError: an unknown name (lists the known ones), a sequence of another length than ``num_experts``, options
-            for experts that take none, a ``tensor_group`` for others than feed-forward experts, a backend that cannot
-            be.
+        UserError: an unknown name (lists the known ones), a sequence whose length is not ``num_experts``, options for
+            experts that take none, a ``tensor_group`` for experts other than ffn, swiglu and geglu, an unavailable
+            backend.
     """
     count = local.stop - local.start
     if backend not in BACKENDS:
@@ -78,7 +83,7 @@ def build_experts(
         options = {**options, "backend": backend}
     if tensor_group is not None:
         if made_by is not FFNExperts:
-            raise UserError(f"expert={expert!r} cannot be spread over expert_tensor_group: ffn, swiglu and geglu can")
+            raise UserError(f"expert={expert!r} is not supported with expert_tensor_group: use ffn, swiglu or geglu")
         options = {**fixed, **options, "group": tensor_group}
         return ShardedFFNExperts(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if isinstance(expert, str):
@@ -90,10 +95,12 @@ def build_experts(
     if options:
         raise UserError(f"expert_options={dict(options)!r} are for experts given by name: set them on the expert")
     if isinstance(expert, nn.Module):
-        raise UserError(f"expert is one module, {type(expert).__name__}: give a class, or {num_experts} modules")
+        raise UserError(
+            f"expert is one module, {type(expert).__name__}: pass its class, or a sequence of {num_experts} modules"
+        )
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
-        raise UserError(f"expert has {len(sources)} entries, num_experts={num_experts}")
+        raise UserError(f"expert has {len(sources)} entries; it must have num_experts={num_experts}")
     modules = []
     for index in range(local.start, local.stop):
         source = sources[index]

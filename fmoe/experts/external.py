@@ -1,11 +1,11 @@
-"""Experts' feed-forward blocks by other packages, where they are installed: ``backend="te"`` and ``"sonicmoe"``.
+"""Feed-forward experts computed by other packages, if they are installed: ``backend="te"`` and ``"sonicmoe"``.
 
-Thin adapters over what these packages are called by: TransformerEngine's ``GroupedLinear`` (2.x), and SonicMoE's
-``moe_general_routing_inputs`` (0.0.1). Parameters stay ours, in our layout, so that checkpoints, optimizers and the
-layer around do not depend on it; each function states the cost of converting its layout.
+Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.0.1).
+Parameters stay in our own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
+adapter states the cost of converting to the layout of its package.
 
-Shape letters: T tokens, K choices, M rows, L experts, D width, H hidden width, P height of the first map (2 H where
-gated, else H).
+Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
+first map (2 H if gated, else H).
 """
 
 import functools
@@ -44,7 +44,7 @@ def check(
     """Check that the backend supports such experts.
 
     Raises:
-        UserError: they cannot, or the package is missing.
+        UserError: the backend does not support them, or its package cannot be imported.
     """
     if dropout:
         raise UserError(f"backend={backend!r} has no dropout of hidden units (dropout={dropout})")
@@ -53,8 +53,8 @@ def check(
             raise UserError("backend='sonicmoe' is for swiglu experts: its other activations are not exactly ours")
         if d_model % 64 or d_model < 512 or d_hidden % 64:
             raise UserError(
-                f"backend='sonicmoe' needs d_model in multiples of 64 from 512 on and d_hidden in multiples of 64: "
-                f"d_model={d_model}, d_hidden={d_hidden}"
+                f"backend='sonicmoe' does not support d_model={d_model}, d_hidden={d_hidden}: d_model must be a "
+                "multiple of 64 and at least 512, d_hidden a multiple of 64"
             )
         if num_experts % 4:
             raise UserError(f"backend='sonicmoe' needs a multiple of 4 experts per rank, got {num_experts}")
@@ -65,7 +65,7 @@ def _module(backend: str) -> ModuleType:
     name, command = _NEEDS[backend]
     try:
         return importlib.import_module(name)
-    except Exception as error:  # an extension of another torch or CUDA raises what it likes
+    except Exception as error:  # an extension built for another torch or CUDA may raise any error
         package = name.partition(".")[0]
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(f"backend={backend!r} needs {package} ({reason}): {command}") from error
@@ -87,18 +87,18 @@ def ffn(
     weight_TK: Tensor | None = None,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`fmoe.kernels.expert_ffn`; with ``perm_N``, ``inverse_TK`` and ``weight_TK``, of tokens: gathered, computed and
-    combined, [T, D] to [T, D]. The host waits for the counts.
+    """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
+    tokens, which are gathered, computed and combined, [T, D] to [T, D]. The host waits for the counts.
 
     Raises:
-        UserError: rows that are not in 16 bits on a GPU.
+        UserError: the rows are not in 16 bits on a GPU.
     """
     _check_rows(backend, rows_MD)
     counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if sum(counts) and backend == "sonicmoe":
         return _by_sonic(rows_MD, stacks, counts, inverse_TK, weight_TK)
-    # Without rows by torch: gradients are zero then, not None.
+    # Without any rows torch computes, so that gradients are zero and not None.
     of_rows = _by_te if sum(counts) else _by_torch
     if perm_N is None or inverse_TK is None or weight_TK is None:
         return of_rows(rows_MD, stacks, counts, activation, gated)
@@ -120,8 +120,8 @@ def _by_torch(
 def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
-    """Its module takes a parameter an expert: those are slices of the stack, whose gradients autograd stacks again,
-    which is a pass over the gradients of the weights that our own operations do not have."""
+    """Compute by TransformerEngine. Its module takes a parameter per expert, here slices of the stack. Autograd stacks
+    their gradients again, an additional pass over the gradients of the weights, which our own operations avoid."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -137,7 +137,7 @@ def _linear(rows: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: li
 
 @functools.lru_cache(64)
 def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype: torch.dtype) -> nn.Module:
-    """A module without weights."""
+    """Return TransformerEngine's module without weights, on the meta device."""
     options = {"bias": has_bias, "params_dtype": dtype, "device": "meta"}
     return _module("te").GroupedLinear(experts, width, height, **options)
 
@@ -145,8 +145,8 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
 def _by_sonic(
     rows: Tensor, stacks: Stacks, counts: list[int], inverse_TK: Tensor | None, weight_TK: Tensor | None
 ) -> Tensor:
-    """It has rows of gate and value in turn where ours follow each other: a pass over the first matrices, and over
-    their gradients."""
+    """Compute by SonicMoE. It alternates the rows of gate and value, which are two halves in our layout. Conversion
+    is an additional pass over the first matrices and over their gradients."""
     package = _module("sonicmoe")
     w_in, b_in, w_out, b_out = stacks
     experts, device = len(counts), rows.device
@@ -159,7 +159,7 @@ def _by_sonic(
         score = torch.ones(rows.shape[0], device=device, dtype=torch.float32)
     else:
         row_N = inverse_TK.reshape(-1)
-        kept = (row_N < sum(counts)).nonzero().squeeze(1)  # in the order of tokens, as it wants them
+        kept = (row_N < sum(counts)).nonzero().squeeze(1)  # in the order of tokens, as SonicMoE requires
         end_E = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0).to(device)
         expert = torch.searchsorted(end_E, row_N[kept], right=True).to(torch.int32)
         token = (kept // inverse_TK.shape[1]).to(torch.int32)
@@ -182,6 +182,6 @@ def _by_sonic(
 
 
 def _interleaved(stack: Tensor) -> Tensor:
-    """[L, 2 H, ...], first halves and second ones -> one of each in turn."""
+    """Return a stack [L, 2 H, ...] with the rows of its first and second half in alternation."""
     experts, height, *rest = stack.shape
     return stack.view(experts, 2, height // 2, *rest).transpose(1, 2).reshape(experts, height, *rest)

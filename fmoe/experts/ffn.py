@@ -1,4 +1,4 @@
-"""Feed-forward experts with stacked weights, and how an exchange calls the experts of a layer, these or any module.
+"""Feed-forward experts with stacked weights, and `ExpertCall`, by which an exchange calls the experts of any kind.
 
 Shape letters: T tokens, K experts per token, R rows, L experts of this rank, D model width, H hidden width.
 """
@@ -25,7 +25,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.runtime import ownership
 
 Activation = Callable[[Tensor], Tensor]
-Counts = Tensor | Sequence[int]  # rows of each expert
+Counts = Tensor | Sequence[int]  # number of rows of each expert
 Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
 }
 
-# Hooks of a module that see rows or outputs between permutation and combination.
+# Hooks of a module, which see rows or outputs between permutation and combination.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _NUMBERS_AT_ONCE = 1 << 26  # of initial weights: 256 MiB
@@ -46,7 +46,7 @@ BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 class Stacked(nn.Module):
     """A module whose own parameters stack experts along the first axis.
 
-    They carry the mark ``is_stacked = True``: `fmoe.optim` treats each expert's slice as a tensor.
+    They have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate tensor.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -73,30 +73,32 @@ class Stacked(nn.Module):
 
 
 class FFNExperts(Stacked):
-    """``W_out act(W_in x + b_in) + b_out`` for each of L experts; gated, ``act`` is ``act(first half) * second half``
-    of a W_in of twice the height (GLU variants, arXiv 2002.05202).
+    """L feed-forward experts, ``W_out act(W_in x + b_in) + b_out``.
+
+    In gated experts W_in has twice the height, and ``act(first half) * second half`` replaces ``act`` (GLU variants,
+    arXiv 2002.05202).
 
     Args:
-        num_experts: L, this rank's.
+        num_experts: L, the number of experts of this rank.
         d_model, d_hidden: D and H.
         activation: a name of `ACTIVATIONS` or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
-        bias: whether the two linear maps have one.
-        first_expert: global id of the first of them; each expert's weights are drawn under its global id.
-        seed: key of the layer, for the same purpose.
-        dropout: of the hidden units in training ("expert dropout", Switch section 2.4).
+        bias: whether the two linear maps have biases.
+        first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
+        seed: key of the layer's weights.
+        dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
-            (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine's and SonicMoE's where they are installed,
-            "torch", or "auto": native on the CPU and cuda on a GPU, if they can be built. The constructor builds
-            them if needed.
-        gemm: of the cuda backend: "grouped", one call for all experts, "loop", one for each, "triton", or "auto",
-            whichever was measured to be fastest.
-        init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place; None for U(-1/sqrt(fan in),
-            1/sqrt(fan in)), torch's for a Linear (and then for the bias as well, which otherwise starts at zero).
+            (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
+            native on the CPU and cuda on a GPU, where they are loaded. The constructor loads the chosen backend and
+            builds it if needed; with "auto", it loads cuda if there is a GPU, else native.
+        gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
+            "auto" for the fastest in a measurement.
+        init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place, with biases zero; None for
+            U(-1/sqrt(fan in), 1/sqrt(fan in)) for weights and biases, as in torch's Linear.
     """
 
     into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.kernels.native.ops.expert_ffn`)
-    hidden_parts = 1  # ranks that the hidden units are spread over (`ShardedFFNExperts`)
+    hidden_parts = 1  # number of ranks over which the hidden units are spread (`ShardedFFNExperts`)
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class FFNExperts(Stacked):
         if self.backend == "auto":
             if self.weight_in.device.type == "cuda" or torch.cuda.is_available():
                 device = self.weight_in.device
-                cuda.load(device if device.type == "cuda" else None)  # what it cannot do it says once, on the logger
+                cuda.load(device if device.type == "cuda" else None)  # on failure it logs the reason once
             elif self.weight_in.device.type == "cpu":
                 native.load()
         elif self.backend in external.BACKENDS:
@@ -211,15 +213,15 @@ class FFNExperts(Stacked):
 
     @property
     def wants_row_keys(self) -> bool:
-        """Rows need keys, for dropout that does not depend on the split."""
+        """True if rows need keys, for dropout that does not depend on the split of the job."""
         return self.dropout > 0
 
     def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
         """Return the outputs of rows that are sorted by expert: [R, D].
 
         Args:
-            counts_L: rows of each expert; a tensor on the CPU or numbers.
-            keys_R: int64, of the dropout noise of each row; None draws it from torch's default generator.
+            counts_L: number of rows of each expert; a tensor on the CPU or numbers.
+            keys_R: int64, key of the dropout noise of each row; None draws the noise from torch's default generator.
         """
         return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
 
@@ -237,7 +239,7 @@ class FFNExperts(Stacked):
     def run_with(
         self, parameters: list[list[Tensor]], rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Tensor:
-        """`forward` of experts of other ranks, given what their `shadow` returned."""
+        """Run rows as `forward` does through experts of other ranks, given their parameters from `shadow`."""
         stacks = iter([torch.stack(column) for column in zip(*parameters, strict=True)])
         weight_in, bias_in = next(stacks), None if self.bias_in is None else next(stacks)
         weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
@@ -320,8 +322,10 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
 
 
 class ExpertCall:
-    """One forward pass of a layer's experts. They are called as a module, which hooks and FSDP see, except in a fused
-    forward (without hooks) and with parameters of other ranks.
+    """One forward pass of a layer's experts.
+
+    The experts are called as a module, so that hooks and FSDP see the call, except in a fused forward (which requires
+    that there are no hooks) and with parameters of other ranks.
 
     Args:
         module: the experts.
@@ -330,10 +334,11 @@ class ExpertCall:
         training: the layer's mode.
 
     Attributes:
-        needs_keys: rows need dropout keys, as their last tensor [R, 1], for dropout that does not depend on the split.
+        needs_keys: whether rows need dropout keys, as their last tensor [R, 1], so that dropout does not depend on the
+            split of the job.
 
     Raises:
-        UserError: tokens and experts have different dtypes, without autocast.
+        UserError: tokens and experts have different dtypes, and autocast is off.
     """
 
     module: Any  # an nn.Module; its type lacks the experts' own methods
@@ -342,17 +347,17 @@ class ExpertCall:
         self.module, self.name = module, name
         self.needs_keys = training and getattr(module, "wants_row_keys", False)
         dtype = getattr(module, "dtype", x_TD.dtype)
-        # Under fully_shard its mixed precision policy casts weights and rows when the experts are called.
+        # The mixed precision policy of fully_shard casts weights and rows when the experts are called.
         is_cast = torch.is_autocast_enabled(x_TD.device.type) or getattr(module, "_is_fsdp_managed_module", False)
         if x_TD.dtype != dtype and not is_cast:
             raise UserError(f"the input of {name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast")
 
     def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Return the outputs of the rows.
+        """Return the experts' outputs for their rows.
 
         Args:
             rows: tensors [R, ...], sorted by expert.
-            counts: rows of each expert.
+            counts: number of rows of each expert.
         """
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
         rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
@@ -363,7 +368,7 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
-        """Permute, compute and combine in one operation; None if the experts have none, or a hook is
+        """Permute, compute and combine in one operation; None if the experts have no such operation, or a hook is
         registered."""
         if self.needs_keys or not self._is_plain():
             return None
@@ -395,10 +400,10 @@ class ExpertCall:
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
         for out in outputs:
             if out.shape[0] != expected:
-                raise UserError(f"the experts of {self.name} returned {out.shape[0]} rows for {expected}")
+                raise UserError(f"the experts of {self.name} returned {out.shape[0]} rows for {expected} rows of input")
         return outputs
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether a call of the method runs ``function``: neither a subclass nor the instance replaces it."""
+    """Return whether the method is ``function``, which neither a subclass nor the instance replaces."""
     return getattr(type(owner), name) is function and name not in owner.__dict__

@@ -1,4 +1,4 @@
-"""Any modules as experts, called one after the other.
+"""Experts that are a list of arbitrary modules, called one after the other.
 
 Shape letters: R rows, L experts of this rank.
 """
@@ -19,12 +19,12 @@ from fmoe.errors import UserError
 class ModuleExperts(nn.ModuleList):
     """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be nests of tensors.
 
-    A module whose forward takes a second positional argument gets its count of rows as a tensor [1], as FastMoE's
+    A module whose forward takes a second positional argument gets its number of rows as a tensor [1], as FastMoE's
     experts do. A module without rows is called with zero rows, so that its gradients are zero and not None.
 
     Args:
-        modules: of this rank.
-        first_expert: global id of the first of them.
+        modules: the experts of this rank.
+        first_expert: global id of the first module.
         seed: key of the layer; `reset_parameters` draws each module under (seed, its global id), as `build_experts`
             does.
     """
@@ -37,30 +37,32 @@ class ModuleExperts(nn.ModuleList):
         """Return the outputs of rows that are sorted by expert, in the same order.
 
         Raises:
-            UserError: outputs of two experts differ in width or structure; names both.
+            UserError: the outputs of two experts differ in width or structure; names both experts.
         """
         return ModuleExperts._run([expert.__call__ for expert in self], list(self), rows, counts_L)
 
     @property
     def kind(self) -> str:
-        """Nothing must be equal on all ranks: modules may differ."""
+        """Description of the experts that must be equal on all ranks; a constant, because modules may differ."""
         return "modules"
 
     def shadow(self, local: int) -> list[Tensor]:
-        """The parameters of one module, for `run_with` on another rank.
+        """Return the parameters of one module, for `run_with` on another rank.
 
         Raises:
-            UserError: the modules are not of one kind, or have buffers, which are not lent.
+            UserError: the modules differ in class or parameter shapes, or have buffers, which are not sent.
         """
         kinds = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in self}
         if len(kinds) > 1 or next(self.buffers(), None) is not None:
-            raise UserError("modules can be lent if they are of one class, with parameters alike and without buffers")
+            raise UserError(
+                "modules can be shadowed only if all have the same class and parameter shapes, and none has buffers"
+            )
         return list(self[local].parameters())
 
     def run_with(
         self, parameters: list[list[Tensor]], rows: Any, counts: Sequence[int], keys_R: Tensor | None = None
     ) -> Any:
-        """`forward` of experts of other ranks, given what their `shadow` returned."""
+        """Run rows as `forward` does through experts of other ranks, given their parameters from `shadow`."""
         names = [name for name, _ in self[0].named_parameters()]
         calls = [
             functools.partial(_call_with, self[0], dict(zip(names, tensors, strict=True))) for tensors in parameters
@@ -88,13 +90,13 @@ class ModuleExperts(nn.ModuleList):
             if shape != shapes[0]:
                 raise UserError(
                     f"expert {index} returned rows of {_describe(shape)}, expert 0 of {_describe(shapes[0])}: "
-                    "experts must agree"
+                    "all experts must return the same shape"
                 )
         joined = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
         return pytree.tree_unflatten(joined, flat[0][1])
 
     def reset_parameters(self) -> None:
-        """Call ``reset_parameters`` of each module that has it: the same values at every expert parallel size."""
+        """Call ``reset_parameters`` of each module that has it. Values are the same at every expert parallel size."""
         for index, expert in enumerate(self, self.first_expert):
             with random.keyed("expert", self.seed, index):
                 for module in expert.modules():

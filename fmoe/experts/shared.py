@@ -16,9 +16,9 @@ class SharedExpert(nn.Module):
 
     Args:
         d_model: width of tokens.
-        expert: a module of tokens, or the hidden width of an FFN.
-        gated_output: multiplies its output by ``sigmoid(w . x)``, as Qwen2-MoE does.
-        options: of the FFN, as in `FFNExperts`.
+        expert: a module that maps tokens [T, D] to [T, D], or the hidden width of an FFN.
+        gated_output: multiply the output by ``sigmoid(w . x)``, as Qwen2-MoE does.
+        options: options of the FFN (`FFNExperts`).
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         if isinstance(expert, int):
-            # Drawn from torch's default generator, which the layer has keyed, as the rest of this module is.
+            # Drawn from torch's default generator, which the layer has keyed, like the other weights of this module.
             seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
             expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
         self.expert = expert
@@ -46,7 +46,7 @@ class SharedExpert(nn.Module):
                 reset()
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[T, D] -> [T, D]."""
+        """Map tokens [T, D] to outputs [T, D]."""
         if isinstance(self.expert, FFNExperts):
             y_TD = self.expert(x_TD, torch.tensor([x_TD.shape[0]], dtype=torch.int64, device="cpu"))
         else:

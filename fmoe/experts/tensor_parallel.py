@@ -1,10 +1,10 @@
 """Feed-forward experts whose hidden units are spread over ranks (expert tensor parallelism).
 
-The first linear map is cut by its rows, both halves of a gated one, the second by its columns (Megatron-LM, arXiv
-1909.08053 section 3). The ranks of the group gather the rows that any of them got, each computes its hidden units' part
-of the outputs, and every rank gets the sum for its own rows.
+The weight of the first linear map (if gated, each of its halves) is cut by rows, the second weight by columns
+(Megatron-LM, arXiv 1909.08053 section 3). Every rank gathers the rows of all ranks of the group and computes the part
+of the outputs that comes from its hidden units. Each rank then gets the sum of these parts for its own rows.
 
-Shape letters: R rows, L experts of this rank, W ranks of the group.
+Shape letters: R rows, L experts of this rank, W ranks of the group, D model width, H hidden width.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from fmoe.runtime import collectives
 class ShardedFFNExperts(FFNExperts):
     """`FFNExperts` of which each rank of ``group`` holds ``d_hidden / W`` hidden units of every expert.
 
-    ``bias_out`` is held by all of them alike.
+    Every rank holds the whole ``bias_out``.
 
     Args:
         group: process group; its ranks call these experts together.
-        num_experts, d_model, d_hidden, options: as for `FFNExperts`, ``d_hidden`` of the whole expert.
+        num_experts, d_model, d_hidden, options: as for `FFNExperts`; ``d_hidden`` is the width of a whole expert.
 
     Raises:
         UserError: the group's size does not divide ``d_hidden``.
@@ -61,20 +61,20 @@ class ShardedFFNExperts(FFNExperts):
         return x_RH.chunk(self.hidden_parts, -1)[self.hidden_part]
 
     def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
-        """Collective over the group; otherwise as `FFNExperts`."""
+        """As `FFNExperts.forward`; a collective, which all ranks of the group must call."""
         counts_L = torch.as_tensor(counts_L, dtype=torch.int64, device=rows_RD.device)
         gathered = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
         collectives.run(dist.all_gather, gathered, counts_L, group=self.group)
         counts_WL = torch.stack(gathered)
         shards = TokenShards(self.group, tuple(counts_WL.sum(1).tolist()))
-        # Sorted by expert on each rank; by expert over all ranks is what the experts want.
+        # Rows are sorted by expert within each rank, but the experts need them sorted over all ranks.
         expert_R = torch.arange(self.num_experts, device=rows_RD.device, dtype=torch.int64).repeat(self.hidden_parts)
         order_R = expert_R.repeat_interleave(counts_WL.flatten()).argsort(stable=True)
         rows_RD = shards.gather(rows_RD)[order_R]
         if keys_R is not None:
             keys_R = shards.all_gather(keys_R)[order_R]
         bias_out: Tensor | None = self.bias_out
-        if bias_out is not None:  # the sum over ranks has it once; its gradient is whole on each
+        if bias_out is not None:  # the sum over ranks contains it once, and its gradient is complete on every rank
             bias_out = bias_out / self.hidden_parts + (bias_out - bias_out.detach()) * (1 - 1 / self.hidden_parts)
         parameters = (self.weight_in, self.bias_in, self.weight_out, bias_out)
         out_RD = self._run(parameters, rows_RD, counts_WL.sum(0).cpu(), keys_R)
@@ -86,5 +86,5 @@ class ShardedFFNExperts(FFNExperts):
 
 
 def _hidden_axis(name: str) -> int | None:
-    """The axis of an expert's parameter that hidden units are along; None for ``bias_out``."""
+    """Return the hidden axis of an expert's parameter; None for ``bias_out``."""
     return {"weight_in": 0, "bias_in": 0, "weight_out": 1, "bias_out": None}[name]

@@ -26,7 +26,7 @@ metrics = {
 
 
 def reset_balance_profile(balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None) -> None:
-    """Allocate lists for every metric of every layer, and for the loss of the strategy."""
+    """Allocate a list of ``num_layers`` values, None at first, for every metric and for the strategy's loss."""
     names = [*metrics, f"{balance_strategy}_loss"] if balance_strategy else list(metrics)
     balance_dict.update({name: [None] * num_layers for name in names})
 
@@ -41,11 +41,11 @@ def update_balance_profile(
     num_expert: int,
     balance_strategy: str | None,
 ) -> None:
-    """Set a layer's metrics from its choices; for use in a gate hook.
+    """Set the metrics of one layer from its choices, in a gate hook.
 
     Args:
         num_expert: number of experts over all ranks.
-        gate_context: the loss, if the gate has one.
+        gate_context: loss of the gate; None without a loss.
     """
     chosen_N = gate_top_k_idx.reshape(-1)
     count_E = torch.zeros(num_expert, device=chosen_N.device, dtype=torch.float32)

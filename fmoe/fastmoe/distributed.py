@@ -15,24 +15,25 @@ from fmoe.runtime import collectives, ownership
 
 
 class DistributedGroupedDataParallel(nn.Module):
-    """Wrapper with `allreduce_params`, to be called after the backward pass.
+    """Wrapper whose `allreduce_params` averages gradients; call it after the backward pass.
 
     A parameter's ``dp_comm`` names the group over which its gradient is averaged: "dp", "gate", "moe", "world", or any
     NAME with an argument ``NAME_group``. Gradients with other names, such as "none", are not averaged. A parameter
-    without ``dp_comm`` counts as "dp", or as "none" if it belongs to an expert without replicas.
+    without ``dp_comm`` counts as "none" if it belongs to the experts of a layer that are split over ranks, else "dp".
 
     Args:
         module: module to train.
         auto_allreduce: must be False: reduction during the backward pass is not supported.
-        need_sync: broadcast parameters from the first rank of their group.
-        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=``, or any other ``NAME_group=``. These
-            four default to all processes.
+        need_sync: whether to broadcast each parameter from the first rank of its group.
+        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=``, which default to all processes, or
+            any other ``NAME_group=``.
 
     Attributes:
-        comms: group by name.
+        comms: groups by name.
 
     Raises:
-        UserError: an unknown keyword; ``auto_allreduce``; torch.distributed is not initialized.
+        UserError: a keyword does not end with ``_group``; ``auto_allreduce`` is True; torch.distributed is not
+            initialized.
     """
 
     def __init__(self, module: nn.Module, auto_allreduce: bool = False, need_sync: bool = True, **groups):
@@ -41,7 +42,7 @@ class DistributedGroupedDataParallel(nn.Module):
             raise UserError("auto_allreduce=True is not supported: call allreduce_params() after the backward pass")
         for name in groups:
             if not name.endswith("_group"):
-                raise UserError(f"{name} is not supported: groups are passed as NAME_group=")
+                raise UserError(f"{name}= is not supported: pass a group as NAME_group=")
         self.module = module
         self.comms = {name.removesuffix("_group"): group for name, group in groups.items() if group is not None}
         for name in ("dp", "gate", "moe", "world"):
@@ -59,7 +60,7 @@ class DistributedGroupedDataParallel(nn.Module):
         """Average every gradient over the group of its parameter.
 
         Args:
-            no_scale: sum instead of averaging.
+            no_scale: sum the gradients instead of averaging them.
             reduce_after: divide after the sum instead of before it, which keeps more bits of small 16-bit gradients but
                 overflows earlier.
             fp32_allreduce: sum in float32.
@@ -78,7 +79,7 @@ class DistributedGroupedDataParallel(nn.Module):
             copy_back(flat, gradients)
 
     def allreduce_params(self, *args, **kwargs) -> None:
-        """Call `allreduce_gradients`, whose older name this is."""
+        """Call `allreduce_gradients`; this is its older name."""
         self.allreduce_gradients(*args, **kwargs)
 
     @torch.no_grad()

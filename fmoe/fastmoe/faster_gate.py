@@ -1,7 +1,8 @@
 """FasterMoE's topology-aware gate (PPoPP'22), for clusters with a slow network between nodes.
 
-Two environment variables describe the cluster when a gate is built: FMOE_TOPO_GPUS_PER_NODE, the number of ranks per
-node (8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node (0.14).
+Two environment variables, which are read when a gate is built, describe the cluster: FMOE_TOPO_GPUS_PER_NODE, the
+number of ranks per node (default 8), and FMOE_TOPO_OUTGOING_FRACTION, the share of tokens that may leave their node
+(default 0.14).
 """
 
 import math
@@ -16,17 +17,18 @@ from fmoe.fastmoe.gates import NaiveGate, balance_loss, softmax
 
 
 class FasterGate(NaiveGate):
-    """Top-2 gate that sends at most ``int(fraction * T)`` tokens to experts of other nodes.
+    """Top-2 gate that sends at most ``int(fraction * T)`` tokens to a best expert on another node.
 
-    If more tokens prefer such an expert, those with the largest logits keep it, as second choice after the best expert
-    of their node; all others choose within the node. A choice is -1 if the node has no further expert.
+    If at most that many tokens prefer such an expert, all choices are free, and second choices may leave the node too.
+    Otherwise the tokens with the largest logits keep it as second choice, after the best expert of their node; all
+    others choose within the node. A choice is -1 if the node has no further expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.
 
     Attributes:
         ne_per_node: number of experts per node.
-        ogn_ratio: the fraction.
+        ogn_ratio: the fraction, from FMOE_TOPO_OUTGOING_FRACTION.
         mask: bool [E], True for experts of other nodes.
     """
 
@@ -50,7 +52,7 @@ class FasterGate(NaiveGate):
         self.mask.copy_(expert_E.div(self.ne_per_node, rounding_mode="floor") != self.node_rank)
 
     def reset_parameters(self) -> None:
-        """Draw the linear map again, and fill the mask, which `to_empty` leaves uninitialized."""
+        """Draw the linear map again; fill the mask, which `to_empty` leaves uninitialized."""
         super().reset_parameters()
         self._fill_mask()
 
@@ -72,7 +74,7 @@ class FasterGate(NaiveGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return the ``gate`` argument for a layer on rank ``rank``."""
+    """Return a function that builds the `FasterGate` of rank ``rank``, to pass as ``gate`` to layers."""
 
     def build(d_model: int, n_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True) -> FasterGate:
         if top_k != 2:
@@ -92,7 +94,7 @@ def _number(name: str, kind: type, default: float):
     try:
         value = default if text is None else kind(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is not a number") from None
+        raise UserError(f"{name}={text!r} is invalid: ranks per node must be an integer, a fraction a number") from None
     if value < 0 or (kind is int and value == 0):
-        raise UserError(f"{name}={text!r} is not positive")
+        raise UserError(f"{name}={text!r} is too small: ranks per node must be at least 1, a fraction at least 0")
     return value

@@ -40,15 +40,16 @@ Policy = Callable[[Tensor, Tensor, int, int, torch.device], Tensor]
 
 
 def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: int, device: torch.device) -> Tensor:
-    """Return bool [E], which shadows no expert."""
+    """Return a mask, bool [E], that shadows no expert."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device="cpu")
 
 
 def get_shadow_policy(d_model: int | None = None) -> Policy:
-    """Return `no_shadow_policy`, or the policy of `fmoe.exchange.shadow.choose` with FMOE_FASTER_SHADOW_ENABLE=ON.
+    """Return `no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON a policy by `fmoe.exchange.shadow.choose`.
 
-    It assumes two-layer experts, and reads FMOE_FASTER_GLBPLC_NETBW, bytes per second (6.25e9), _GPUTP, FLOP/s
-    (1.15e13), _ALPHA, hidden width / model width (2), and _DMODEL, the model width (``d_model``, or 2048).
+    The latter assumes two-layer experts. It reads these environment variables, defaults in parentheses:
+    FMOE_FASTER_GLBPLC_NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a rank (1.15e13); _ALPHA, hidden
+    width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that is None).
     """
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
         return no_shadow_policy
@@ -85,16 +86,16 @@ def _fmoe_general_global_forward(
 
     Args:
         inp: [T, D].
-        gate: int64 [T] or [T, K], experts of each token; -1 for none.
-        expert_fn: called as ``(rows [R, D], [R] as a tensor, local index of the expert)``.
+        gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
+        expert_fn: called once per expert with its rows [R, D], a tensor [1] that holds R, and its local index.
         experts: the L modules that ``expert_fn`` calls, of equal architecture; required for shadowing.
-        stored_models: bool [W * L], experts to shadow; None for `get_shadow_policy`.
+        stored_models: bool [W * L], True for experts to shadow; None for the policy of `get_shadow_policy`.
 
     Returns:
         [T * K, D]; zero for choices of -1.
 
     Raises:
-        UserError: an expert is to be shadowed without ``experts``.
+        UserError: an expert would be shadowed, but ``experts`` is None.
     """
     top_k = gate.shape[1] if gate.dim() == 2 else 1
     if stored_models is None:
@@ -103,7 +104,7 @@ def _fmoe_general_global_forward(
         stored_models = policy(sent, received, n_expert, world_size, inp.device)
     stored = stored_models.nonzero().view(-1).tolist() if world_size > 1 else []
     if stored and experts is None:
-        raise UserError("experts=None: shadowing needs the modules that expert_fn calls")
+        raise UserError("experts=None is not supported with shadowing: pass the modules that expert_fn calls")
     modules = experts or ()
     is_stored = torch.isin(gate, torch.tensor(stored, dtype=gate.dtype, device=gate.device))
     pos, sent, received, counts_L, num_rows = prepare_forward(gate.masked_fill(is_stored, -1), n_expert, world_size)

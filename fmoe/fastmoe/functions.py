@@ -1,6 +1,6 @@
 """FastMoE's dispatch functions, for user code that builds layers and gates from them (`fmoe.FMoE` does not).
 
-Ranks communicate over the group of the last `ensure_comm`. Counts are int64; rank w owns the experts
+Ranks communicate over the group that `ensure_comm` set last. Counts are int64; rank w owns the experts
 w * num_expert ... (w + 1) * num_expert - 1.
 
 Shape letters: T tokens, K choices, D width, L experts per rank, W ranks, M choices other than -1, R rows that this
@@ -49,12 +49,12 @@ def ensure_comm(t: Tensor | None, comm: dist.ProcessGroup | None) -> None:
 
 
 def get_moe_group() -> dist.ProcessGroup | None:
-    """Return the group of the last `ensure_comm`."""
+    """Return the group that `ensure_comm` set last; None before the first call."""
     return _moe_group
 
 
 def exchange_counts(counts: Tensor, world_size: int) -> Tensor:
-    """Exchange X numbers with every rank: [W * X], X per destination -> [W * X], X per source."""
+    """Send X numbers to every rank: [W * X], X per destination -> [W * X], X per source."""
     if world_size == 1:
         return counts
     return all_to_all(moe_group_of(world_size), counts, what="a gate's exchange of counts").wait(for_host=True)
@@ -70,9 +70,9 @@ def count_by_gate(
         gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 for no choice.
 
     Returns:
-        ``pos`` [M], indices into ``gate.view(-1)``, by expert and then in order, None unless ``require_pos``;
-        ``local_expert_count`` [W * L], choices of this rank for every expert;
-        ``global_expert_count`` [W * L], choices of each rank, in order, for this rank's experts.
+        ``pos`` [M], indices into ``gate.view(-1)`` sorted by expert, then by index, None unless ``require_pos``;
+        ``local_expert_count`` [W * L], number of this rank's choices of every expert;
+        ``global_expert_count`` [W * L], number of each rank's choices, in order of ranks, of this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)
@@ -82,7 +82,12 @@ def count_by_gate(
 
 @torch.no_grad()
 def prepare_forward(gate: Tensor, num_expert: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Return `count_by_gate` with counts on the host, the number of rows of each of this rank's experts [L], and R."""
+    """Return the results of `count_by_gate`, and how many rows this rank gets.
+
+    Returns:
+        ``pos``; ``local_expert_count`` and ``global_expert_count``, on the host; the number of rows of each of this
+        rank's experts [L]; R.
+    """
     pos: Any
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     sent, received = torch.stack([local_expert_count, global_expert_count]).cpu()
@@ -96,13 +101,13 @@ def _local_scatter(inp: Tensor, pos: Tensor) -> Tensor:
 
 
 def _local_gather(inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True) -> Tensor:
-    """Write rows to the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows of equal indices."""
+    """Write rows at the indices ``pos`` of a tensor of zeros; with ``maybe_overlap``, add rows of equal indices."""
     out = inp.new_zeros(out_batch_size, *inp.shape[1:])
     return out.index_add(0, pos, inp) if maybe_overlap else out.index_copy(0, pos, inp)
 
 
 class MOEScatter:
-    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; rows of each expert are contiguous."""
+    """Dispatch of tokens to ranks, by ``MOEScatter.apply(...)``; the rows of each expert arrive contiguous."""
 
     @staticmethod
     def apply(
@@ -113,7 +118,7 @@ class MOEScatter:
         fwd_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [T, D] to [R, D]; ``pos`` [M] is the token of each choice. ``fwd_batch_size`` is ignored."""
+        """Map [T, D] to [R, D]; ``pos`` [M] has the token of each choice. ``fwd_batch_size`` is ignored."""
         rows_MD = _local_scatter(inp, pos)
         if world_size == 1:
             return rows_MD
@@ -132,7 +137,7 @@ class MOEGather:
         local_batch_size: int,
         world_size: int,
     ) -> Tensor:
-        """Map [R, D] to [local_batch_size, D]: the row of each choice at index ``pos`` [M], zeros elsewhere."""
+        """Map [R, D] to [local_batch_size, D]: each choice's row at its index in ``pos`` [M], zeros elsewhere."""
         rows = global_output_buf
         if world_size > 1:
             rows = _transfer(local_expert_count, global_expert_count, world_size, rows.device).back(rows)
@@ -144,7 +149,7 @@ class AllGather:
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Concatenate the slices of all ranks of the group. ``rank`` is this rank.
+        """Concatenate the slices of all ranks of the group; ``rank`` is this rank.
 
         Raises:
             UserError: the slices do not have the lengths that `Slice` returns.
@@ -168,20 +173,20 @@ class Slice:
 
     @staticmethod
     def apply(inp: Tensor, rank: int, world_size: int, group: dist.ProcessGroup | None) -> Tensor:
-        """Return this rank's rows, in order of ranks; the first ranks get the remainder. ``rank`` is this rank."""
+        """Return this rank's rows; a remainder is spread over the first ranks. ``rank`` is ignored."""
         return inp if world_size == 1 else take_slice(inp, get_torch_default_comm() if group is None else group)
 
 
 def moe_group_of(world_size: int) -> dist.ProcessGroup:
-    """Return the group of `ensure_comm`, or the default group.
+    """Return the group that `ensure_comm` set, or the default group.
 
     Raises:
-        UserError: it does not have ``world_size`` ranks.
+        UserError: the group does not have ``world_size`` ranks.
     """
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(
-            f"world_size={world_size} differs from the {group.size()} ranks of the group: set it by ensure_comm"
+            f"world_size={world_size} differs from the {group.size()} ranks of the group: set another by ensure_comm"
         )
     return group
 

@@ -1,7 +1,9 @@
-"""FastMoE's gates: ``gate(d_model, num_expert, world_size, top_k)``, which return ``(index, score)`` and store a loss.
+"""FastMoE's gates, which return ``(index, score)`` and store a loss.
 
-They behave as documented by release 1.1, except for its bugs (docs/migration.md). In new code, use the routers of
-`fmoe.gates`.
+A gate is built by ``gate(d_model, num_expert, world_size, top_k)``.
+
+The gates behave as release 1.1 documents them; docs/migration.md lists the bugs that are fixed. In new code, use the
+routers of `fmoe.gates`.
 
 Shape letters: T tokens, D width, K choices, E experts of all ranks, L experts of a rank, W ranks.
 """
@@ -21,12 +23,13 @@ from fmoe.losses import importance_loss, load_balancing_loss, load_loss
 
 
 class BaseGate(nn.Module):
-    """Base class of gates for ``num_expert`` experts on each of ``world_size`` ranks; ``forward(x)`` returns (index,
-    score).
+    """Base class of gates for ``num_expert`` experts on each of ``world_size`` ranks.
+
+    ``forward(x)`` returns (index, score).
 
     Attributes:
         tot_expert: E.
-        default_top_k: K of layers without the argument ``top_k``.
+        default_top_k: K of layers that are built without ``top_k``.
         runs_collectives: whether `forward` exchanges counts between ranks.
     """
 
@@ -63,7 +66,7 @@ class BaseGate(nn.Module):
 
 
 def check_top_k(top_k: int, num_expert: int, world_size: int) -> None:
-    """Raise UserError if there are fewer than ``top_k`` experts."""
+    """Raise UserError if ``top_k`` is below 1 or exceeds the number of experts."""
     if not 1 <= top_k <= num_expert * world_size:
         raise UserError(f"top_k={top_k} is not between 1 and num_expert={num_expert} * world_size={world_size}")
 
@@ -86,7 +89,7 @@ class NaiveGate(BaseGate):
         logits_TE = self.gate(inp)
         logit_TK, index_TK = logits_TE.topk(self.top_k, dim=-1)
         score_TK = softmax(logit_TK).view(-1, self.top_k).to(inp.dtype)
-        # Every gate except ZeroGate and SwipeGate stores a loss.
+        # As in FastMoE, every gate except ZeroGate and SwipeGate stores a loss.
         self.set_loss(torch.zeros(1, device=inp.device, dtype=torch.float32))
         return (index_TK, score_TK, logits_TE) if return_all_scores else (index_TK, score_TK)
 
@@ -94,8 +97,8 @@ class NaiveGate(BaseGate):
 class NoisyGate(BaseGate):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538, equations 3-5) for any K.
 
-    Its loss is the sum of importance and load loss (equations 6-11). In evaluation there is no noise, and the load
-    counts tokens.
+    Its loss is the sum of the importance loss and the load loss (equations 6-11). In evaluation there is no noise, and
+    the load of an expert is its number of tokens.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, top_k: int = 2):
@@ -107,7 +110,7 @@ class NoisyGate(BaseGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from U(-1/sqrt(D), 1/sqrt(D)), as a Linear."""
+        """Draw the weights from U(-1/sqrt(D), 1/sqrt(D)), as `nn.Linear` does."""
         bound = 1 / math.sqrt(self.w_gate.shape[0])
         for weight in (self.w_gate, self.w_noise):
             nn.init.uniform_(weight, -bound, bound)
@@ -131,11 +134,11 @@ class NoisyGate(BaseGate):
 
 
 class GShardGate(NaiveGate):
-    """Top-2 with a random second expert and capacity (GShard, arXiv 2006.16668, algorithm 1).
+    """Top-k gate, by default top-2, with random second choices and a capacity (GShard, arXiv 2006.16668, algorithm 1).
 
-    In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts
-    ``ceil(factor * T) * K // E`` choices of each rank, at least one, first choices before second ones. The balance loss
-    counts first choices.
+    In training, choices after the first are kept with probability ``min(1, 2 * score)``. Every expert then accepts at
+    most ``ceil(factor * T) * K // E`` choices of each rank (at least one), first choices before second ones. The
+    balance loss counts first choices before capacity.
 
     Args:
         topk: K.
@@ -167,19 +170,20 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Drop choices over capacity."""
+        """Return the choices with -1 for those over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
 
 class SwitchGate(NaiveGate):
-    """Top-1 gate, weighted by the probability (Switch Transformer, arXiv 2101.03961).
+    """Top-k gate, by default top-1, weighted by the probability (Switch Transformer, arXiv 2101.03961).
 
-    In training, noise in [1 - eps, 1 + eps] is added to the logits. The paper multiplies the input, as the router
-    "switch" of `fmoe.gates` does. Experts accept ``ceil(factor * T * K / num_expert)`` choices of all ranks together.
+    In training, noise in [1 - eps, 1 + eps] is added to the logits. The paper multiplies the input by the noise, as the
+    router "switch" of `fmoe.gates` does. Every expert accepts at most ``ceil(factor * T * K / num_expert)`` choices of
+    all ranks together.
 
     Args:
-        topk: K; layers without the argument use 1.
+        topk: K; 1 in layers that are built without ``top_k``.
         switch_eps: half width of the noise.
         capacity: capacity factors in training and in evaluation.
     """
@@ -216,10 +220,10 @@ class SwitchGate(NaiveGate):
 
 
 class SwipeGate(NaiveGate):
-    """Top-k gate with equal load on all ranks.
+    """Top-k gate with equal load on all ranks in training.
 
-    In training, choices beyond the capacity of a rank move to ranks with free capacity, first choices in the first
-    round, second choices in the second, and so on. All ranks must hold the same number of tokens.
+    Choices beyond the capacity of a rank then move to ranks with free capacity: first choices in the first round,
+    second choices in the second, and so on. All ranks must hold the same number of tokens.
     """
 
     runs_collectives = True
@@ -240,15 +244,15 @@ class SwipeGate(NaiveGate):
 
     @torch.no_grad()
     def swipe_once(self, idx: Tensor, capacity: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-        """Run one round.
+        """Run one round: move the choices that exceed a rank's capacity.
 
         Args:
-            idx: int64 [T], an expert for each token of this rank.
+            idx: int64 [T], the chosen expert of each token of this rank.
             capacity: remaining capacity of this rank's experts together.
-            bias: local index of the expert that gets moved choices.
+            bias: index, within its rank, of the expert that gets the moved choices.
 
         Returns:
-            ``idx`` with moved choices, -1 for choices without any rank; and the remaining capacity.
+            ``idx`` after the moves, with -1 for choices that no rank accepts; and the remaining capacity.
         """
         rank_T = torch.div(idx, self.num_expert, rounding_mode="floor")
         want_W = torch.bincount(rank_T, minlength=self.world_size)
@@ -259,7 +263,7 @@ class SwipeGate(NaiveGate):
             gathered = all_gather(group, mine, "a gate's exchange of counts").wait(for_host=True)
             gathered = gathered.view(self.world_size, -1).cpu()
             want_WW, capacity_W, rank = gathered[:, :-1], gathered[:, -1], group.rank()
-        # [source, destination]: the queue of refused choices is matched with the queue of remaining capacity.
+        # [source, destination]: the queue of refused choices is matched with the queue of free capacity.
         taken_WW = grant(want_WW, capacity_W)
         refused_W, room_W = (want_WW - taken_WW).sum(1), capacity_W - taken_WW.sum(0)
         refused_end_W1, room_end_W = refused_W.cumsum(0).unsqueeze(1), room_W.cumsum(0)
@@ -279,12 +283,12 @@ class SwipeGate(NaiveGate):
 
 
 class DCGate(GShardGate):
-    """`GShardGate` with capacity over all ranks: an expert accepts ``ceil(factor * T)`` choices, in order of ranks."""
+    """`GShardGate` with one capacity over all ranks: ``ceil(factor * T)`` choices per expert, in order of ranks."""
 
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Drop choices over capacity."""
+        """Return the choices with -1 for those over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 
@@ -307,15 +311,16 @@ class ZeroGate(BaseGate):
 def limit_by_capacity(
     topk_idx: Tensor, num_expert: int, world_size: int, capacity: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Limit every expert to ``capacity`` choices of all ranks together, in order of ranks.
+    """Limit every expert to ``capacity`` choices of all ranks together, accepted in order of ranks.
 
     Args:
         topk_idx: int64 [T] or [T, K]; -1 for no choice.
-        capacity: capacity of every expert, or of each of this rank's experts [L].
+        capacity: one number for every expert, or one for each of this rank's experts [L].
 
     Returns:
-        ``new_lec`` [W * L], choices of this rank that each expert accepts; ``new_gec`` [W * L], choices of each rank
-        that this rank's experts accept; ``topk_idx`` with -1 for choices that are not accepted (`keep_first`).
+        ``new_lec`` [W * L], number of this rank's choices that each expert accepts; ``new_gec`` [W * L], number of each
+        rank's choices that this rank's experts accept; ``topk_idx`` with -1 for choices that are not accepted
+        (`keep_first`).
     """
     _, _, offered = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
     new_gec = grant(offered.view(world_size, num_expert), capacity).view(-1)
@@ -324,7 +329,10 @@ def limit_by_capacity(
 
 
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
-    """Return the number of choices of each rank that each X accepts, in order of ranks, up to its capacity."""
+    """Return the number of accepted choices [W, X] of each rank, in order of ranks, up to capacity.
+
+    X counts the experts or ranks that accept them.
+    """
     before_WX = offered_WX.cumsum(0) - offered_WX
     return (
         (torch.as_tensor(capacity_X, device=offered_WX.device, dtype=torch.int64) - before_WX)
@@ -335,9 +343,9 @@ def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
 
 @torch.no_grad()
 def keep_first(index: Tensor, limit_E: Tensor) -> Tensor:
-    """Replace choices after the first ``limit_E[e]`` choices of each expert e with -1.
+    """Keep the first ``limit_E[e]`` choices of each expert e, and replace the others with -1.
 
-    First choices of all tokens, in order, precede second choices. Deterministic.
+    First choices of all tokens, in order of tokens, precede second choices. The result is deterministic.
 
     Args:
         index: [T] or [T, K].

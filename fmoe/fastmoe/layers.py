@@ -30,11 +30,11 @@ from fmoe.routing import Routing
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """Local tokens of a nest of tensors.
+    """`LocalTokens` of a nest of tensors.
 
     Attributes:
         nest: structure of the input.
-        filled: FastMoE's ``mask`` of these tokens.
+        filled: FastMoE's ``mask`` of these tokens; None without a mask.
     """
 
     nest: pytree.TreeSpec = field(kw_only=True)
@@ -44,7 +44,7 @@ class NestedTokens(LocalTokens):
 class NestedLayout(Layout):
     """Layout of nests of tensors that agree in every dimension but the last.
 
-    The gate sees the first tensor, the experts get rows of all tensors.
+    The gate sees the first tensor; the experts get rows of all tensors.
     """
 
     def split(
@@ -58,10 +58,10 @@ class NestedLayout(Layout):
         filled: Tensor | None = None,
         is_fastmoe: bool = False,
     ) -> NestedTokens:
-        """As `Layout.split`.
+        """Return this rank's part of a nest, as `Layout.split` does for a tensor.
 
         Args:
-            filled: FastMoE's ``mask`` of the tokens; 0 for tokens to route.
+            filled: FastMoE's ``mask`` of the tokens; without ``mask``, only tokens with 0 are routed.
             is_fastmoe: whether the gate sees only this rank's slice, as in FastMoE.
         """
         leaves, nest = pytree.tree_flatten(x)
@@ -91,14 +91,14 @@ class NestedLayout(Layout):
         begin, end = slice_bounds(x.shape[0], group.rank(), group.size())
         own, mask, token_ids = take_slice((x, mask, token_ids), group)
         x_TD, groups = self.tokens(own, mask, token_ids, seed)
-        before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()  # tokens, on other ranks
+        before = 0 if self.sequence_first else begin * x.shape[1:-1].numel()  # tokens on earlier ranks
         groups.first_group = (before + random.first_token()) // groups.size
         share = (end - begin) / x.shape[0] if x.shape[0] else 1.0
         return LocalTokens([x_TD], x_TD, groups, x.shape[:-1], share, slice_group=self.slice_group)
 
 
 class NestedCall(ExpertCall):
-    """`ExpertCall` for nests, through a layer's ``expert_fn``.
+    """`ExpertCall` for nests, which calls a layer's ``expert_fn``.
 
     Args:
         layer: layer whose ``expert_fn`` and experts are called.
@@ -133,7 +133,7 @@ class NestedCall(ExpertCall):
 
 
 def _of(part: str, name: str) -> property:
-    """Return a property that reads and writes an attribute of one of the layer's parts."""
+    """Return a property that reads and writes the attribute ``name`` of a part of the layer."""
 
     def get(layer):
         return getattr(getattr(layer, part), name)
@@ -202,7 +202,9 @@ class FMoE(MoE):
             foreign = {"num_expert": num_expert, "mp_group": mp_group, "gate_hook": gate_hook, "mask": mask}
             for key, value in {**foreign, "mask_dict": mask_dict, "world_size": world_size}.items():
                 if value is not None:
-                    raise UserError(f"{key} is an argument of FastMoE's signature (num_expert=), not of num_experts=")
+                    raise UserError(
+                        f"{key} is an argument of FastMoE's signature (num_expert=): omit it with num_experts="
+                    )
             options |= {"d_model": d_model, "num_experts": num_experts, "top_k": top_k, "gate": gate}
             options |= {
                 "slice_group": slice_group,
@@ -226,7 +228,7 @@ class FMoE(MoE):
 
     @property
     def aux_loss(self) -> str:
-        """How the losses are applied: "auto" or "manual"."""
+        """Application of the losses: "auto" or "manual", as in `fmoe.build.Spec`."""
         return "manual" if self.aux.is_manual else "auto"
 
     @aux_loss.setter
@@ -262,14 +264,14 @@ class FMoE(MoE):
         self._expert_dp_comm = expert_dp_comm
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
-        """As `MoE.forward`.
+        """Route every token and combine the outputs of its experts, as `MoE.forward` does.
 
         Args:
             x: as in `MoE.forward`, or a nest of tensors that agree in every dimension but the last. The gate sees the
-                first tensor, the experts get all tensors.
+                first tensor; the experts get all tensors.
 
         Returns:
-            A tensor of the shape of ``x``; for nests, one for each tensor that the experts return.
+            A tensor of the shape of ``x``; for nests, a nest with the structure of the experts' outputs.
         """
         return super().forward(x, mask, token_ids=token_ids)
 
@@ -322,7 +324,10 @@ class FMoE(MoE):
 
 
 def _fill_masked(y_TD: Tensor, mask: Tensor, mask_dict: Mapping[int, Tensor], weight_TK: Tensor) -> Tensor:
-    """Set the output of tokens with mask k != 0, which are not routed, to ``mask_dict[k]`` times their weights."""
+    """Set the outputs of tokens with mask k to ``mask_dict[k]`` times the sum of their gate weights.
+
+    Tokens with k != 0 are not routed.
+    """
     mask_T = mask.reshape(-1).to(y_TD.device)
     for key, value in mask_dict.items():
         value = torch.as_tensor(value, dtype=torch.promote_types(y_TD.dtype, torch.float32), device=y_TD.device)
@@ -338,7 +343,7 @@ def _fmoe_general_global_forward(
 
     Args:
         inp: [T, D], or a nest of such tensors.
-        gate: int64 [T] or [T, K], experts of each token; -1 for none.
+        gate: int64 [T] or [T, K], expert ids of each token; -1 for no expert.
         kwargs: ignored.
 
     Returns:

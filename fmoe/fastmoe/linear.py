@@ -19,8 +19,8 @@ class FMoELinear(Stacked):
     Args:
         num_expert: L.
         in_feat, out_feat: I and O.
-        bias: whether to add a bias, which is zero at first.
-        rank: ignored, for FastMoE's signature; weights are drawn from torch's default generator.
+        bias: whether to add a bias, initialized to zero.
+        rank: part of FastMoE's signature, ignored; weights are drawn from torch's default generator.
     """
 
     def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
@@ -31,7 +31,7 @@ class FMoELinear(Stacked):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each expert's matrix as torch's Linear does (FastMoE used the fan-in of the stack)."""
+        """Draw each expert's matrix as `nn.Linear` does; FastMoE used the fan-in of the whole stack."""
         with torch.no_grad():
             for matrix in self.weight.unbind(0):
                 nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
@@ -57,7 +57,7 @@ class FMoELinear(Stacked):
 
 
 class MOELinear:
-    """Functional form of `FMoELinear`, called by ``MOELinear.apply(...)``."""
+    """Functional form of `FMoELinear`, by ``MOELinear.apply(...)``."""
 
     @staticmethod
     def apply(

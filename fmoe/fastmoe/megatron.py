@@ -24,7 +24,7 @@ from fmoe.fastmoe.transformer import FMoETransformerMLP
 
 
 def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add FastMoE's arguments; skip ``--num-experts`` if the parser has it already."""
+    """Add FastMoE's arguments, with ``--fmoe-num-experts`` for ``--num-experts`` if the parser has that already."""
     group = parser.add_argument_group("fastmoe")
     taken = "--num-experts" in parser._option_string_actions
     group.add_argument("--fmoefy", action="store_true")
@@ -37,7 +37,7 @@ def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def megatron_args() -> Any:
-    """Return Megatron-LM's arguments; None if Megatron-LM is not imported or not initialized."""
+    """Return Megatron-LM's arguments; None if Megatron-LM is not imported or has no arguments yet."""
     for name in ("megatron", "megatron.training"):
         get_args = getattr(sys.modules.get(name), "get_args", None)
         if get_args is not None:
@@ -47,7 +47,7 @@ def megatron_args() -> Any:
 
 
 def megatron_groups() -> ModuleType | None:
-    """Return the module with Megatron's process groups; None before they are initialized. Imports nothing."""
+    """Return the module that has Megatron's process groups; None before they exist. Imports nothing."""
     for name in ("megatron.mpu", "megatron.core.parallel_state"):
         module = sys.modules.get(name)
         if module is not None and module.model_parallel_is_initialized():
@@ -56,11 +56,11 @@ def megatron_groups() -> ModuleType | None:
 
 
 def gone(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Return a function that raises an error which states the replacement."""
+    """Return a function that raises an error with the replacement of ``name``."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
-            f"fmoe.megatron.{name} is not supported: it belonged to the training loop of Megatron-LM 2 and 3; instead, "
+            f"fmoe.megatron.{name} is not supported: it belongs to the training loop of Megatron-LM 2 and 3; instead, "
             f"{instead}"
         )
 
@@ -73,7 +73,7 @@ _known_layers = 0
 
 
 def reset_gate_hook(num_layers: int | None = None) -> None:
-    """Reset the metrics, for ``num_layers`` layers or for as many as before."""
+    """Reset the metrics of ``num_layers`` layers; None for the number of the last call."""
     global _known_layers
     _known_layers = _known_layers if num_layers is None else num_layers
     reset_balance_profile(_profile, _known_layers, _strategy())
@@ -101,7 +101,7 @@ def _strategy() -> str | None:
     return getattr(megatron_args(), "balance_strategy", None)
 
 
-# FastMoE's gates by the name of their strategy, which also names the same gate for megatron-core.
+# FastMoE's gates by the name of their strategy, which is also the name of the router for megatron-core.
 STRATEGIES: dict[str, type[nn.Module]] = {
     "naive": gates.NaiveGate,
     "noisy": gates.NoisyGate,
@@ -112,7 +112,7 @@ STRATEGIES: dict[str, type[nn.Module]] = {
 
 
 def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
-    """Draw the weight from N(0, sigma) by a numpy generator; set the bias to zero."""
+    """Draw a normal weight with standard deviation ``sigma`` by a numpy generator; set the bias to zero."""
     _fill(self, rng.normal(loc=0.0, scale=sigma, size=tuple(self.weight.shape)), 0.0)
 
 
@@ -135,14 +135,14 @@ class MegatronMLP(FMoETransformerMLP):
 
     Args:
         args: arguments of Megatron-LM and FastMoE. Required are ``fmoe_num_experts`` (per rank) and ``hidden_size``;
-            others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
+            the others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
             ``top_k`` (the gate's), ``balance_strategy`` (naive), ``distributed_experts`` (False),
             ``data_parallel_size`` (number of processes), ``init_method_std`` (0.02), ``num_layers`` (1).
         layer_idx: index of the layer, from 0.
         gate: gate to use instead of the strategy's.
 
     Raises:
-        UserError: the strategy is unknown; tensor parallelism, which is not supported.
+        UserError: the strategy is unknown; Megatron's tensor parallel size is above 1, which is not supported.
     """
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None):
@@ -177,7 +177,7 @@ class MegatronMLP(FMoETransformerMLP):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw experts as Megatron's MLP: N(0, sigma) and N(0, sigma / sqrt(2 * layers)), with biases of zero."""
+        """Draw experts as Megatron's MLP: standard deviations sigma and sigma / sqrt(2 * layers), biases zero."""
         for index, expert in enumerate(self.experts, start=self.first_expert):
             with random.keyed("megatron expert", self.seed, index):
                 for linear, sigma in ((expert.htoh4, self.sigma), (expert.h4toh, self._output_sigma())):
@@ -207,19 +207,20 @@ def fmoefy(
 
     In models with the layout of Megatron-LM 2.2 to 3.0 (``model.language_model.transformer.layers``, or
     ``.encoder.layers`` and ``.decoder.layers``, each with ``.mlp``), each MLP becomes a `MegatronMLP`. Megatron-core
-    and other models are passed to `fmoe.fmoefy`. Experts are drawn, as in FastMoE; `fmoe.fmoefy` itself upcycles.
-    Arguments that are not given come from Megatron-LM's arguments, if it is initialized.
+    and other models are passed to `fmoe.fmoefy`. As in FastMoE, the experts are new; `fmoe.fmoefy` upcycles by default.
+    Arguments that are None come from Megatron-LM's arguments, if it is initialized.
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether the ranks of the data parallel group hold different experts; None for the value of
-            Megatron-LM's arguments.
-        hidden_hidden_size: hidden width of an expert; None for that of the MLP.
-        gate: a class of `fmoe.gates`; for megatron-core a name, or a class of FastMoE with a counterpart.
-        megatron_version: ignored; the model's layout determines it.
+        distributed_experts: whether ranks hold different experts: the ranks of the data parallel group; in
+            megatron-core, of the expert parallel group; without Megatron, all. None for Megatron-LM's arguments.
+        hidden_hidden_size: hidden width of an expert; None for the hidden width of the MLP.
+        gate: a gate class of FastMoE; in megatron-core and other models a class of `STRATEGIES`, or any router by name
+            or class.
+        megatron_version: ignored; the model's layout determines the version.
 
     Raises:
-        UserError: ``fmoe_num_experts`` is missing; the model is not supported.
+        UserError: ``fmoe_num_experts`` is missing; the gate or the model is not supported.
     """
     args = megatron_args()
     settings = SimpleNamespace(**(vars(args) if args is not None else {}))
@@ -231,7 +232,7 @@ def fmoefy(
     }
     vars(settings).update({name: value for name, value in given.items() if value is not None})
     if getattr(settings, "fmoe_num_experts", None) is None:
-        raise UserError("fmoe_num_experts is missing: fmoefy(model, fmoe_num_experts=experts per rank)")
+        raise UserError("fmoe_num_experts is missing: pass fmoefy(model, fmoe_num_experts=number of experts per rank)")
     layers = _old_layers(model)
     if not layers:
         return _fmoefy_core(model, settings, gate)
@@ -255,25 +256,27 @@ def _old_layers(model: Any) -> list[Any]:
 
 
 def _widths(mlp: nn.Module, index: int) -> tuple[int, int]:
-    """Return D and H of an MLP, from its first matrix [H, D]."""
+    """Return D and H of an MLP, which are the sizes of its first matrix [H, D]."""
     for parameter in mlp.parameters():
         if parameter.dim() == 2:
             return parameter.shape[1], parameter.shape[0]
-    raise UserError(f"the mlp of layer {index} ({type(mlp).__name__}) has no 2-D parameter: pass dense MLPs")
+    raise UserError(f"the mlp of layer {index} ({type(mlp).__name__}) has no 2-D parameter: fmoefy needs dense MLPs")
 
 
 def _fmoefy_core(model: nn.Module, settings: SimpleNamespace, gate: Any) -> nn.Module:
     if isinstance(gate, type) and issubclass(gate, gates.BaseGate):
         names = [name for name, known in STRATEGIES.items() if known is gate]
         if not names:
-            raise UserError(f"gate={gate.__name__} has no counterpart here: pass the name or class of a router")
+            raise UserError(
+                f"gate={gate.__name__} has no counterpart among fmoe's routers: pass the name or class of a router"
+            )
         gate = names[0]
     options = {"top_k": getattr(settings, "top_k", None), "gate": gate}
     options["d_hidden"] = getattr(settings, "hidden_hidden_size", None)
     options = {name: value for name, value in options.items() if value is not None}
     ep_size, groups = 1, megatron_groups()
     if getattr(settings, "distributed_experts", False):
-        if groups is not None:  # the layers find the group themselves
+        if groups is not None:  # MegatronMoE layers find the group themselves
             ep_size = groups.get_expert_model_parallel_world_size()
         elif dist.is_initialized() and dist.get_world_size() > 1:
             ep_size, options["moe_group"] = dist.get_world_size(), dist.group.WORLD
@@ -284,7 +287,7 @@ add_balance_log = gone("add_balance_log", "fmoe.metrics(model) has load, drop ra
 load_checkpoint = gone("load_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
 save_checkpoint = gone("save_checkpoint", "experts are part of megatron-core's own distributed checkpoints")
 patch_forward_step = gone("patch_forward_step", "layers of a megatron-core model apply their losses themselves")
-patch_model_provider = gone("patch_model_provider", "call fmoe.fmoefy on the model that the provider returns")
+patch_model_provider = gone("patch_model_provider", "call fmoe.fmoefy with the model that the provider returns")
 DistributedDataParallel = gone(
     "DistributedDataParallel",
     "megatron-core's own supports experts; for other models use fmoe.DistributedGroupedDataParallel",

@@ -23,19 +23,20 @@ def translate(
     expert: Any,
     gate_bias: bool,
 ) -> dict[str, Any]:
-    """Translate FastMoE's arguments to options of `fmoe.build.Spec`, with a gate built by FastMoE's arguments.
+    """Translate FastMoE's arguments to options of `fmoe.build.Spec`, and build the gate with FastMoE's arguments.
 
     Defaults are FastMoE's: 32 experts per rank, width 1024, one rank, `NaiveGate`, top 2 (1 for `SwitchGate`).
 
     Args:
-        world_size: number of EP ranks, which hold different experts.
+        world_size: number of expert-parallel ranks, which hold different experts.
         mp_group: old name of ``slice_group``.
-        moe_group: the EP group; None for all processes if ``world_size`` is above 1.
+        moe_group: expert-parallel group; ignored if ``world_size`` is 1, otherwise None for all processes.
         expert: class called with ``d_model``, or a list of classes, one per expert of this rank. None if a subclass
             sets ``self.experts``, which is called as ``experts(rows, counts)``.
 
     Raises:
-        UserError: ``moe_group`` does not have ``world_size`` ranks; ``gate`` is a name.
+        UserError: ``moe_group`` does not have ``world_size`` ranks; torch.distributed is not initialized, which
+            ``world_size`` above 1 needs; ``gate`` is a name.
     """
     d_model = 1024 if d_model is None else d_model
     world_size = 1 if world_size is None else world_size
@@ -43,7 +44,7 @@ def translate(
         num_expert = len(expert)
     num_expert = 32 if num_expert is None else num_expert
     if mp_group is not None:
-        warnings.warn("mp_group is the old name of slice_group", DeprecationWarning, stacklevel=3)
+        warnings.warn("mp_group is the old name of slice_group: pass slice_group", DeprecationWarning, stacklevel=3)
         slice_group = mp_group
     if world_size > 1:
         if not dist.is_initialized():
@@ -85,10 +86,10 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
     for part in module.parameters():
         part.dp_comm = comm
     for part in module.modules():
-        part._dp_comm = comm  # for parameters that replace these
+        part._dp_comm = comm  # for parameters that will replace these
 
 
 def tag_missing(parameters: Iterable[Any], comm: str) -> None:
-    """Tag parameters without a tag: copies and new parameters."""
+    """Tag the parameters that lack a tag, such as copies and new parameters."""
     for parameter in parameters:
         parameter.dp_comm = getattr(parameter, "dp_comm", comm)

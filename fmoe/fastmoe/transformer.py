@@ -34,14 +34,15 @@ class _Expert(nn.Module):
 class FMoETransformerMLP(FMoE):
     """`FMoE` with two-layer feed-forward experts, which replaces a transformer's MLP.
 
-    It has the two signatures of `FMoE`: that with ``num_experts=``, and FastMoE's, whose experts are a list of
-    `_Expert` (``htoh4``, ``h4toh``) and whose parameters are tagged for `DistributedGroupedDataParallel`.
+    It has the two signatures of `FMoE`. With FastMoE's, the experts are a list of `_Expert` (``htoh4``, ``h4toh``), and
+    the parameters are tagged for `DistributedGroupedDataParallel`.
 
     Args:
         num_expert, expert_dp_comm, expert_rank: FastMoE's signature only.
         d_model: width of tokens.
         d_hidden: hidden width of each expert; None for ``4 * d_model``, or 4096 in FastMoE's signature.
-        activation: function or module; with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`.
+        activation: function or module, with ``num_experts=`` also a name of `fmoe.experts.ffn.ACTIVATIONS`; None for
+            GELU.
         options: all other arguments of `FMoE`.
     """
 
@@ -79,4 +80,4 @@ class FMoETransformerMLP(FMoE):
 
 
 def _one_expert(d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int) -> _Expert:
-    return _Expert(1, d_model, d_hidden, activation, rank=rank)  # a function of the module: local ones do not pickle
+    return _Expert(1, d_model, d_hidden, activation, rank=rank)  # at module level: local functions do not pickle

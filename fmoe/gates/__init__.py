@@ -1,7 +1,7 @@
-"""Gates: ``gate(x_TD, groups) -> Routing``. A new one is registered by one line.
+"""Gates: ``gate(x_TD, groups) -> Routing``. `register_gate` adds one.
 
-A gate is any callable with that contract: one of the names below, a class built as ``cls(d_model, num_experts,
-top_k, **options)``, or a ready instance.
+A gate is any callable with that contract. It is given by one of the names below, by a class, called as
+``cls(d_model, num_experts, top_k, **options)``, or as a ready instance.
 """
 
 from collections.abc import Callable
@@ -49,18 +49,18 @@ GATES: dict[str, type[nn.Module] | Gate] = {
 
 
 def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
-    """Makes a class or a function known as ``FMoE(gate=name)``."""
+    """Register a class or a function under a name, for the option ``gate`` of a layer."""
     GATES[name] = gate
 
 
 def build_gate(
     gate: str | type[nn.Module] | Gate, d_model: int, num_experts: int, top_k: int | None, **options: Any
 ) -> Gate:
-    """A gate from its name, its class or a ready instance (whose own settings then hold).
+    """Return a gate from its name, its class or a ready instance, which keeps its own settings.
 
     Raises:
-        UserError: unknown name (lists the known ones and the nearest), options with an instance, an instance for
-            another number of experts.
+        UserError: unknown name (lists the known ones and the nearest), options with an instance, an instance with
+            another ``num_experts`` or ``top_k``.
     """
     if isinstance(gate, str):
         if gate not in GATES:
@@ -69,7 +69,7 @@ def build_gate(
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)
     if options:
-        raise UserError(f"gate_options={options!r} with a ready gate {type(gate).__name__}: set them on the gate")
+        raise UserError(f"gate_options={options!r} with a ready gate, {type(gate).__name__}: set them on the gate")
     if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
         raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")
     if top_k is not None and (own := getattr(gate, "top_k", top_k)) != top_k:
@@ -78,24 +78,24 @@ def build_gate(
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Calls ``end_step(group)`` of every gate of ``model`` that has one (`fmoe.gates.SigmoidRouter`).
+    """Call ``end_step(group)`` of every gate of ``model`` that has this method (`fmoe.gates.SigmoidRouter`).
 
-    Call it once an optimizer step, after the last backward pass of the step: before or after ``optimizer.step()``, but
-    not once a micro batch.
+    Use it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
+    ``optimizer.step()``.
 
     Args:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
-            Without it, biases would differ between ranks of a data parallel job.
+            Without this sum, biases would differ between the ranks of a data parallel job.
     """
     module: Any  # its type lacks these methods
     for module in model.modules():
-        # `record` too: other libraries may call something end_step.
+        # Gates also have `record`; modules of other libraries may have a method end_step.
         if hasattr(module, "end_step") and hasattr(module, "record"):
             module.end_step(group)
 
 
 def skip_step(model: nn.Module) -> None:
-    """In place of `end_step` for an optimizer step that is not made: what its micro batches counted is dropped."""
+    """Discard the loads counted for an optimizer step that is skipped; call this instead of `end_step`."""
     module: Any  # its type lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):
@@ -103,10 +103,12 @@ def skip_step(model: nn.Module) -> None:
 
 
 def attach_end_step(optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None) -> RemovableHandle:
-    """Has every ``optimizer.step()`` end with ``end_step(model, group)``.
+    """Call ``end_step(model, group)`` at the end of every ``optimizer.step()``.
+
+    Attach only one optimizer per model: two would call it twice per step.
 
     Returns:
-        A handle whose ``remove()`` ends that. One optimizer a model: two would count a step twice.
+        A handle whose ``remove()`` undoes this.
     """
     return optimizer.register_step_post_hook(lambda *_: end_step(model, group))
 

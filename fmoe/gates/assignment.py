@@ -1,8 +1,8 @@
 """The balanced assignment of tokens to experts: a linear assignment problem in each routing group.
 
-It is a custom operation for torch.compile, because it loops until it is done.
+For torch.compile it is a custom operation, because its number of iterations depends on the values.
 
-Shape letters: G routing groups, S places of a group, E experts.
+Shape letters: G routing groups, S positions of a group, E experts, A and B experts that a token moves from and to.
 """
 
 import torch
@@ -10,26 +10,27 @@ from torch import Tensor
 
 # Scores become whole numbers, so that sums along paths are exact and equal on every device.
 _ONE = 1 << 32  # the largest score of a group
-_PENALTY = 1 << 47  # of one token more, per token there: above what a chain of moves gains, up to 2^13 experts
+_PENALTY = 1 << 47  # per token over the even share: above the gain of any chain of moves, up to 2^13 experts
 _NO_MOVE = 1 << 60
 
 
 @torch.no_grad()
 def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | None = None) -> Tensor:
-    """One expert for every token: loads are as even as they can be (each expert as many of a group as the others, one
-    more or less where E does not divide them), and then the sum of the scores is largest, up to 2^-32 of the largest.
+    """Return one expert for every token. Loads in a group are as even as possible (they differ by at most one unless
+    -inf scores or ``load_GE`` prevent it), and among such assignments the sum of the scores is maximal. Scores are
+    rounded to 2^-32 of the largest of the group.
 
-    Tokens begin at their best expert under prices that nearly balance, which is optimal for the counts it gives. Then,
-    while counts or sum can be bettered, tokens move along the cheapest chain of experts, which keeps it optimal
-    (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows"). Of equal tokens the first moves.
+    Each token starts at its best expert under prices that nearly balance the loads; this is optimal for the resulting
+    counts. While counts or sum can be improved, tokens move along the cheapest chain of experts, which preserves
+    optimality (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows"). Of equal tokens the first moves.
 
     Args:
-        scores_GSE: -inf where a token must not go; some expert is left to each.
-        valid_GS: which places hold a token.
-        load_GE: int64, loads that each expert has already; None for zero.
+        scores_GSE: -inf for experts that a token must not get; every token must have an expert left.
+        valid_GS: bool, True for positions that hold a token.
+        load_GE: int64, tokens that each expert already has; None for zero.
 
     Returns:
-        int64 [G, S]; -1 where there is no token.
+        int64 [G, S], the expert of each token; -1 for positions without a token.
     """
     if load_GE is None:
         load_GE = valid_GS.new_zeros((scores_GSE.shape[0], scores_GSE.shape[2]), dtype=torch.int64)
@@ -53,9 +54,9 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 
 
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
-    """Return the price of each expert at which the tokens spread evenly, roughly: Sinkhorn's iteration (its column
-    scalings are prices) at ever lower temperatures, then rounded. Between solutions of equal sum the prices decide, and
-    must not themselves depend on how a matrix product rounds together with other groups."""
+    """Return a price for each expert at which the tokens spread roughly evenly: Sinkhorn's iteration, whose column
+    scalings are the prices, at ever lower temperatures. Prices decide between solutions of equal sum. They are rounded,
+    so that they do not depend on how a matrix product rounds when there are other groups."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E
@@ -74,7 +75,7 @@ def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor)
 
 
 def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
-    """Moves tokens along cheapest chains until no chain helps. ``expert_GS`` is E where there is no token."""
+    """Move tokens along cheapest chains until no chain helps. ``expert_GS`` is E for positions without a token."""
     num_groups, num_experts, _ = value_GES.shape
     tokens_G1 = (expert_GS < num_experts).sum(1, keepdim=True) + load_GE.sum(1, keepdim=True)
     floor_G1, ceil_G1 = tokens_G1 // num_experts, -(-tokens_G1 // num_experts)
@@ -83,19 +84,19 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     loss_GES = torch.empty_like(value_GES)
 
     def slope(count_GE: Tensor) -> Tensor:
-        """Cost of the last of so many tokens at an expert."""
+        """Return the cost of the last token of an expert with ``count_GE`` tokens."""
         return _PENALTY * (count_GE - floor_G1).clamp(-1024, 1024)
 
     while True:
         count_GE = value_GES.new_zeros(num_groups, num_experts + 1).scatter_add_(1, expert_GS, ones_GS)[:, :-1]
         count_GE += load_GE
-        # What the cheapest move of a token from expert A to expert B loses.
+        # The loss of the cheapest move of a token from expert A to expert B.
         held_GS = value_GES.gather(1, expert_GS.clamp(max=num_experts - 1).unsqueeze(1)).squeeze(1)
         torch.sub(held_GS.unsqueeze(1), value_GES, out=loss_GES)
         loss_GBA = value_GES.new_full((num_groups, num_experts, num_experts + 1), _NO_MOVE)
         loss_GBA.scatter_reduce_(2, expert_GS.unsqueeze(1).expand_as(loss_GES), loss_GES, "amin")
         loss_GBA = loss_GBA[..., :-1].masked_fill_(loss_GBA[..., :-1] > _NO_MOVE >> 3, _NO_MOVE)
-        # Cheapest chains that end at each expert (Bellman and Ford), from wherever a token is given away.
+        # Cheapest chains that end at each expert, from any expert that gives a token away (Bellman-Ford).
         cost_GB = -slope(count_GE)
         steps = []
         for _ in range(num_experts):
@@ -109,7 +110,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
         active_G = gain_G < 0
         if not bool(active_G.any()):
             return torch.where(expert_GS < num_experts, expert_GS, -1)
-        # Along the chain go as many tokens as all its links have at the same loss.
+        # As many tokens move along the chain as each of its links has at the same loss.
         node_G, moves, many_G = end_G, [], torch.full_like(end_G, _NO_MOVE)
         for better_GB, from_GB in reversed(steps):
             link_G = active_G & better_GB[group_G, node_G]

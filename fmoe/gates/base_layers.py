@@ -9,13 +9,13 @@ from fmoe.routing import RoutingGroups
 
 
 class BaseRouter(TopKRouter):
-    """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, tokens and experts of a routing
-    group are matched so that every expert gets the same number of tokens and the sum of their logits is the largest
-    possible (the paper's linear assignment problem; here solved exactly, approximated by its auction). In evaluation
-    each token takes its best expert. The weight is ``sigmoid(logit)``. There is no loss.
+    """Balanced assignment of experts (BASE layers, arXiv 2103.16716). In training, the tokens of a routing group are
+    assigned so that the experts' numbers of tokens differ by at most one and the sum of the logits is maximal. The
+    paper approximates this linear assignment problem by an auction; here it is solved exactly. In evaluation each
+    token takes its best expert. The weight is ``sigmoid(logit)``. There is no loss.
 
-    The paper assigns one expert a token. For K > 1 that is done K times, each time among the experts that a token has
-    not got yet, and balancing the loads so far.
+    The paper assigns one expert per token. For K > 1 the assignment is repeated K times, each time among the experts
+    that a token does not have yet, and so that the loads of all rounds together are balanced.
     """
 
     routes_by_logits = True
@@ -29,7 +29,7 @@ class BaseRouter(TopKRouter):
         return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).sigmoid())
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """``expert_TK``; -1 for padding."""
+        """Return the experts of each token, ``expert_TK``; -1 for padding."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         ids_E = torch.arange(self.num_experts, device=logits_TE.device, dtype=torch.int64)
         rounds, load_GE = [], None

@@ -11,19 +11,19 @@ from fmoe.routing import RoutingGroups
 
 
 class ExpertChoiceRouter(TopKRouter):
-    """Experts choose tokens (arXiv 2202.09368): each takes the ``C = ceil(c * S / E)`` tokens of a
-    routing group of S that have the highest probability for it, weighted by that probability. Every expert is exactly
-    full; a token gets any number of experts, c on average, or none.
+    """Experts choose tokens (arXiv 2202.09368): in a routing group of S tokens each expert takes the
+    ``C = ceil(c * S / E)`` tokens with the highest probability for it, weighted by that probability. Every expert is
+    exactly full. A token gets c experts on average, and may get none.
 
-    What a token gets depends on the later tokens of its group: in a causal language model that leaks the future.
+    The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
-    The columns of the result are the chosen experts of a token, best first, -1 past the last one: as many as the
-    busiest token has, or E while torch.compile traces.
+    The columns of the result are the experts of a token, best first, then -1. There are as many columns as any token
+    has experts, or E while torch.compile traces.
 
     Args:
         top_k: the default of ``capacity_factor``.
-        capacity_factor: c, the paper's own: the average number of experts a token gets; None for ``top_k``.
-        eval_capacity_factor: the same in evaluation; None for the value of training.
+        capacity_factor: c as in the paper, the average number of experts per token; None for ``top_k``.
+        eval_capacity_factor: c in evaluation; None for the value of training.
     """
 
     routes_by_logits = True
@@ -54,7 +54,7 @@ class ExpertChoiceRouter(TopKRouter):
         self.eval_capacity_factor = self.capacity_factor if eval_capacity_factor is None else eval_capacity_factor
         for name in ("capacity_factor", "eval_capacity_factor"):
             if getattr(self, name) > num_experts:
-                raise UserError(f"{name}={getattr(self, name)} experts a token is more than num_experts={num_experts}")
+                raise UserError(f"{name}={getattr(self, name)} exceeds num_experts={num_experts}")
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
         probs_TE = scores.probs_TE
@@ -70,7 +70,7 @@ class ExpertChoiceRouter(TopKRouter):
         return self.capacity_factor if self.training else self.eval_capacity_factor
 
     def chosen(self, probs_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return which experts take which tokens, bool [T, E]; ties go to the first token."""
+        """Return a bool [T, E], True where an expert takes a token; ties go to the first token."""
         factor = self._factor()
         limit_G = limits(groups, 1, self.num_experts, factor, probs_TE.device)
         probs_GSE = groups.split(probs_TE)

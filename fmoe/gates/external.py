@@ -1,4 +1,4 @@
-"""Calls of gates that are not `Router`s: a user's module or function, or one of FastMoE's kind.
+"""Calls of gates that are not a `Router`: modules or functions of users, and gates with FastMoE's interface.
 
 Shape letters: T tokens, K experts per token.
 """
@@ -17,11 +17,11 @@ from fmoe.routing import Routing, RoutingGroups
 def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
     """Return the gate's decision, checked.
 
-    A gate takes ``(x_TD, groups)`` or ``x_TD`` alone, and returns a `Routing` or FastMoE's ``(index, score)``.
+    A gate takes ``(x_TD, groups)`` or only ``x_TD``, and returns a `Routing` or FastMoE's ``(index, score)``.
 
     Args:
         name: the layer's name in errors.
-        check: also look for combine weights that are not finite; synchronizes with a GPU.
+        check: also raise if a combine weight is not finite; synchronizes with a GPU.
 
     Raises:
         UserError: the gate returned an invalid routing.
@@ -36,8 +36,8 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
     """Return the result of a gate as a `Routing`.
 
     Raises:
-        UserError: it is neither a `Routing` nor (index, score), has another shape, or names an expert that is not
-            there.
+        UserError: the result is neither a `Routing` nor (index, score), has an invalid shape or an expert id out of
+            range; with ``check``, a combine weight is not finite.
     """
     num_tokens = groups.num_tokens
     routing = result if isinstance(result, Routing) else _from_pair(gate, result, num_tokens, name)
@@ -49,7 +49,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
             f"the gate of {name} returned experts of shape {tuple(expert_TK.shape)} and weights of "
             f"{tuple(weight_TK.shape)} for {num_tokens} tokens; both must be [tokens, choices]"
         )
-    # Reading values stalls a GPU; there, only with `check`.
+    # Reading values stalls a GPU, so values on a GPU are read only with `check`.
     if expert_TK.numel() and (check or expert_TK.device.type == "cpu"):
         low, high = int(expert_TK.min()), int(expert_TK.max())
         if low < -1 or high >= num_experts:
@@ -58,7 +58,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
                 f"which is not in -1..{num_experts - 1} (num_experts={num_experts})"
             )
     if check and not bool(weight_TK.isfinite().all()):
-        raise UserError(f"the router of {name} gave weights that are not finite: its input or weights are not")
+        raise UserError(f"the gate of {name} returned weights that are not finite: check its input and parameters")
     return routing
 
 
@@ -72,12 +72,14 @@ def takes_groups(gate: Any) -> bool:
 
 def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
     if not (isinstance(result, tuple | list) and len(result) >= 2 and all(isinstance(r, Tensor) for r in result[:2])):
-        raise UserError(f"the gate of {name} returned {type(result).__name__}, neither a Routing nor (index, score)")
+        raise UserError(
+            f"the gate of {name} returned {type(result).__name__}; it must return a Routing or (index, score)"
+        )
     index, score = result[:2]
     top_k = index.numel() // num_tokens if num_tokens else max(getattr(gate, "top_k", 1) or 1, 1)
     if index.numel() != num_tokens * top_k or score.numel() != index.numel():
         raise UserError(
             f"the gate of {name} returned indices of shape {tuple(index.shape)} and scores of "
-            f"{tuple(score.shape)} for {num_tokens} tokens"
+            f"{tuple(score.shape)} for {num_tokens} tokens; both must be [tokens, choices]"
         )
     return Routing(index.reshape(num_tokens, top_k).long(), score.reshape(num_tokens, top_k))

@@ -1,4 +1,4 @@
-"""Gates without parameters: everything to one expert, at random, by token id.
+"""Gates without parameters: all tokens to one expert, random experts, or experts by token id.
 
 Shape letters: T tokens, K experts per token, E experts.
 """
@@ -16,8 +16,8 @@ from fmoe.routing import RoutingGroups
 
 
 class ZeroRouter(FixedRouter):
-    """Every choice of every token is expert 0, with weight 1 / K (FastMoE's ZeroGate): the worst possible balance, and
-    the output of a dense layer. For tests and benchmarks."""
+    """Gate for tests and benchmarks: every choice of every token is expert 0, with weight 1 / K (FastMoE's ZeroGate).
+    The balance is the worst possible, and the output is the output of expert 0, a dense layer."""
 
     routes_by_logits = True
 
@@ -26,10 +26,10 @@ class ZeroRouter(FixedRouter):
 
 
 class RandomRouter(FixedRouter):
-    """K different experts drawn at random for each token, weighted 1 / K, in training and in evaluation (THOR, arXiv
-    2110.04260, which draws for a batch; Roller et al., arXiv 2106.04426, compare with it).
+    """Gate that draws K different experts at random for each token, weighted 1 / K, in training and in evaluation
+    (THOR, arXiv 2110.04260, draws for a batch; Roller et al., arXiv 2106.04426, compare with this gate).
 
-    The draw is noise like any other: keyed by (seed, layer, step, routing group), new at each step.
+    The draw is keyed by (seed, layer, step, routing group), like all noise (`fmoe.random`), and new at each step.
     """
 
     routes_by_logits = True
@@ -42,24 +42,25 @@ class RandomRouter(FixedRouter):
 
 
 def best_by_hash(noise_TE: Tensor, top_k: int) -> Tensor:
-    """The K experts of largest noise; of equals, which 24 bits do have, the first, on every device."""
+    """Return the K experts of largest noise. Of equal values, which 24 bits allow, the first wins, on every device."""
     return noise_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 class HashRouter(FixedRouter):
-    """Hash layers (Roller et al., arXiv 2106.04426): a token's experts are a fixed function of its id, with nothing to
-    train. K > 1 takes as many hash functions that never agree, each weighted 1 / K; the paper's MultiHash has them pick
-    segments of one expert's weights instead.
+    """Hash layers (Roller et al., arXiv 2106.04426): a token's experts are a fixed function of its id.
+    With K > 1 a token has K different experts, each weighted 1 / K. The paper's MultiHash instead uses K hash functions
+    to pick segments of the weights of one expert.
 
     Args:
-        seed: key of the hash functions ("random hash"). Layers with different seeds spread a token differently.
-        table: int64 [vocabulary, K], experts by token id, in place of a hash: for the paper's "balanced" and
-            "clustered" assignments, made by the user from the training data. Saved with the model.
+        seed: key of the hash functions ("random hash"). Layers with different seeds assign tokens differently.
+        table: int64 [vocabulary, K], experts by token id, which replaces the hash: for the paper's "balanced" and
+            "clustered" assignments, computed by the user from the training data. Saved with the model.
 
     Raises:
         UserError: the table does not have K columns of experts; a call without token ids, or with ids that are
-            negative, past the end of the table or not integers. Looking at values would stall a GPU: there, and while
-            torch.compile traces, a negative id counts from the end of the table. Ids of padding may be anything.
+            negative, past the end of the table or not integers. Values of ids are not checked on a GPU, which reading
+            them would stall, nor while torch.compile traces: a negative id then counts from the end of the table.
+            Ids of padding are ignored.
     """
 
     routes_by_logits = True
@@ -82,7 +83,10 @@ class HashRouter(FixedRouter):
         self._key = random.key("hash gate", seed)
         if table is not None:
             if table.dim() != 2 or table.shape[1] != self.top_k or table.dtype != torch.int64:
-                raise UserError(f"table has shape {tuple(table.shape)}, {table.dtype}; int64 [ids, top_k={self.top_k}]")
+                raise UserError(
+                    f"table has shape {tuple(table.shape)} and dtype {table.dtype}; it must be int64 "
+                    f"[vocabulary, top_k={self.top_k}]"
+                )
             if table.numel() and not (table.min() >= 0 and table.max() < num_experts):
                 raise UserError(f"table has experts {table.min()}..{table.max()}, not all in 0..{num_experts - 1}")
         self.register_buffer("table", table)
@@ -91,20 +95,20 @@ class HashRouter(FixedRouter):
         ids_T = groups.token_ids_T
         if ids_T is None:
             raise UserError(
-                "gate='hash' routes by token id and got none: call layer(x, token_ids=ids), or make "
+                "gate='hash' routes by token id, but got no ids: call layer(x, token_ids=ids), or make "
                 "RoutingGroups(..., token_ids_T=ids)"
             )
         if ids_T.is_floating_point() or ids_T.dtype == torch.bool:
-            raise UserError(f"token_ids has dtype {ids_T.dtype}; it must be a dtype of whole numbers, as int64")
+            raise UserError(f"token_ids has dtype {ids_T.dtype}; it must be an integer dtype such as int64")
         ids_T = ids_T.long()
         if groups.mask_T is not None:
             ids_T = torch.where(groups.mask_T, ids_T, 0)
         if ids_T.device.type == "cpu" and ids_T.numel() and not torch.compiler.is_compiling():
             low, high = map(int, ids_T.aminmax())
             if low < 0:
-                raise UserError(f"token_ids has {low}; ids must be 0 or more")
+                raise UserError(f"token_ids has the id {low}; ids must be at least 0")
             if self.table is not None and high >= len(self.table):
-                raise UserError(f"token_ids has {high}; the table of the hash gate ends at {len(self.table) - 1}")
+                raise UserError(f"token_ids has the id {high}; the hash gate's table ends at {len(self.table) - 1}")
         if self.table is not None:
             return self.table[ids_T]
         keys_T = random.fold(torch.tensor(self._key, device=device, dtype=torch.int64), ids_T)

@@ -17,15 +17,16 @@ from fmoe.routing import RoutingGroups
 
 
 class NaiveRouter(TopKRouter):
-    """The K largest logits, weighted by a softmax over these K (FastMoE, arXiv 2103.13262; Shazeer et al.,
-    arXiv 1701.06538 equations 3 and 5, without noise). Weights sum to one; no capacity unless it is given.
+    """Top-k gate: the K largest logits, weighted by a softmax over these K (FastMoE, arXiv 2103.13262; Shazeer et al.,
+    arXiv 1701.06538 equations 3 and 5, without noise). By default weights sum to one and capacity is unlimited.
 
     Args:
         normalize: False weights by the softmax over all experts instead (DeepSeekMoE, arXiv 2401.06066 equation 4).
-        score: "sigmoid" weights by the sigmoids of the logits, divided by the sum of the K unless ``normalize=False``.
+        score: "softmax", or "sigmoid" to weight by the sigmoids of the logits, divided by their sum over the K experts
+            unless ``normalize=False``.
         routed_scale: factor of the weights (16 in DeepSeek-V2).
-        expert_groups, kept_groups: choose only within each token's best ``kept_groups`` of so many groups of experts
-            (`limit_to_groups`); None for no such limit.
+        expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
+            token's best ``kept_groups`` of them (`limit_to_groups`); ``expert_groups=None`` for no such limit.
     """
 
     routes_by_logits = True
@@ -86,9 +87,10 @@ class NaiveRouter(TopKRouter):
 
 
 def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_of: int = 1) -> Tensor:
-    """Group-limited routing: scores outside each token's best ``num_kept`` of ``num_groups`` groups of experts become
-    -inf. A group's score is the sum of its ``best_of`` best experts: 1 in DeepSeek-V2 (arXiv 2405.04434 section 2.2.2),
-    2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
+    """Return the scores with -inf for experts outside each token's best ``num_kept`` of ``num_groups`` groups.
+
+    A group's score is the sum of the scores of its ``best_of`` best experts: of 1 in DeepSeek-V2 (arXiv 2405.04434
+    section 2.2.2), of 2 in DeepSeek-V3 (arXiv 2412.19437 section 2.1.2).
     """
     grouped_TGE = scores_TE.unflatten(-1, (num_groups, -1))
     group_TG = grouped_TGE.topk(min(best_of, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
@@ -104,7 +106,10 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -
     if not 1 <= num_kept <= num_groups:
         raise UserError(f"kept_groups={num_kept} is not between 1 and expert_groups={num_groups}")
     if num_kept * (num_experts // num_groups) < top_k:
-        raise UserError(f"kept_groups={num_kept} hold {num_kept * (num_experts // num_groups)} experts, top_k={top_k}")
+        raise UserError(
+            f"kept_groups={num_kept} keeps {num_kept * (num_experts // num_groups)} experts per token, fewer than "
+            f"top_k={top_k}"
+        )
 
 
 def normalize_scores(score_TX: Tensor) -> Tensor:

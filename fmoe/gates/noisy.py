@@ -16,12 +16,14 @@ _MIN_STD = 1e-6  # softplus underflows to zero, and equation 9 divides by it
 
 class NoisyRouter(TopKRouter):
     """Noisy top-k gating (Shazeer et al., arXiv 1701.06538): the K largest of ``x W_g + normal * softplus(x W_noise)``
-    (equations 3-5), weighted by a softmax over those K. Without noise in evaluation.
+    (equations 3-5), weighted by a softmax over those K. Evaluation adds no noise.
 
-    Its losses are ``importance``, CV^2 of the sums of gate values (equations 6-7), and ``load``, CV^2 of the smooth
-    counts (equations 8-11); with K = E every count is the number of tokens, and that loss is zero. It has no other.
+    Its only losses are ``importance``, the squared coefficient of variation of the sums of gate values (equations 6-7),
+    and ``load``, the same of smooth counts of tokens (equations 8-11). With K = E every count is the number of tokens,
+    and ``load`` is zero.
 
-    ``noise_weight`` begins at zero, as in the paper's appendix A: a standard deviation of log 2 for all.
+    ``noise_weight`` starts at zero, as in the paper's appendix A, so that the noise starts with a standard deviation of
+    log 2.
     """
 
     common_losses = ()
@@ -60,8 +62,8 @@ class NoisyRouter(TopKRouter):
 
 
 def chance_of_choice(clean_TE: Tensor, noisy_TE: Tensor, std_TE: Tensor, ranked_TK1: Tensor) -> Tensor:
-    """P(x, i), the probability that expert i is among the K best if only its noise is drawn again (arXiv 1701.06538
-    equations 8-9): ``Phi((clean_i - K-th largest of the others) / std_i)``.
+    """Return P(x, i), the probability that expert i is among the K best if only its noise is drawn again (arXiv
+    1701.06538 equations 8-9): ``Phi((clean_i - K-th largest noisy logit of the others) / std_i)``.
 
     Args:
         ranked_TK1: the K + 1 largest of ``noisy_TE``.

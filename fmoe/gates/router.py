@@ -1,6 +1,6 @@
 """Base classes of gates, and capacity.
 
-Shape letters: T tokens, D width, E experts, K choices, G routing groups, S places of a group.
+Shape letters: T tokens, D width, E experts, K choices, G routing groups, S positions of a group.
 """
 
 import math
@@ -28,9 +28,9 @@ class Scores:
 
     Attributes:
         x_TD: the router's input; only this rank's part if the gate `routes_by_logits`.
-        logits_TE: its output.
+        logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
-        logsumexp_T: of the logits.
+        logsumexp_T: logsumexp of each token's logits.
     """
 
     x_TD: Tensor
@@ -44,7 +44,7 @@ class Choice:
     """Experts and combine weights that a gate chose.
 
     Attributes:
-        expert_TK: best first; -1 for a choice that is not made.
+        expert_TK: expert ids, best first; -1 for a choice that is not made.
         weight_TK: combine weights, differentiable.
         losses: further losses of this gate by name; scalars.
     """
@@ -61,8 +61,8 @@ class Router(nn.Module):
         d_model: D.
         num_experts: E, on all ranks.
         top_k: K; None for the gate's own default.
-        capacity_factor: an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments of a
-            routing group in training; None for no limit (dropless).
+        capacity_factor: in training, an expert takes at most ``ceil(factor * K * tokens of the group / E)`` assignments
+            of a routing group; None for no limit (dropless).
         eval_capacity_factor: the same in evaluation.
 
     Raises:
@@ -71,8 +71,8 @@ class Router(nn.Module):
 
     default_top_k = 2
     # True if `choose` depends on logits only. If ranks hold parts of the sequences, logits (E per token) are then
-    # gathered instead of the gate's input (D). `choose` must have no parameters, and a token's weights must depend on
-    # its own logits only. Not inherited: each class states it for itself.
+    # gathered instead of the gate's input (D). `choose` must use no parameters, and a token's weights must depend on
+    # its own logits only. Each class must set it for itself: the value of a base class is ignored.
     routes_by_logits = False
 
     def __init__(
@@ -95,16 +95,16 @@ class Router(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
 
     def reset_parameters(self) -> None:
-        """Draw the gate's parameters again, as the constructor did; a gate without parameters does nothing."""
+        """Draw the gate's parameters again, as the constructor did; does nothing for a gate without parameters."""
 
     def finish(self, choice: Choice, entropy_T: Tensor, groups: RoutingGroups) -> Routing:
-        """Return the routing of choices that leave out padding: apply capacity, collect statistics."""
+        """Apply capacity, collect statistics and return the routing. ``choice`` has -1 for padding."""
         expert_TK = self.drop(choice.expert_TK, groups)
         stats = routing_stats(choice.expert_TK, expert_TK, entropy_T, groups, self.num_experts)
         return Routing(expert_TK, choice.weight_TK, choice.losses, stats, self.max_load(groups))
 
     def drop(self, expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the choices, -1 where the expert is over its capacity."""
+        """Return the choices, with -1 for those over an expert's capacity."""
         factor = self._factor()
         return expert_TK if factor is None else drop_over_capacity(expert_TK, groups, self.num_experts, factor)
 
@@ -122,7 +122,7 @@ class Router(nn.Module):
 
 
 class FixedRouter(Router):
-    """A gate without parameters that ignores the tokens' values. Every choice weighs 1 / K."""
+    """Base class of gates without parameters that ignore the tokens' values. Every choice weighs 1 / K."""
 
     def choose(self, groups: RoutingGroups, device: torch.device) -> Tensor:
         """Return the experts of each token, ``expert_TK``."""
@@ -141,14 +141,14 @@ class FixedRouter(Router):
 
 
 class TopKRouter(Router):
-    """Linear router -> K choices a token -> losses and capacity. A gate overrides `choose`, and what else differs.
+    """Base class of gates with a linear router: K choices per token, losses and capacity. Subclasses override `choose`.
 
     Args:
         d_model, num_experts, top_k, capacity_factor, eval_capacity_factor: see `Router`.
-        balance_group: counts the load of the balance loss over this process group as well as over the rank's own
-            routing groups ("global batch" balance, arXiv 2501.11873); None counts within each routing group.
-        bias: whether the router's linear map has one.
-        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), torch's for a Linear.
+        balance_group: process group; the balance loss counts loads over all routing groups of its ranks together
+            ("global batch" balance, arXiv 2501.11873). None counts within each routing group.
+        bias: add a bias to the router's linear map.
+        init_method: fills the router's weight in place; None for U(-1/sqrt(D), 1/sqrt(D)), as in torch's Linear.
 
     Raises:
         UserError: ``top_k`` not in 1..E, a capacity factor that is not positive, ``balance_group`` for a gate without
@@ -185,7 +185,7 @@ class TopKRouter(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the router's parameters again from torch's default generator, on the CPU on every device."""
+        """Draw the router's parameters again from torch's default CPU generator, on every device."""
         if self.weight.is_meta:
             return
         value = torch.empty(self.weight.shape, device="cpu", dtype=torch.float32)
@@ -199,7 +199,7 @@ class TopKRouter(Router):
                 self.bias.zero_()
 
     def router_input(self, x_TD: Tensor, groups: RoutingGroups) -> Tensor:
-        """Return the input of the router, of this rank's tokens; in the router's precision."""
+        """Return the router's input for this rank's tokens. ``x_TD`` is already in the router's precision."""
         return x_TD
 
     def choose(self, scores: Scores, groups: RoutingGroups) -> Choice:
@@ -208,7 +208,8 @@ class TopKRouter(Router):
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
         """Return the rule by which a kernel (`kernels.cuda.routing`) can replace `choose`, and the bias that it adds to
-        the scores; None if no kernel can. A gate must check with `decides_as` that `choose` is not overridden."""
+        the scores; None if no kernel can. An override must check with `decides_as` that no subclass changes `choose`
+        or `scores`."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
@@ -220,7 +221,7 @@ class TopKRouter(Router):
         return Choice(expert_TK, weight_TK)
 
     def probs(self, score_TE: Tensor) -> Tensor:
-        """`Scores.probs_TE` of the rule's scores."""
+        """Return `Scores.probs_TE` from the scores that the rule computes."""
         return score_TE
 
     def balance_choices(self, expert_TK: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class TopKRouter(Router):
         return expert_TK
 
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Return the router's input and its output."""
+        """Return the router's input and its logits; these are gathered if ranks hold parts of the tokens."""
         x_TD = self.router_input(x_TD, groups)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
         return x_TD, groups.gather(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
@@ -240,8 +241,8 @@ class TopKRouter(Router):
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
-        # The router alone runs in float32 in a 16-bit model ("selective precision", Switch section 2.4): softmax
-        # turns the rounding of a logit into a relative error of the weight.
+        # In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4): softmax turns
+        # the rounding error of a logit into a relative error of the weight.
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
             scores, choice, entropy_T = self._decide(x_TD.to(dtype), groups)
@@ -263,7 +264,7 @@ class TopKRouter(Router):
         return scores, choice, routed.entropy_T
 
     def max_load(self, groups: RoutingGroups) -> int | None:
-        max_load = super().max_load(groups)  # a token chooses an expert once
+        max_load = super().max_load(groups)  # a token chooses an expert at most once
         return groups.num_tokens if max_load is None else min(max_load, groups.num_tokens)
 
     def _losses(self, scores: Scores, expert_TK: Tensor, groups: RoutingGroups) -> dict[str, Tensor]:
@@ -293,7 +294,7 @@ def _entropy(probs_TE: Tensor) -> Tensor:
 
 
 def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
-    """Return the choices, -1 for padding."""
+    """Return the choices, with -1 for padding."""
     return expert_TK if groups.mask_T is None else torch.where(groups.mask_T.unsqueeze(-1), expert_TK, -1)
 
 
@@ -301,7 +302,7 @@ def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
 def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
-    """Sums over the tokens of a routing: made choices ``expert_TK``, of which ``kept_TK`` are left after capacity."""
+    """Return the statistics of a routing with the choices ``expert_TK``, of which capacity leaves ``kept_TK``."""
     tokens = torch.full((), float(groups.num_tokens), dtype=torch.float32, device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T
@@ -315,8 +316,8 @@ def routing_stats(
     return RoutingStats(load_E[1:], dropped, entropy_T.sum().float(), tokens)
 
 
-# Assignments are dropped in the order of (group, expert, choice, token), so that every run drops the same ones: a
-# counter advanced by atomics would drop others each time.
+# An expert accepts the assignments of a group in the order of (choice, token), so that every run drops the same ones.
+# A counter advanced by atomics would drop different ones in each run.
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:
@@ -329,7 +330,7 @@ def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -
 def capacity(factor: float, assignments: int, num_experts: int) -> int:
     """Return the number of a group's assignments that an expert accepts: ``ceil(factor * assignments / E)``, at least 1
     (GShard section 2.2, Switch equation 3)."""
-    # The product in decimal notation may lie a rounding error above an integer: 1.1 * 10 / 1 is 11.000000000000002.
+    # A rounding error can put the result slightly above an integer: 1.1 * 10 / 1 is 11.000000000000002.
     return max(1, math.ceil(factor * assignments / num_experts - 1e-9))
 
 
@@ -345,7 +346,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
         return cuda_rows.drop_over_capacity(expert_TK, groups.mask_T, num_experts, groups.size, *groups.layout, factor)
     expert_GSK = groups.split(expert_TK, pad=-1)
     num_groups, size, top_k = expert_GSK.shape
-    # A queue for every (group, expert); what was never assigned waits in a queue of its own, past the last expert.
+    # One queue for each (group, expert). Choices of -1 get a separate queue after the last expert.
     queue_GKS = torch.where(expert_GSK < 0, num_experts, expert_GSK).transpose(1, 2)
     offset_G = torch.arange(num_groups, device=expert_TK.device, dtype=torch.int64) * (num_experts + 1)
     queue_N = (queue_GKS + offset_G.view(-1, 1, 1)).reshape(-1)
@@ -358,7 +359,7 @@ def drop_over_capacity(expert_TK: Tensor, groups: RoutingGroups, num_experts: in
 
 
 def limits(groups: RoutingGroups, top_k: int, num_experts: int, factor: float, device: torch.device) -> Tensor:
-    """`capacity` of each group, int64 [G]; computed on the device if there is a mask."""
+    """Return the `capacity` of each group, int64 [G]; computed on the device if there is a mask."""
     if groups.mask_T is None:
         limit_G = [capacity(factor, n * top_k, num_experts) for n in groups.sizes()]
         return torch.tensor(limit_G, device=device, dtype=torch.int64)

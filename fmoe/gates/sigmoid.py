@@ -21,28 +21,31 @@ class SigmoidRouter(TopKRouter):
     """Sigmoid scores, balanced by a bias instead of a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; "loss-free
     balancing", arXiv 2408.15664).
 
-    A token takes the K largest of ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice: weights are the
-    scores without it, normalised over the K, times ``routed_scale`` (equations 12-16; for K = 1 not normalised).
+    A token gets the K experts with the largest ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice:
+    weights are the scores without it, normalised over the K, times ``routed_scale`` (equations 12-16; for K = 1 not
+    normalised).
 
-    After each optimizer step the bias of every expert with more than the average load sinks by ``bias_step``, and that
-    of every other rises: call `end_step` once an optimizer step, or `fmoe.attach_end_step` once. Loads are counted in
-    the backward pass (the layer calls `record`), so that accumulation counts all micro batches and recomputation
-    nothing twice. ``expert_bias_E`` is a buffer, saved with the model, and stays float32 in a 16-bit one, which could
-    not hold its steps.
+    After each optimizer step the bias of an expert falls by ``bias_step`` if its load was above the mean, and rises by
+    ``bias_step`` if its load was below: call `end_step` once per optimizer step, or `fmoe.attach_end_step` once. Loads
+    are counted in the backward pass (the layer calls `record`), so that all accumulated micro batches count, and
+    recomputation does not count twice. ``expert_bias_E`` is a buffer, saved with the model. It stays float32 in a
+    16-bit model, because 16 bits would round its steps away.
 
-    The loss ``sequence_balance`` (equations 17-20) keeps single sequences from extremes: a routing group is one
-    sequence unless ``group_size`` is set. It counts the K largest scores without the bias (equation 18).
+    The loss ``sequence_balance`` (equations 17-20) prevents extreme imbalance within single sequences: a routing group
+    is one sequence unless ``group_size`` is set. It counts the K largest scores without the bias (equation 18).
 
     Args:
-        bias_step: u, how far a bias moves in a step; 0 leaves balancing to the loss.
+        bias_step: u, the change of a bias per step; 0 leaves balancing to the loss.
         routed_scale: factor of the weights (2.5 in DeepSeek-V3).
-        normalize: False leaves the weights at the scores.
-        score: "softmax" scores by the softmax over all experts instead, as "loss-free balancing" tries too.
-        expert_groups, kept_groups: choose only within each token's best ``kept_groups`` of so many groups of experts,
-            a group being worth the sum of its two best (`limit_to_groups`); None for no such limit.
+        normalize: False uses the scores as weights without normalising them.
+        score: "sigmoid", or "softmax" for the softmax over all experts, which "loss-free balancing" also tries.
+        expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
+            token's best ``kept_groups`` of them, by the sum of the two best experts of a group (`limit_to_groups`);
+            ``expert_groups=None`` for no such limit.
 
     Raises:
-        UserError: see `TopKRouter`; ``bias_step`` negative; invalid expert groups.
+        UserError: see `TopKRouter`; ``bias_step`` is negative; ``score``, ``routed_scale`` or the expert groups are
+            invalid.
     """
 
     routes_by_logits = True
@@ -73,7 +76,7 @@ class SigmoidRouter(TopKRouter):
         self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
         self.expert_groups, self.kept_groups = expert_groups, kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))
-        # No buffer: DistributedDataParallel would overwrite each rank's count with rank 0's.
+        # Not a buffer: DistributedDataParallel would overwrite each rank's counts with those of rank 0.
         self._load_E: Tensor | None = None
 
     def reset_parameters(self) -> None:
@@ -90,7 +93,7 @@ class SigmoidRouter(TopKRouter):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        if self.expert_bias_E.dtype.itemsize < 4:  # assign=True takes the state's tensor, dtype and all
+        if self.expert_bias_E.dtype.itemsize < 4:  # assign=True takes the state's tensor with its dtype
             self.expert_bias_E = self.expert_bias_E.float()
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
@@ -136,7 +139,7 @@ class SigmoidRouter(TopKRouter):
         return Choice(expert_TK, weight_TK, losses)
 
     def record(self, routing: Routing) -> None:
-        """Counts the load of one micro batch; the layer calls it once, in its backward pass."""
+        """Count the load of one micro batch; the layer calls it once, usually in its backward pass."""
         if routing.stats is None:
             return
         load_E = routing.stats.load_E.to(sum_dtype(routing.stats.load_E.device))
@@ -144,11 +147,11 @@ class SigmoidRouter(TopKRouter):
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """``b += u * sign(mean load - load)`` for the loads counted since the last call, then reset the counts.
+        """Add ``u * sign(mean load - load)`` to the bias, for the loads counted since the last call; reset the counts.
 
         Args:
-            group: the ranks that have this gate and different tokens (data and expert parallel alike), over which loads
-                are summed; None for no sum. A collective of the group.
+            group: the data and expert parallel ranks, which have this gate and different tokens, over which loads are
+                summed; None for no sum. All ranks of the group must make this call.
         """
         load_E = self._load_E
         if load_E is None:

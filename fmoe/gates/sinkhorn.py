@@ -1,6 +1,6 @@
 """The gate that balances by Sinkhorn's iteration.
 
-Shape letters: T tokens, E experts, G routing groups, S places of a group.
+Shape letters: T tokens, E experts, G routing groups, S positions of a group.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ from fmoe.routing import RoutingGroups
 
 
 class SinkhornRouter(TopKRouter):
-    """Choices by scores that Sinkhorn's iteration has balanced over a routing group, weights from the raw scores
-    (S-BASE, arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)``
-    for K = 1 and the softmax over all experts for more. Evaluation chooses by the raw scores.
+    """Gate that chooses by scores balanced over a routing group by Sinkhorn's iteration, with weights from the raw
+    scores (S-BASE, arXiv 2202.01169; Megatron-core's "sinkhorn" load balancing). The weight is ``sigmoid(logit)`` for
+    K = 1 and the softmax over all experts for K > 1. Evaluation chooses by the raw scores.
 
-    ``exp(logits)`` is scaled by rows and columns until each token's row sums to one and each expert's column to
-    S / E. Loads are nearly even: the scores' mass is balanced, and a token takes only its largest.
-    Where balanced scores are equal, as all are in a group of one token or of equal tokens, the raw scores decide.
+    Rows and columns of ``exp(logits)`` are scaled until each token's row sums to one and each expert's column to S / E.
+    Loads are only nearly even, because the sums of scores are balanced while a token takes only its K largest. Where
+    balanced scores are equal, as in a group of one token or of equal tokens, the raw scores decide.
 
     Args:
-        iterations: at most so many.
-        tolerance: a group is done if no column is further than this, relatively, from its sum.
+        iterations: maximum number of iterations.
+        tolerance: maximum relative error of the column sums at which the iteration of a group stops.
     """
 
     routes_by_logits = True
@@ -56,14 +56,15 @@ class SinkhornRouter(TopKRouter):
         return Choice(expert_TK, weight_TE.gather(-1, expert_TK))
 
     def balance(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """Logits less the logarithm of the columns' scaling: a row's scaling changes no token's order of experts."""
+        """Return the logits plus the logarithm of the columns' scaling. The rows' scaling is left out, because it does
+        not change a token's order of experts."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         prices = _prices_op if torch.compiler.is_compiling() else _prices
         return groups.join(logits_GSE - prices(logits_GSE, valid_GS, self.iterations, self.tolerance).unsqueeze(1))
 
 
 def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
-    """Experts of each token, the best first: by balanced scores, and by the logits where scores differ only by
+    """Return the experts of each token, best first: by balanced scores, and by the logits if scores differ only by
     rounding."""
     largest_T1 = balanced_TE.amax(-1, keepdim=True)
     size_T1 = 1 + logits_TE.abs().amax(-1, keepdim=True) + balanced_TE.abs().amax(-1, keepdim=True)
@@ -74,7 +75,7 @@ def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Minus the logarithm of the columns' scaling, [G, E]."""
+    """Return minus the logarithm of the columns' scaling, [G, E]."""
     valid_GS1 = valid_GS.unsqueeze(-1)
     log_share_G1 = (valid_GS1.sum(1).to(logits_GSE.dtype) / logits_GSE.shape[-1]).clamp(min=1e-9).log()
     price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])
@@ -84,12 +85,12 @@ def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: fl
         excess_GE = torch.where(valid_GS1, rows_GSE, -torch.inf).logsumexp(1) - log_share_G1
         done_G1 = done_G1 | (excess_GE.abs().amax(1, keepdim=True) <= tolerance)
         if logits_GSE.device.type == "cpu" and bool(done_G1.all()):
-            break  # the rest would change nothing; elsewhere, looking costs more than going on
+            break  # more iterations change nothing; on a GPU this check would cost more than they do
         price_GE = torch.where(done_G1, price_GE, price_GE + excess_GE)
     return price_GE
 
 
-# An operation of its own for torch.compile, which would lay the iterations out one after the other.
+# A custom operation for torch.compile, which would unroll the loop.
 _prices_op = torch.library.custom_op(
     "fmoe::sinkhorn_prices",
     _prices,

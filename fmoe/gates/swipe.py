@@ -9,14 +9,14 @@ from fmoe.routing import RoutingGroups
 
 
 class SwipeRouter(TopKRouter):
-    """Top-k routing in which what an expert gets beyond an even share of its routing group moves to experts with room
-    (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits of the experts that are
-    reached in the end. Evaluation moves nothing.
+    """Top-k routing that moves tokens beyond an expert's even share of the routing group to experts with room
+    (SWIPE of BaGuaLu, PPoPP 2022; FastMoE's SwipeGate). Weights are a softmax over the logits of the final experts.
+    Evaluation moves no tokens.
 
-    First choices go first: an expert keeps those it gets in token order up to ``ceil(tokens / E)``, the others are
-    moved; then second choices, up to ``ceil(2 tokens / E)`` with the first, and so on. FastMoE moves to the next expert
-    with room, and may give a token the same one twice; here the moved tokens take the places that are left so that the
-    sum of their logits is largest, and a token's experts differ.
+    First choices are assigned first: an expert keeps up to ``ceil(tokens / E)`` of them in token order, and the others
+    are moved. Second choices follow, up to ``ceil(2 tokens / E)`` together with the first ones, and so on. FastMoE
+    moves a token to the next expert with room, which may be one that it already has. Here the moved tokens fill the
+    room that is left so that the sum of their logits is maximal, and a token's experts differ.
     """
 
     routes_by_logits = True
@@ -29,7 +29,7 @@ class SwipeRouter(TopKRouter):
         return Choice(expert_TK, logits_TE.gather(-1, expert_TK.clamp(min=0)).softmax(-1))
 
     def assign(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """``expert_TK``; -1 for padding."""
+        """Return the experts of each token, ``expert_TK``; -1 for padding."""
         logits_GSE, valid_GS = groups.split(logits_TE), groups.valid(logits_TE.device)
         tokens_G1 = valid_GS.sum(1, keepdim=True)
         load_GE = torch.zeros_like(logits_GSE[:, 0], dtype=torch.int64)

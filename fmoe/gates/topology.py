@@ -23,18 +23,18 @@ class TopologyRouter(TopKRouter):
     Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
     largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
     group's assignments (or more than the largest load without a bonus). Weights are the softmax over the logits of the
-    chosen experts, without the bonus. Balance and z losses as in the naive gate.
+    chosen experts, without the bonus. It has the balance and z losses of the naive gate.
 
-    What it decides depends on which node a token is on, and so on how the job is split: choose it for speed, not for
-    comparing runs on different clusters. On one node it is the naive gate.
+    Its decisions depend on the node of a token, and so on the split of the job: choose it for speed, not for comparing
+    runs on different clusters. On one node it equals the naive gate.
 
     Args:
         d_model, num_experts, top_k, options: see `TopKRouter`.
-        bonus: in units of logits.
-        skew: at least 1.
-        node_size: ranks of a node; None for LOCAL_WORLD_SIZE, or all ranks of the group if it is not set.
-        num_nodes: nodes that the experts are spread over evenly; None to derive it from ``node_size``.
-        node_of: groups -> int64 [G], the node of each routing group; None for the one this rank is on.
+        bonus: largest bonus, in units of logits.
+        skew: bound on an expert's load, as a multiple of the even share; at least 1.
+        node_size: ranks per node; None for LOCAL_WORLD_SIZE, or all ranks of the group if that is not set.
+        num_nodes: number of nodes, over which the experts are spread evenly; None to derive it from ``node_size``.
+        node_of: returns the node of each routing group, int64 [G], from the groups; None for this rank's node.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class TopologyRouter(TopKRouter):
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         if not (bonus >= 0 and math.isfinite(bonus)):
-            raise UserError(f"bonus={bonus} is not a finite number from 0 on")
+            raise UserError(f"bonus={bonus} must be finite and at least 0")
         if not skew >= 1:
-            raise UserError(f"skew={skew} is below 1, the even share")
+            raise UserError(f"skew={skew} must be at least 1, the even share")
         if node_size is not None and node_size < 1:
             raise UserError(f"node_size={node_size} is not positive")
         if num_nodes is not None and (num_nodes < 1 or num_experts % num_nodes):
@@ -64,7 +64,7 @@ class TopologyRouter(TopKRouter):
         self._is_placed = num_nodes is not None
 
     def set_ep_rank(self, rank: int, ep_size: int) -> None:
-        """Set this rank's place in the expert parallel group; the layer calls it."""
+        """Set this rank's index in the expert parallel group; the layer calls it."""
         size = self.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", ep_size))
         size = min(size, ep_size)
         if not self._is_placed:
@@ -82,7 +82,7 @@ class TopologyRouter(TopKRouter):
         return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))
 
     def prefer(self, logits_TE: Tensor, groups: RoutingGroups) -> Tensor:
-        """``expert_TK``, the best first."""
+        """Return the experts of each token, ``expert_TK``, best first."""
         if self.num_nodes == 1:
             return logits_TE.topk(self.top_k).indices
         logits_GSE = groups.split(logits_TE)
@@ -99,7 +99,7 @@ class TopologyRouter(TopKRouter):
         share_G = valid_GS1.sum((1, 2)).to(logits_TE.dtype) * self.top_k / num_experts
 
         def best(scores_GSE: Tensor) -> tuple[Tensor, Tensor]:
-            """The K best experts, and the largest load of each group."""
+            """Return the K best experts, and the largest load of each group."""
             best_GSK = scores_GSE.topk(self.top_k).indices
             load_GE = torch.zeros(num_groups, num_experts, dtype=torch.int64, device=device)
             load_GE.scatter_add_(1, best_GSK.flatten(1), valid_GS1.expand_as(best_GSK).flatten(1).long())
@@ -107,7 +107,7 @@ class TopologyRouter(TopKRouter):
 
         chosen_GSK, most_G = best(logits_GSE)
         limit_G = torch.maximum(most_G.to(share_G.dtype), self.skew * share_G)
-        for step in _LADDER:  # each bonus that keeps the limit replaces the one before
+        for step in _LADDER:  # a larger bonus replaces a smaller one if it keeps the limit
             best_GSK, most_G = best(logits_GSE + self.bonus * step * near_GE.unsqueeze(1))
             chosen_GSK = torch.where((most_G <= limit_G).view(-1, 1, 1), best_GSK, chosen_GSK)
         return groups.join(chosen_GSK)

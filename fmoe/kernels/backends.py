@@ -1,6 +1,7 @@
 """Choice of the backend: which kernels accept which tensors.
 
-The answer depends on the kernels loaded for a device, never on the device's type: tests load CUDA kernels for the CPU.
+For CUDA kernels, the answer depends on whether kernels are loaded for a device, not on the device's type: tests load
+them for the CPU.
 """
 
 import functools
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, MAX_EXPERTS, MAX_SEGMENTS
 
-# The activations that both backends have, by their number in the kernels (native/src/kernels.h, cuda/activation.cu).
+# The activations of both backends; the index is their number in the kernels (native/src/kernels.h, cuda/activation.cu).
 ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu)
 
 native_is_loaded = False  # set by `fmoe.kernels.native.ops.register`
@@ -29,7 +30,10 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `native.ops.expert_ffn` takes these: one dtype, float32 or bfloat16, on the CPU."""
+    """Return whether `native.ops.expert_ffn` takes these: CPU tensors of one dtype, float32 or bfloat16.
+
+    The activation must be one of `ACTIVATIONS`, and the backend must be loaded.
+    """
     given = [rows, *(p for p in parameters if p is not None)]
     return (
         native_is_loaded
@@ -39,16 +43,16 @@ def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *para
 
 
 def cuda_is_loaded(device: torch.device) -> bool:
-    """Return whether CUDA kernels are loaded for a device. A constant for torch.compile."""
+    """Return whether CUDA kernels are loaded for a device; torch.compile treats the result as a constant."""
     return bool(launch.launchers) and launch.launcher(device) is not None
 
 
-# torch.compiler.assume_constant_result sets this, but importing torch._dynamo takes as long again as importing torch.
+# torch.compiler.assume_constant_result sets this, but it imports torch._dynamo, which takes as long as importing torch.
 cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:
-    """Return whether these are on one device with CUDA kernels, in float32 or 16 bits (or integers)."""
+    """Return whether the tensors are on one device with CUDA kernels, in float32, 16 bits or an integer dtype."""
     first = next(tensor for tensor in tensors if tensor is not None)
     return cuda_is_loaded(first.device) and all(
         t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None
@@ -56,7 +60,7 @@ def cuda_takes(*tensors: Tensor | None) -> bool:
 
 
 def cuda_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:
-    """Return whether `cuda.ffn.expert_ffn` takes these: a known activation and one dtype, as `cuda_takes`."""
+    """Return whether `cuda.ffn.expert_ffn` takes these: a known activation, and tensors of one supported dtype."""
     given = [rows, *(p for p in parameters if p is not None)]
     return activation_code(activation) is not None and cuda_takes(*given) and all(t.dtype == rows.dtype for t in given)
 
@@ -73,7 +77,7 @@ def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether `cuda.routing` takes the logits of these tokens: float32, where kernels are loaded."""
+    """Return whether `cuda.routing` routes these tokens: float32, not too many experts, and kernels are loaded."""
     return x_TD.dtype == torch.float32 and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 

@@ -28,14 +28,14 @@ SUFFIXES = (".so", ".zip")
 logger = logging.getLogger("fmoe")
 
 _BUILDING = "building-"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of some network file systems
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # errors of network file systems without locks
 
 
 def folders() -> list[Path]:
     """Return the folders of entries in search order.
 
-    This is FMOE_CACHE if it is set; otherwise the user's cache folder and, if the home directory is not writable, one
-    in the directory for temporary files.
+    This is FMOE_CACHE if it is set. Otherwise these are the user's cache folder, and a folder in the directory for
+    temporary files, which is used if the home directory is not writable.
     """
     named = os.environ.get("FMOE_CACHE")
     if named:
@@ -65,15 +65,15 @@ def get(
     If several processes need it at once, one builds it, and the others use its result or its error.
 
     Args:
-        make: called with the folder and whether its lock is held; builds in a `workplace`, and ends with `publish` or
-            with `publish_failure` and a BuildError.
+        make: called with the folder and whether the lock is held. It builds in a `workplace` and ends with `publish`,
+            or with `publish_failure` and a BuildError.
         what: name of the library in messages.
-        cannot: error to raise if the entry has to be built; None if it can be built.
+        cannot: error to raise if the entry is missing; None if it can be built.
         force: build even if the entry exists.
         instead_of: `identity` of an entry that did not load, which is not returned again.
 
     Raises:
-        BuildError: the entry cannot be built, or no cache folder is writable; one line.
+        BuildError: the build fails, or no cache folder is writable; the message has one line.
     """
     if not force:
         found = find(key, suffix)
@@ -94,11 +94,14 @@ def get(
                     raise BuildError(failed.read_text(encoding="utf-8").partition("\n")[0])
             return make(folder, is_locked)
     except OSError as error:
-        raise BuildError(f"cache folder {folder}: {error.strerror or error}; FMOE_CACHE names another") from error
+        raise BuildError(f"cache folder {folder}: {error.strerror or error}; set FMOE_CACHE to another") from error
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry whose name begins with ``key``, in any trusted folder; None without one."""
+    """Return the newest intact entry whose name begins with ``key``; None without one.
+
+    It is from the first of `folders` that is trusted and has one.
+    """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
             found = find_in(folder, key, suffix)
@@ -108,7 +111,7 @@ def find(key: str, suffix: str = ".so") -> Path | None:
 
 
 def find_in(folder: Path, key: str, suffix: str = ".so") -> Path | None:
-    """Return the newest intact entry of one folder."""
+    """Return the newest intact entry of one folder whose name begins with ``key``; None without one."""
     for path in sorted(folder.glob(f"{key}*{suffix}"), key=_modified, reverse=True):
         with suppress(OSError):  # another process may remove it
             if sha256(path) == path.stem.rpartition("-")[2]:
@@ -132,11 +135,11 @@ def writable() -> Path:
             if reason is None:
                 if os.access(folder, os.W_OK | os.X_OK):
                     return folder
-                reason = "cannot be written"
+                reason = "is not writable"
         except OSError as error:
             reason = error.strerror
         reasons.append(f"{folder}: {reason}")
-    raise BuildError(f"no cache folder: {'; '.join(reasons)}; FMOE_CACHE names another")
+    raise BuildError(f"no cache folder: {'; '.join(reasons)}; set FMOE_CACHE to a writable folder")
 
 
 @contextmanager
@@ -144,7 +147,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
     """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
 
     Yields:
-        False if the file system does not support locks: several processes may then build the same entry.
+        Whether the lock is held. If the file system has no locks, it is not, and several processes may build the entry.
     """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
@@ -156,14 +159,14 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
 
 
 def workplace(folder: Path, key: str, is_locked: bool) -> Path:
-    """Return a new folder to build in, and remove the folders of dead builders: under the lock none is running."""
+    """Create and return a folder to build in; if the lock is held, remove folders that dead builders left."""
     if is_locked:
         _remove_workplaces(folder, key)
     return Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{key}-", dir=folder))
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Make a built library the only entry of its key; remove the failure of the key and the oldest entries."""
+    """Make a built library the only entry of its key; remove the key's failure and the least recently used entries."""
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
@@ -188,7 +191,7 @@ def failure(folder: Path, key: str) -> Path:
 
 
 def publish_failure(folder: Path, key: str, text: str) -> None:
-    """Write the `failure` of a build, and remove old ones."""
+    """Write the `failure` of a build, and remove the oldest failures of the folder."""
     path = failure(folder, key)
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
@@ -198,7 +201,7 @@ def publish_failure(folder: Path, key: str, text: str) -> None:
 
 
 def last_failure(key: str) -> str | None:
-    """Return the first line of the newest `failure` of ``key`` in any of the folders."""
+    """Return the first line of the `failure` of ``key`` in the first of `folders` that has one; None without any."""
     for folder in folders():
         try:
             return failure(folder, key).read_text(encoding="utf-8").partition("\n")[0]
@@ -230,7 +233,7 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, by which a later file with the same name differs; None if it is missing."""
+    """Return (inode, modification time), which differ for a later file of the same name; None without a file."""
     try:
         found = path.stat()
     except OSError:
@@ -249,13 +252,13 @@ def _temporary() -> Path:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return why libraries of a folder are not loaded, if other users could have written them; None if trusted."""
+    """Return a reason not to load libraries from a folder, such as write access of others; None if it is trusted."""
     found = folder.lstat() if folder == _temporary() else folder.stat()
     if not stat.S_ISDIR(found.st_mode):
         return "is not a folder"
     if found.st_mode & stat.S_IWOTH:
         return f"all users have write access (mode {stat.S_IMODE(found.st_mode):o})"
-    # A folder named by FMOE_CACHE may belong to another user, but not a default folder, whose name anybody could take.
+    # A folder named by FMOE_CACHE may belong to another user. A default folder must not: any user could create it.
     may_be_anothers = os.environ.get("FMOE_CACHE") and not folder.parent.stat().st_mode & stat.S_IWOTH
     if not may_be_anothers and found.st_uid not in (os.getuid(), 0):
         return f"belongs to user {found.st_uid}, not to {os.getuid()}"
@@ -267,7 +270,7 @@ def _distrust(folder: Path) -> str | None:
 def _lock(path: Path, what: str) -> tuple[int, bool]:
     """Return the handle of the lock file, and whether it is locked.
 
-    Compilers do not inherit the handle: they would hold the lock after this process ends.
+    Compilers do not inherit the handle, because they would hold the lock after this process ends.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -275,7 +278,7 @@ def _lock(path: Path, what: str) -> tuple[int, bool]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                logger.info("another process compiles %s: waiting for it (%s)", what, path)
+                logger.info("another process compiles %s: waiting for it (lock %s)", what, path)
                 fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno in _NO_LOCKS:

@@ -1,13 +1,12 @@
-"""Experts in torch: linear maps over rows grouped by expert, and two of them with an activation between.
+"""Experts in plain torch: a linear map of rows grouped by expert, and two such maps with an activation between them.
 
-Expert by expert, the buffers between the maps are small enough to stay in the cache and to come from malloc's own
-lists; for all rows at once, each step would clear fresh pages for a buffer of all rows. The backward pass computes a
-known activation again, so that only the pre-activations are kept. Known are the activations that the field uses: pure
-functions of each number, whose derivative is one kernel. Any other function may be random or have parameters, which
-only autograd's own graph of its one call handles correctly.
+The experts run one after the other, so that the buffer after the activation has the rows of one expert and stays in the
+cache. The backward pass recomputes a known activation, so that only the pre-activations are kept. Known activations
+(GELU, SiLU, ReLU) are elementwise, without randomness and parameters, and have a kernel for the derivative. Any other
+function may be random or have parameters, so autograd records its one call.
 
 Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
-height of the first map (H, twice that where it is gated).
+height of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -26,7 +25,7 @@ _aten = torch.ops.aten
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """``rows @ weight[e].T + bias[e]`` for the ``counts[e]`` rows of each expert e, sorted by expert: [M, O].
+    """Return ``rows @ weight[e].T + bias[e]`` for the ``counts[e]`` rows of each expert e, sorted by expert: [M, O].
 
     An expert without rows gets zero gradients, not None.
     """
@@ -34,7 +33,7 @@ def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, 
 
 
 def segments(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, each with the slice of its rows."""
+    """Yield the experts that have rows, each with the slice of its rows."""
     begin = 0
     for expert, count in enumerate(counts):
         if count:
@@ -52,12 +51,11 @@ def expert_ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
 ) -> Tensor:
-    """``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
+    """Return ``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
 
     Args:
-        activation: [n, H] -> [n, H], any differentiable function. An unknown one, which may be random or learn, is left
-            to autograd.
-        gated: ``activation(first half) * second half`` of a first map of height 2 H instead.
+        activation: any differentiable function [n, H] -> [n, H].
+        gated: the first map has height 2 H, and its output is activated as ``activation(first half) * second half``.
 
     An expert without rows gets zero gradients, not None.
     """
@@ -69,8 +67,8 @@ def expert_ffn(
 
 
 def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
-    """``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H]."""
-    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # which an activation may change in place
+    """Return ``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H]."""
+    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # views that an activation may change in place
     return activation(gates) * values
 
 
@@ -95,7 +93,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         rows_MI, weight_LOI, bias_LO = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
+        if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated again
             plain = functools.partial(reference.grouped_linear, counts=ctx.counts)
             inputs = (rows_MI, weight_LOI, bias_LO)
             return *reference.gradients(plain, inputs, ctx.needs_input_grad[:3], grad_MO), None
@@ -121,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _kernels(activation: Callable[[Tensor], Tensor]) -> Kernels | None:
-    """Return the kernels of a known activation."""
+    """Return the kernels of a known activation; None for any other function."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return (
             functools.partial(_aten.gelu.out, **activation.keywords),
@@ -141,27 +139,27 @@ def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor
 
 
 class _Between:
-    """``activation(hidden)`` for up to ``most_rows`` rows of one expert, into memory that the next call writes again.
+    """The activation of up to ``most_rows`` rows of one expert; each call overwrites the results of the last.
 
     Args:
-        kernels: of the activation.
-        like: of the dtype and device of the rows, and of their width after the activation.
+        kernels: kernels of the activation.
+        like: tensor with the dtype, the device and the width of the activation's output.
     """
 
     def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
         (self._forward, self._backward), self._most_rows, self._like = kernels, most_rows, like
         self._active = self._buffer(like.shape[1])
-        self._d_hidden: Tensor | None = None  # made by the first `backward`
+        self._d_hidden: Tensor | None = None  # allocated by the first `backward`
 
     def _buffer(self, width: int) -> Tensor:
         return memory.empty((self._most_rows, width), self._like)
 
     def forward(self, hidden_nP: Tensor) -> Tensor:
-        """[n, P] -> [n, H]."""
+        """Map [n, P] to [n, H]."""
         return self._forward(hidden_nP, out=self._active[: hidden_nP.shape[0]])
 
     def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """The result of `forward`, and the gradient of ``hidden_nP``."""
+        """Return the result of `forward`, and the gradient of ``hidden_nP``."""
         if self._d_hidden is None:
             self._d_hidden = self._buffer(hidden_nP.shape[1])
         d_hidden = self._d_hidden[: hidden_nP.shape[0]]
@@ -169,7 +167,7 @@ class _Between:
 
 
 class _GatedBetween(_Between):
-    """``activation(first half) * second half``."""
+    """`_Between` for ``activation(first half) * second half``."""
 
     def __init__(self, kernels: Kernels, most_rows: int, like: Tensor):
         super().__init__(kernels, most_rows, like[:, : like.shape[1] // 2])
@@ -196,7 +194,7 @@ class _GatedBetween(_Between):
 
 def _between(activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor) -> _Between:
     if (kernels := _kernels(activation)) is None:
-        raise ValueError(f"{activation!r} has no kernels")
+        raise ValueError(f"activation={activation!r} has no kernels")
     return (_GatedBetween if gated else _Between)(kernels, most_rows, like)
 
 
@@ -234,7 +232,7 @@ class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         rows_MD, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiated again
+        if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated again
             plain = functools.partial(
                 reference.expert_ffn, counts=ctx.counts, activation=ctx.activation, gated=ctx.gated
             )

@@ -1,13 +1,13 @@
-"""Memory of the CPU that is used again from step to step: for rows, and for the gradients of stacked weights.
+"""CPU memory that is reused from step to step, for rows and for the gradients of stacked weights.
 
-glibc takes every large block from the system and gives it back, and the pages of a fresh one are mapped and cleared as
-they are first written. 32 MB of rows are gathered in 35 ms into fresh memory and in 10 ms into memory used before; a
-gradient of 256 MiB costs 112 ms fresh and 9 ms reused. A layer has a dozen blocks of rows, of much the same sizes in
-every step, so some are kept for the next caller. A gradient's memory is kept with its parameter.
+glibc requests every large block from the system and returns it when it is freed. The system maps and clears the pages
+of a fresh block when they are first written. Gathering 32 MB of rows takes 35 ms into fresh memory and 10 ms into
+reused memory; a gradient of 256 MiB takes 112 ms and 9 ms. A layer uses a dozen blocks of rows, of nearly the same
+sizes in every step, so blocks are kept for the next caller. A gradient's memory is kept with its parameter.
 
-One rule holds for both (`_is_free`): memory is handed out again once nothing else refers to its storage, no other
-process can see it, and it still is as allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a
-reference; sharing it with another process takes its memory out of here for good.
+One rule holds for both (`_is_free`): memory is reused once nothing else refers to its storage, no other process can see
+it, and the storage is still the one allocated here. Exporting a tensor (numpy, DLPack, a storage object) adds a
+reference; memory that is shared with another process is never reused.
 """
 
 import math
@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SMALLEST = 1 << 20  # bytes; malloc keeps smaller blocks itself
-_PATIENCE = 64  # blocks taken since one was last of use: then it goes back to the system
+_PATIENCE = 64  # a free block returns to the system if more blocks than this were taken after its last use
 
-_lock = threading.Lock()  # of all below: threads must not find the same memory free
-_blocks: dict[Tensor, int] = {}  # and when it was last taken
-_gradients = WeakTensorKeyDictionary()  # of each parameter the last one
-_taken = 0
+_lock = threading.Lock()  # guards the variables below: two threads must not take the same memory
+_blocks: dict[Tensor, int] = {}  # blocks, with `_taken` at the time each was last taken
+_gradients = WeakTensorKeyDictionary()  # memory of each parameter's last gradient
+_taken = 0  # number of blocks taken so far
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """As ``like.new_empty(shape)``, if it can be in memory used before.
+    """Return ``like.new_empty(shape)``, in reused memory if possible.
 
-    The result is the caller's to give away: as long as anything refers to its memory it is not handed out again.
+    The caller may pass the result on: its memory is not reused as long as anything refers to it.
     """
     num_bytes = math.prod(shape, start=like.element_size())
     if num_bytes < _SMALLEST or not is_plain(like):
@@ -41,31 +41,33 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """As ``torch.empty_like(parameter)``, contiguous, in the memory of its last gradient if that memory is free:
-    after ``zero_grad(set_to_none=True)``, or once Megatron's main_grad has let go of it."""
+    """Return ``torch.empty_like(parameter)``, contiguous, in the memory of the last gradient if that is free.
+
+    It is free after ``zero_grad(set_to_none=True)``, or once Megatron has added the gradient to main_grad.
+    """
     if parameter.device.type != "cpu" or parameter.nbytes < _SMALLEST or not parameter.is_contiguous():
         return torch.empty_like(parameter, memory_format=torch.contiguous_format)
     with _lock:
         block = _gradients.get(parameter)
         if block is None or block.shape != parameter.shape or block.dtype != parameter.dtype or not _is_free(block):
             block = _gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return block.detach()  # another tensor over the same memory before the lock is let go
+        return block.detach()  # a reference to the memory, taken under the lock, keeps it from other threads
 
 
 def gather(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]`` into `empty` memory, where autograd does not look on."""
+    """Return ``rows[index]``, in memory from `empty` if autograd is off."""
     if torch.is_grad_enabled() or not is_plain(rows):
         return rows.index_select(0, index)
     return torch.index_select(rows, 0, index, out=empty((index.shape[0], *rows.shape[1:]), rows))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is plain memory of the CPU: not a fake tensor, a traced one or a shard."""
+    """Return whether the tensor is plain CPU memory: not a fake tensor, not traced and not a shard."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _take(num_bytes: int) -> Tensor:
-    """The smallest free block that is large enough and not twice that, or a new one."""
+    """Return the smallest free block of at least ``num_bytes`` and less than twice that, or a new block."""
     global _taken
     with _lock:
         _taken += 1
@@ -76,7 +78,7 @@ def _take(num_bytes: int) -> Tensor:
             for old in list(_blocks):
                 if _taken - _blocks[old] > _PATIENCE and (_is_free(old) or not _is_own(old)):
                     del _blocks[old]
-            # Sizes change from step to step by what the router decides: a little more fits the next one too.
+            # Sizes vary from step to step with the routing: some extra bytes make the block fit the next step too.
             block = torch.empty(num_bytes + num_bytes // 8, dtype=torch.uint8, device="cpu")
         _blocks[block] = _taken
         return block.detach()
@@ -87,21 +89,25 @@ def _is_free(block: Tensor) -> bool:
 
 
 def _is_own(block: Tensor) -> bool:
-    """Return whether the block still has its first memory: sharing moves it to where other processes write, without a
-    count of them, and resizing replaces it."""
+    """Return whether the block still has its original memory.
+
+    Sharing moves it to memory that an unknown number of other processes may write; resizing replaces it.
+    """
     storage = block.untyped_storage()
     return storage.nbytes() == block.nbytes and not storage.is_shared()
 
 
 def _references(block: Tensor) -> tuple[int, int]:
-    """To the block's storage, by torch and by Python: a storage object adds one of torch's, however often it is
-    referred to."""
+    """Return the number of references to the block's storage, by torch and by Python.
+
+    A storage object is one reference of torch, however many references of Python it has.
+    """
     storage = block.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _after_fork() -> None:
-    """Another thread of the parent may hold the lock, and the child has no such thread to release it."""
+    """Replace the lock in a forked child: a thread that the child lacks may have held it."""
     global _lock
     _lock = threading.Lock()
 

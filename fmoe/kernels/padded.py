@@ -1,4 +1,4 @@
-"""Rows in fixed slots, S per expert, filled or empty. As in `fmoe.kernels.rows`, all moves are gathers.
+"""Rows in a fixed number of slots per expert, some of them empty. As in `fmoe.kernels.rows`, rows are gathered.
 
 Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
 """
@@ -13,11 +13,12 @@ from fmoe.kernels.rows import DispatchPlan, gather_sum, row_dots
 
 
 class PaddedPlan:
-    """A plan whose rows are sorted by (chunk, expert, slot); moves rows as a `DispatchPlan` does.
+    """A plan whose rows are sorted by (chunk, expert, slot), with the methods of `DispatchPlan` that move rows.
 
     Args:
         plan: plan sorted by expert, with at most ``slots`` rows per expert.
         slots: S, a multiple of ``num_chunks``.
+        num_chunks: C.
     """
 
     @torch.no_grad()
@@ -42,7 +43,7 @@ class PaddedPlan:
         expert_N = torch.searchsorted(count_E.cumsum(0), sorted_N, right=True).clamp(max=num_experts - 1)
         position_N = sorted_N - begin_E[expert_N]
         place_N = (position_N // part * num_experts + expert_N) * part + position_N % part
-        place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # for dropped assignments, which are not read
+        place_N = place_N.clamp(max=self.valid_P.shape[0] - 1)  # for dropped assignments, whose slot is not read
         self.inverse_TK = place_N[plan.inverse_TK]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
@@ -54,7 +55,7 @@ class PaddedPlan:
         return _Combine.apply(rows_PD, weight_TK, self)
 
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Return the token of each slot times its weight; zero in empty slots."""
+        """Return each slot's token, times the weight of its assignment if given; zero in empty slots."""
         if not x_TD.shape[0]:
             return x_TD.new_zeros(self.valid_P.shape[0], *x_TD.shape[1:])
         rows = memory.gather(x_TD, self.assignment_P // self.top_k)

@@ -8,24 +8,24 @@ from torch.nn import functional as F
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return the tokens in the order of experts, one row per assignment [num_rows, D]."""
+    """Return the tokens in the order of their experts, one row per assignment: [num_rows, D]."""
     return x_TD[perm_N[:num_rows] // inverse_TK.shape[1]]
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return each token's weighted sum of its rows [T, D]; an assignment without a row adds nothing."""
+    """Return the weighted sum of each token's rows: [T, D]. An assignment without a row adds nothing."""
     padded_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])  # for assignments without a row
     rows_TKD = padded_MD[inverse_TK.clamp(max=len(rows_MD))]
     return (rows_TKD * weight_TK.unsqueeze(2).to(rows_MD.dtype)).sum(1)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``rows[index]`` in ``dtype``; ``inverse`` is the inverse permutation, which fast paths need."""
+    """Return ``rows[index]`` in ``dtype``; ``inverse``, the inverse permutation, is only for the fast paths."""
     return rows[index].to(rows.dtype if dtype is None else dtype)
 
 
 def grouped_linear(rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """Return each expert's linear map of its ``counts[i]`` rows [M, O]."""
+    """Apply the linear map of each expert i to its ``counts[i]`` rows: [M, O]."""
     parts = rows_MI.split(list(counts))
     biases = [None] * len(parts) if bias_LO is None else bias_LO
     return torch.cat([F.linear(part, w, b) for part, w, b in zip(parts, weight_LOI, biases, strict=True)])
@@ -41,7 +41,7 @@ def expert_ffn(
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
 ) -> Tensor:
-    """Return each expert's feed-forward network of its ``counts[i]`` rows [M, D]."""
+    """Apply the feed-forward network of each expert i to its ``counts[i]`` rows: [M, D]."""
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
     return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)
@@ -60,7 +60,7 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N`` and ``weight_TK``, `expert_ffn` of rows."""
+    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N`` or ``weight_TK``, only `expert_ffn` of rows."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
         return expert_ffn(x_TD, *parameters, counts, activation, gated)

@@ -1,8 +1,8 @@
-"""Rows between token order and expert order: the integers of a dispatch, and the operations that move rows by them.
+"""Dispatch of rows from token order to expert order, and back: `DispatchPlan` has the indices, functions move rows.
 
-Forward and backward only gather. Autograd of plain indexing would add rows with ``index_add`` in the backward pass: a
-zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K rows are gathered
-and summed in the order of K.
+Forward and backward passes gather rows. Autograd of plain indexing would add rows with ``index_add`` in the backward
+pass, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K
+rows are gathered and summed in the order of its choices. Only a CPU uses ``index_add``, for few rows.
 
 Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks.
 """
@@ -30,11 +30,11 @@ class DispatchPlan:
 
     Attributes:
         perm_N: the assignment (token * K + choice) of each row.
-        inverse_TK: the row of each assignment; the inverse of ``perm_N``. Dropped ones have the rows from M on.
-        kept_TK: whether the assignment was kept.
-        count_E: rows of each expert.
-        end_E, num_kept: ends of the experts' rows, int32, and the last one, int64 [1]; None until they are computed
-            (`offsets`).
+        inverse_TK: the row of each assignment; the inverse of ``perm_N``. Dropped assignments have the rows from M on.
+        kept_TK: whether each assignment is kept.
+        count_E: number of rows of each expert.
+        end_E, num_kept: end of each expert's rows, int32, and the last end M, int64 [1]; None unless a CUDA kernel made
+            the plan. `offsets` returns them for every plan.
     """
 
     perm_N: Tensor
@@ -54,7 +54,7 @@ class DispatchPlan:
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, perm_N = queue_N.sort(stable=True)
-        # Where each expert begins among the sorted: no atomics, no host sync (torch.bincount on CUDA has both).
+        # First sorted assignment of each expert. torch.bincount on CUDA would use atomics and synchronize the host.
         begin_E1 = torch.searchsorted(
             sorted_N, torch.arange(num_experts + 1, device=sorted_N.device, dtype=torch.int64)
         )
@@ -79,15 +79,15 @@ class DispatchPlan:
         return end_E.int(), end_E[-1:]
 
     def permute(self, x_TD: Tensor, num_rows: int) -> Tensor:
-        """`permute` by this plan."""
+        """Apply `permute` with the indices of this plan."""
         return permute(x_TD, self.perm_N, self.inverse_TK, num_rows)
 
     def combine(self, rows_MD: Tensor, weight_TK: Tensor) -> Tensor:
-        """`combine` by this plan."""
+        """Apply `combine` with the indices of this plan."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
-        """Arguments by which a backend's `expert_ffn` takes tokens, gathers their rows and combines the outputs."""
+        """Return arguments for a backend's `expert_ffn` to take tokens: it gathers rows and combines outputs itself."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
 
@@ -95,12 +95,14 @@ class DispatchPlan:
     def arranged(
         self, num_chunks: int = 1, expert_order: Iterable[int] | None = None, last: Sequence[int] = ()
     ) -> "DispatchPlan":
-        """The same assignments in the order (chunk, expert, token): chunk c has the c-th part of each expert's.
+        """Return a plan of the same assignments in the order (chunk, expert, token).
+
+        Chunk c has the c-th part of each expert's rows.
 
         Args:
-            num_chunks: C; `chunk_counts` computes the rows of an expert in each chunk.
-            expert_order: all experts in the order wanted; None for the order of their ids.
-            last: experts that are in no chunk but come after all of them, in this order.
+            num_chunks: C; `chunk_counts` returns the number of an expert's rows in each chunk.
+            expert_order: ids of all experts in the order of their rows within a chunk; None for ascending ids.
+            last: experts that are in no chunk; their rows follow all chunks, in this order.
         """
         if num_chunks == 1 and expert_order is None and not last:
             return self
@@ -108,7 +110,7 @@ class DispatchPlan:
         num_experts = self.count_E.shape[0]
         end_E = self.count_E.cumsum(0)
         row_N = torch.arange(len(self.perm_N), device=device, dtype=torch.int64)
-        expert_N = torch.searchsorted(end_E, row_N, right=True)  # E at the dropped tail
+        expert_N = torch.searchsorted(end_E, row_N, right=True)  # E for dropped assignments
         known_N = expert_N.clamp(max=num_experts - 1)
         position_N = row_N - (end_E - self.count_E)[known_N]
         chunk_N = position_N * num_chunks // self.count_E[known_N].clamp(min=1)
@@ -124,16 +126,16 @@ class DispatchPlan:
 
 
 def chunk_counts(count: int, num_chunks: int) -> list[int]:
-    """The number of an expert's ``count`` rows in each chunk of `DispatchPlan.arranged`."""
+    """Return the number of an expert's ``count`` rows in each chunk of `DispatchPlan.arranged`."""
     ends = [-(-count * c // num_chunks) for c in range(num_chunks + 1)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """A row for every assignment kept, in the order of ``perm_N``: [M, D].
+    """Return a row for every kept assignment, in the order of ``perm_N``: [M, D].
 
     Args:
-        perm_N, inverse_TK: of a `DispatchPlan`.
+        perm_N, inverse_TK: indices of a `DispatchPlan`.
         num_rows: M.
     """
     if backends.cuda_takes_rows(x_TD):
@@ -142,12 +144,12 @@ def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> 
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """``y_t = sum_k weight_tk * row of (t, k)`` over the assignments kept: [T, D] in the dtype of the rows.
+    """Return ``y_t = sum_k weight_tk * row of (t, k)`` over the kept assignments: [T, D] in the dtype of the rows.
 
-    The sum runs in the wider of the two dtypes, and at least float32.
+    The sum is computed in the dtype of the rows, and at least in float32.
 
     Args:
-        inverse_TK: of a `DispatchPlan`; assignments whose row is not below M are left out.
+        inverse_TK: rows of a `DispatchPlan`; assignments with a row of M or above are left out.
     """
     if backends.cuda_takes_rows(rows_MD, weight_TK):
         return cuda_rows.combine(rows_MD, weight_TK, inverse_TK)
@@ -155,10 +157,10 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rows[index]`` for a permutation, whose backward is a gather by ``inverse``.
+    """Return ``rows[index]`` for a permutation; the backward pass gathers by ``inverse``.
 
     Args:
-        dtype: of the result; gradients have the dtype of ``rows``.
+        dtype: dtype of the result; gradients have the dtype of ``rows``.
     """
     if backends.cuda_takes_rows(rows, dtype=dtype):
         return cuda_rows.reorder(rows, index, inverse, dtype)
@@ -166,13 +168,13 @@ def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) ->
 
 
 def _inverted(perm_N: Tensor) -> Tensor:
-    """The inverse of a permutation."""
+    """Return the inverse of a permutation."""
     index_N = torch.arange(len(perm_N), device=perm_N.device, dtype=torch.int64)
     return torch.empty_like(perm_N).scatter_(0, perm_N, index_N)
 
 
 def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """``sum_k weight_tk * rows[inverse_tk]`` without dropped assignments; weight None is one."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` over assignments with a row; without weights, each is 1."""
     num_rows = rows_MD.shape[0]
     if 2 * num_rows < inverse_TK.numel() and rows_MD.device.type == "cpu":
         return _scatter_sum(rows_MD, weight_TK, inverse_TK)
@@ -180,7 +182,7 @@ def _gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -
 
 
 def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """``sum_k weight_tk * rows[inverse_tk]`` over the kept assignments (None: all); weight None is one."""
+    """Return ``sum_k weight_tk * rows[inverse_tk]`` over kept assignments (None: all); without weights, each is 1."""
     if rows_MD.shape[0] == 0:
         return rows_MD.new_zeros(inverse_TK.shape[0], rows_MD.shape[1])
     if not _is_bag(rows_MD, weight_TK):
@@ -193,8 +195,8 @@ def gather_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, ke
 
 
 def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
-    """`gather_sum` choice by choice."""
-    # A dropped assignment has no row. It gathers another one and replaces its values, which may be NaN, by zeros.
+    """Compute `gather_sum` one choice at a time."""
+    # A dropped assignment has no row: it gathers another row, whose values, possibly NaN, are replaced by zeros.
     if kept_TK is not None:
         inverse_TK = inverse_TK.clamp(max=rows_MD.shape[0] - 1)
         weight_TK = None if weight_TK is None else torch.where(kept_TK, weight_TK, 0)
@@ -213,8 +215,10 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
 
 
 def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
-    """Return whether torch can sum the rows in one pass. In 16 bits it would round the sum at each step, in float64 it
-    has no kernel, and autograd through it would scatter."""
+    """Return whether to sum the rows in one pass, by ``embedding_bag``.
+
+    It would round sums of 16-bit rows at each step, has no fast kernel for float64, and its autograd would scatter.
+    """
     return (
         rows_MD.dtype == torch.float32
         and (weight_TK is None or weight_TK.dtype == torch.float32)
@@ -224,14 +228,17 @@ def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
 
 
 def row_dots(a_MD: Tensor, b_MD: Tensor) -> Tensor:
-    """The dot product of each row with the same row of the other: [M]."""
-    if a_MD.device.type == "cpu":  # where vecdot makes the product of all first
+    """Return the dot product of each row of ``a_MD`` with the same row of ``b_MD``: [M]."""
+    if a_MD.device.type == "cpu":  # vecdot would store the products of all elements first
         return torch.bmm(a_MD.unsqueeze(1), b_MD.unsqueeze(2)).view(-1)
     return torch.linalg.vecdot(a_MD, b_MD)
 
 
 def _scatter_sum(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor) -> Tensor:
-    """`_gather_sum` of few rows over many assignments (expert choice). On the CPU, where rows are added one by one."""
+    """Compute `_gather_sum` of few rows over many assignments (expert choice), on the CPU only.
+
+    There ``index_add_`` adds rows one by one, in a fixed order.
+    """
     perm_M = _inverted(inverse_TK.reshape(-1))[: rows_MD.shape[0]]
     num_tokens, top_k = inverse_TK.shape
     dtype = torch.promote_types(rows_MD.dtype, torch.float32)

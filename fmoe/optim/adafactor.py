@@ -12,10 +12,10 @@ class Adafactor(torch.optim.Adafactor):
 
     torch factors the last two axes, which is right for a stack, but takes root mean squares of weight and update over
     the whole tensor, so that an expert's step would depend on the other experts of its stack. Here each expert is
-    stepped separately. State: ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
-    ``variance`` of a vector, ``step``. Weight decay is set by group (`fmoe.optim.param_groups`).
+    stepped separately. The state is ``row_var`` [..., m, 1] and ``col_var`` [..., 1, n] of a matrix [..., m, n],
+    ``variance`` of a vector, and ``step``. Set weight decay by parameter group (`fmoe.optim.param_groups`).
 
-    Arguments are torch's.
+    The arguments are the same as in torch's class.
     """
 
     def _init_group(self, group, params_with_grad, grads, row_vars, col_vars, variances, state_steps) -> bool:

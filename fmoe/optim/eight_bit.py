@@ -26,9 +26,9 @@ def is_quantized(numel: int) -> bool:
 class AdamW8bit(Optimizer):
     """AdamW whose moments are 8-bit codes of a dynamic map, with a float32 scale per 256 consecutive elements.
 
-    A tensor keeps float32 moments if it has less than 4,096 elements, or if their number is not a multiple of 256. On a
-    GPU torchao compiles the update; on a CPU it runs eagerly. State: ``exp_avg`` and ``exp_avg_sq``, torchao's tensors
-    with ``codes`` and ``scale``, and ``step``.
+    A tensor has float32 moments if it has fewer than 4,096 elements, or if their number is not a multiple of 256. On a
+    GPU torchao compiles the update; on a CPU it runs eagerly. The state is ``step`` and the moments ``exp_avg`` and
+    ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -99,8 +99,8 @@ def _as_tensor(lr: float | Tensor) -> Tensor:
 def _find_scales(moment, values_BS: Tensor) -> None:
     """Set scales and codes that represent the values exactly, in the blocks for which they exist.
 
-    The largest magnitude of a block was quantized to 1 or, because the map has no -1, to its lowest value. Divided by
-    that, it is the scale up to two units in the last place.
+    The largest magnitude of a block was quantized to 1 or, because the map has no -1, to the lowest value of the map.
+    Divided by that value, it is the scale up to two units in the last place.
     """
     largest_B = values_BS.abs().amax(1)
     order = moment.qmap.argsort()

@@ -57,7 +57,7 @@ class _Table:
 
 
 class FusedLamb:
-    """Steps of one optimizer. Tables of addresses are rebuilt when a tensor has moved."""
+    """The fused steps of one optimizer. Its tables of addresses are rebuilt when a tensor has moved."""
 
     def __init__(self):
         self._key: tuple = ()
@@ -93,7 +93,7 @@ class FusedLamb:
                 sums = squares if number == 0 else torch.empty_like(squares)
                 arguments = (partial, table.first, num_blocks, sums)
                 start("fmoe::lamb_norms", _blocks_of(-(-num_blocks // 8), 256), arguments, device)
-                if number:  # sums of this table are zero for blocks of other tables
+                if number:  # the sums of this table are zero for blocks of other tables
                     squares += sums
         reduce()
         for table, rows in zip(self._tables, options, strict=True):

@@ -1,4 +1,4 @@
-"""Layout of parameters: stacks of experts, matrices and vectors, and the shards that a rank steps."""
+"""Layout of parameters: stacks of experts, matrices and vectors, and the parts of them that a rank steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def is_matrix(parameter: Tensor) -> bool:
 
 
 def param_groups(model: nn.Module, weight_decay: float, **options) -> list[dict]:
-    """Return parameter groups for any optimizer: trained matrices with weight decay, trained vectors without.
+    """Return parameter groups for any optimizer: trained matrices have weight decay, trained vectors have none.
 
     Args:
         options: options of both groups, such as ``lr``.
@@ -71,10 +71,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of which an optimizer steps tensors.
+    """The parameters of an optimizer, and the tensors in its groups, which may be parts of parameters.
 
     Attributes:
-        parameters: all parameters, also those without elements on this rank; equal on all ranks of their groups.
+        parameters: all parameters, including those without elements on this rank; equal on all ranks of their groups.
         parts: (index of the parameter, offset in the flattened parameter) of each tensor that is stepped.
     """
 
@@ -112,8 +112,8 @@ class Part:
 def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_numel: int) -> Iterator[Part]:
     """Yield the pieces of a tensor that holds elements [start, start + numel) of a parameter.
 
-    A flat range is the end of a block, whole blocks, and the start of another. Pieces of several blocks have at most
-    ``max_numel`` elements.
+    A flat range consists of the end of a block, whole blocks, and the start of another block. Pieces of several blocks
+    have at most ``max_numel`` elements.
 
     Raises:
         UserError: the range exceeds the parameter; the parameter does not divide into equal blocks.

@@ -18,7 +18,7 @@ from fmoe.optim.layout import Layout, Part, parts_of
 from fmoe.routing import sum_dtype
 from fmoe.runtime import collectives
 
-# Elements stepped together: enough to hide kernel launches, few enough for small temporaries, which fit a CPU's cache.
+# Elements stepped together: enough to hide kernel launches, but few enough that temporaries fit a CPU's cache.
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the tensor, which has one."""
+        """The gradient of the tensor, which must have one."""
         if self.tensor.grad is None:
             raise RuntimeError("the tensor has no gradient")
         return self.tensor.grad
@@ -58,7 +58,7 @@ class TrustOptimizer(Optimizer):
     """
 
     state_names: tuple[str, ...] = ()
-    _compares_gradients = False  # the ratio is that of weights to gradients; otherwise to updates
+    _compares_gradients = False  # whether the ratio compares weights with gradients; otherwise with updates
 
     def __init__(self, params, defaults: dict[str, Any]):
         self._layout: Layout | None = None
@@ -75,8 +75,8 @@ class TrustOptimizer(Optimizer):
     def trust_ratios(self) -> list[Tensor]:
         """Return the trust ratios of the last step, a tensor [blocks] per parameter of the layout, empty for a vector.
 
-        Float32, or float64 if a parameter is, on the device of the parameters. NaN for a block that this rank did not
-        step, because the rank holds no slice of it or because it had no gradient yet.
+        They are float32, or float64 if a parameter is, on the device of the parameters. A block that this rank never
+        stepped has NaN: the rank holds no slice of it, or it had no gradient yet.
         """
         plan = self._plan()
         return [plan.ratios[begin:end].clone() for begin, end in plan.spans]
@@ -280,7 +280,7 @@ def floats(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def write_back(slots: list[Slot], weights: list[Tensor]) -> None:
-    """Round float copies that were stepped into their tensors."""
+    """Copy stepped float32 copies of 16-bit weights back into their tensors, with rounding."""
     for slot, weight in zip(slots, weights, strict=True):
         if slot.tensor.dtype != weight.dtype:
             slot.part.of(slot.tensor).copy_(weight)

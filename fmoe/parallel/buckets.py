@@ -30,8 +30,8 @@ def buckets_of(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> lis
 class Reduction:
     """A running sum of gradients over a group; a missing gradient counts as zeros.
 
-    Every rank of the group constructs it for the same parameters, in the same order, even if it sent no token to an
-    expert.
+    Every rank of the group constructs it for the same parameters, in the same order, even if an expert got no token on
+    that rank.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup):

@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class DenseAverager:
     """Wrapper of torch's ``PeriodicModelAverager`` or ``HierarchicalModelAverager`` that skips experts.
 
-    torch would average different experts with each other. Use it for ``PostLocalSGDOptimizer``, with
+    Without it torch would average different experts with each other. Use it for ``PostLocalSGDOptimizer``, with
     ``post_localSGD_hook`` on `DistributedDataParallel`. Replicas of an expert stay equal, because their gradients are
     reduced in every step.
     """
@@ -167,7 +167,7 @@ def _call(reference: weakref.ref, method: Any, *args: Any) -> None:
 def _buffers_of_a_rank(layers: dict[str, MoE]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the buffers that differ between ranks: expert buffers, and None for buffers computed from the rank.
 
-    torch's wrapper would overwrite them with rank 0's before every forward pass.
+    torch's wrapper would overwrite them with rank 0's values before every forward pass.
     """
     for layer_name, layer in layers.items():
         prefix = f"{layer_name}." if layer_name else ""

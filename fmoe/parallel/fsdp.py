@@ -19,8 +19,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
     """Apply `torch.distributed.fsdp.fully_shard` in place.
 
     The experts of every `MoE` layer are sharded over the ranks that hold the same ones, all other parameters over all
-    data parallel ranks. After the backward pass all gradients, also of experts, are averaged over the data parallel
-    ranks. As with torch's function, call it for each block first and for the whole model last: parameters are then
+    data parallel ranks. After the backward pass all gradients, experts included, are averaged over the data parallel
+    ranks. As with torch's function, call it first for each block and last for the whole model: parameters are then
     gathered block by block.
 
     Args:
@@ -55,7 +55,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
         shard(layer.experts, mesh=groups.expert_data_mesh, **placement | options)
         if groups.ep > 1:
             # Gradients of experts sum over the tokens of ep ranks, but FSDP divides by the size of their mesh only.
-            # torch 2.13 applies set_gradient_divide_factor twice to a mesh of one rank (sums, or float64).
+            # set_gradient_divide_factor is not an alternative: torch 2.13 applies it twice to a mesh of one rank (sums,
+            # or float64).
             layer.experts.set_all_reduce_hook(lambda gradient: gradient.div_(groups.ep))
         layer._mark_experts()
     if not isinstance(module, FSDPModule):
@@ -95,7 +96,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _placement(ranks: int):
-    """Shard the second dimension if the first, the experts of a stack, is not divisible by the ranks but it is."""
+    """Return a function that shards the second dimension if ``ranks`` divides it, but not the first (experts)."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: torch.nn.Parameter):

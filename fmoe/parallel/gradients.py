@@ -93,8 +93,8 @@ def grad_norm(
     parameters = list(parameters)
     ownership.refresh()
     device = parameters[0].device if parameters else torch.device("cpu")
-    # Keyed by the groups to sum over. Keys come from parameters, not from existing gradients, so that all ranks run the
-    # same collectives in the same order. In float64 no square overflows; MPS does not support it.
+    # Keyed by the groups over which to sum. Keys come from parameters, not from existing gradients, so that all ranks
+    # run the same collectives in the same order. In float64 no square overflows; MPS does not support float64.
     exact = torch.float32 if device.type == "mps" else torch.float64
     norms: dict[tuple[bool, tuple], list[Tensor]] = {}
     result = torch.float32
@@ -151,7 +151,7 @@ def clip_grad_norm_(
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """Return the gradient's shard on this rank, which shares memory with a DTensor."""
+    """Return this rank's shard of the gradient, which shares memory with the DTensor."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 

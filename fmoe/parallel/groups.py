@@ -163,7 +163,7 @@ def moe_layers(model: nn.Module, groups: ParallelGroups) -> dict[str, MoE]:
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         if ranks != expected:
             raise UserError(
-                f"experts of {name or layer.name} are split over the ranks {ranks}, those of ep={groups.ep} over "
-                f"{expected}: build the layer with moe_group=groups.moe_group"
+                f"experts of {name or layer.name} are split over the ranks {ranks}, but groups.moe_group "
+                f"(ep={groups.ep}) has the ranks {expected}: build the layer with moe_group=groups.moe_group"
             )
     return layers

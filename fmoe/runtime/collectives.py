@@ -1,12 +1,12 @@
 """Collectives of torch.distributed that cannot abort the process while it exits.
 
 A thread of gloo holds each collective's work until some time after the collective is complete. The thread that releases
-the work last frees its tensors and captured thread state, for which it takes the interpreter's lock. If it waits for
+the work last frees its tensors and captured thread state, for which it needs the interpreter's lock. If it waits for
 that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
 
 So at exit, before the interpreter finalizes, `_settle` waits until threads have released the works of all completed
-collectives that were started here, and keeps a permanent reference to the others. `_keep` does the same for the tensors
-of all other collectives.
+collectives that were started here, and keeps permanent references to the works of unfinished ones. `_keep` keeps
+permanent references to the tensors of all other collectives.
 """
 
 import atexit
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PASS_SECONDS = 0.05
-_SETTLE_SECONDS = 60.0  # bound on the wait at exit; a thread needs microseconds of a processor, once it gets one
+_SETTLE_SECONDS = 60.0  # bound on the wait at exit; a thread needs only microseconds once it is scheduled
 
 
 class Started:
@@ -42,7 +42,7 @@ class Started:
         return self._work is None or self._work.is_completed()
 
     def error(self) -> Exception | None:
-        """Return the error of a complete collective; None if it succeeded, or if the backend does not tell."""
+        """Return the error of a complete collective; None if it succeeded or the backend reports none."""
         found = None if self._work is None else self._work.exception()
         return found if found is None or isinstance(found, Exception) else RuntimeError("the backend reports an error")
 
@@ -70,8 +70,8 @@ _has_started = _is_exiting = False
 def start(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> Started:
     """Start ``collective(*arguments, async_op=True, **options)``, a function of `torch.distributed`.
 
-    Tensors among the arguments, and in lists, are passed as aliases without other references: when they are freed, the
-    work has been released.
+    Tensors among the arguments, and in lists, are passed as aliases that only the work references: once the aliases are
+    freed, the work has been released.
     """
     global _has_started
     _started.difference_update([one for one in tuple(_started) if one.is_released()])
@@ -86,7 +86,7 @@ def start(collective: Callable[..., dist.Work | None], *arguments: Any, **option
 
 
 def run(collective: Callable[..., dist.Work | None], *arguments: Any, **options: Any) -> None:
-    """`start` and wait."""
+    """Start a collective as `start` does, and wait for it."""
     start(collective, *arguments, **options).wait()
 
 

@@ -20,6 +20,6 @@ def enrol(module: nn.Module) -> None:
 
 
 def refresh() -> None:
-    """Mark the parameters that modules own at present."""
+    """Mark the present parameters of all enrolled modules."""
     for module in list(_owners):
         module._mark_parameters()

@@ -147,8 +147,8 @@ def test_missing_packages_are_named(backend, package, monkeypatch):
 def test_what_cannot_be(installed, monkeypatch):
     for options, message in (
         ({"expert": "geglu"}, "backend='sonicmoe' is for swiglu experts"),
-        ({"d_model": 72}, r"d_model in multiples of 64 from 512 on .*: d_model=72, d_hidden=64"),
-        ({"d_hidden": 72}, r"d_hidden in multiples of 64: d_model=512, d_hidden=72"),
+        ({"d_model": 72}, "d_model=72, d_hidden=64"),
+        ({"d_hidden": 72}, "d_model=512, d_hidden=72"),
         ({"num_experts": 6}, "needs a multiple of 4 experts per rank, got 6"),
         ({"expert_options": {"dropout": 0.1}}, r"backend='sonicmoe' has no dropout of hidden units \(dropout=0\.1\)"),
         ({"expert": nn.Identity}, "backend='sonicmoe' is for ffn, swiglu and geglu"),

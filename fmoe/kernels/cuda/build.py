@@ -35,7 +35,7 @@ class Sources:
 
     Attributes:
         folder: folder whose files, headers included, determine the key.
-        kernels: name expressions of NVRTC of the kernels to keep, by file to compile.
+        kernels: for each file to compile, NVRTC's name expressions of the kernels to keep.
     """
 
     folder: Path
@@ -64,7 +64,8 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: NVRTC or headers are missing, a compile error, or no writable cache folder; one line.
+        BuildError: NVRTC or headers are missing, a compile error, or no writable cache folder; the message has one
+            line.
     """
     sources = sources or SHIPPED
     found = _find()
@@ -126,7 +127,10 @@ def _find() -> Nvrtc | BuildError:
 
 
 def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
-    """Return the cache key. Without NVRTC, the result of any version matches: containers may lack it."""
+    """Return the cache key.
+
+    Without NVRTC, which containers may lack, it is a prefix that matches the result of any version.
+    """
     digest = hashlib.sha256()
     for path in sorted(sources.folder.iterdir()):
         if path.is_file():
@@ -139,9 +143,9 @@ def _key(sources: Sources, arch: str, found: Nvrtc | BuildError) -> str:
 def _build(
     sources: Sources, arch: str, found: Nvrtc, folder: Path, is_locked: bool, echo: Callable[[str], None] | None
 ) -> Path:
-    """Compile and publish, under the lock of the key."""
+    """Compile and publish the kernels, under the lock of their key."""
     begin = time.monotonic()
-    logger.warning("compiling %s for %s with %s, once on this machine; fmoe build precompiles", WHAT, arch, found.name)
+    logger.warning("compiling %s for %s with %s, once per machine; fmoe build precompiles them", WHAT, arch, found.name)
     key = _key(sources, arch, found)
     place = cache.workplace(folder, key, is_locked)
 

@@ -1,6 +1,6 @@
 """The CUDA kernels (docs/kernels.md) as functions of tensors that allocate their outputs, without gradients.
 
-They run asynchronously on torch's current stream; tests run them on the CPU.
+The kernels run asynchronously on torch's current stream; tests run them on the CPU.
 
 Shape letters: T tokens, E experts, K choices, N = T * K assignments, D width, M rows (N at most), L experts of this
 rank, H hidden width, P height of the first map (2 H if gated, else H), G routing groups.
@@ -135,11 +135,11 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the activation from the gradient of the unweighted active units.
+    """Compute gradients of the activation from ``d_active``, the gradient of its outputs before their weights.
 
     Returns:
-        ``weight * active``, the gradient of the hidden units, and <active, d_active> of each assignment, zero for
-        dropped ones.
+        ``weight * active``; the gradient of the pre-activations; and <active, d_active> of each assignment, zero for
+        dropped ones. Each is None if it is not needed.
     """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
@@ -189,7 +189,7 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """Return ``expert_TK`` with -1 if the expert is full in its routing group."""
+    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group."""
     tokens, top_k = expert_TK.shape
     kept = torch.empty_like(expert_TK)
     warps = num_warps(0, 4 * (experts + 1))

@@ -6,8 +6,8 @@ import torch
 
 DTYPES = {torch.float32: "float", torch.float16: "fmoe::f16", torch.bfloat16: "fmoe::bf16"}
 
-ROUTE_WIDTHS = (1, 2, 4, 8)  # experts per lane, for up to 32 times as many experts; 0 for more
-MAX_EXPERTS = 4096  # counters of that many fit into the shared memory of a thread block
+ROUTE_WIDTHS = (1, 2, 4, 8)  # experts per lane of a warp, for up to 32 times as many experts; width 0 for more
+MAX_EXPERTS = 4096  # counters for this many fit into the shared memory of a thread block
 MAX_SEGMENTS = 4080
 
 
@@ -18,7 +18,7 @@ def _each(kernel: str, *arguments) -> tuple[str, ...]:
 _T = tuple(DTYPES.values())
 _SAME = tuple(f"{t}, {t}" for t in _T)
 
-# Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers run in float32.
+# Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers use float32 only.
 KERNELS: dict[str, tuple[str, ...]] = {
     "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
     "plan.cu": tuple(

@@ -17,7 +17,7 @@ logger = logging.getLogger("fmoe")
 tuning.self_check = selfcheck.failure
 
 _lock = threading.Lock()
-_reasons: dict[str, str | None] = {}  # results of `load` by architecture: why there are no kernels, or None
+_reasons: dict[str, str | None] = {}  # by architecture: why `load` failed, or None if it succeeded
 _warned = False
 
 
@@ -31,7 +31,7 @@ def load(device: torch.device | int | str | None = None) -> bool:
         device: a CUDA device; None for the current one.
 
     Returns:
-        True if there are kernels for it.
+        True if kernels are loaded for the device.
 
     Raises:
         UserError: FMOE_CUDA is neither 0 nor 1.
@@ -93,7 +93,7 @@ def architectures() -> list[str]:
     return sorted({architecture(number) for number in range(torch.cuda.device_count())})
 
 
-AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures that `describe` reports beside those of this machine's GPUs
+AHEAD = ("sm_80", "sm_90", "sm_100")  # architectures that `describe` reports in addition to this machine's GPUs
 
 
 def _load(arch: str, device: torch.device | int | str | None) -> str | None:
@@ -110,7 +110,7 @@ def _load(arch: str, device: torch.device | int | str | None) -> str | None:
     if wrong is None:
         return None
     del launch.launchers[arch]
-    return _give_up(arch, f"they fail a self-check on this device ({wrong})")
+    return _give_up(arch, f"the kernels fail a self-check on this device ({wrong})")
 
 
 def _give_up(arch: str, reason: str) -> str:

@@ -1,6 +1,6 @@
-"""NVRTC through cuda.core: from CUDA C++ to machine code of one architecture, also without a GPU.
+"""Compilation of CUDA C++ to machine code of one architecture, by NVRTC through cuda.core; needs no GPU.
 
-cuda.core and NVRTC are optional packages, which are imported to compile. The kernels include no headers of CUDA.
+cuda.core and NVRTC are optional packages, which are imported only to compile. The kernels include no CUDA headers.
 """
 
 import importlib
@@ -77,7 +77,7 @@ def compile_file(path: Path, kernels: Sequence[str], arch: str, *, verbose: bool
         verbose: list registers, spills and shared memory in `Code.log`.
 
     Raises:
-        BuildError: a compile error; the first error of the compiler, followed by its whole output.
+        BuildError: a compile error; the message is the compiler's first error, followed by its whole output.
     """
     from cuda.core import Program, ProgramOptions
 

@@ -4,7 +4,7 @@ Shape letters: T tokens, E experts, K choices.
 """
 
 from dataclasses import dataclass
-from typing import Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+from typing import Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ class Rule:
     Args:
         is_sigmoid: scores are sigmoids of the logits instead of their softmax.
         by_logits: keys are the logits instead of the scores; ``bias_E`` of `route` is added to either.
-        normalize: divide the weights by their sum over the K.
+        normalize: divide the weights by their sum over the K chosen experts.
         scale: factor of the weights.
         groups, kept_groups, best_of: choose only within the best ``kept_groups`` of ``groups`` groups of experts,
-            ordered by the sum of their ``best_of`` largest keys; ``groups`` is 0 for no limit.
+            ranked by the sum of their ``best_of`` largest keys; ``groups=0`` for no limit.
     """
 
     is_sigmoid: bool = False
@@ -59,7 +59,12 @@ def route(
     bias_E: Tensor | None = None,
     mask_T: Tensor | None = None,
 ) -> Routed:
-    """Return the experts and weights of each token by a rule."""
+    """Return the experts and weights of each token by a rule.
+
+    Args:
+        bias_E: added to the keys, not to the weights.
+        mask_T: bool; False for tokens that are not routed.
+    """
     bias_E = None if bias_E is None else bias_E.float().contiguous()
     mask_T = None if mask_T is None else mask_T.contiguous()
     flags = (rule.is_sigmoid, rule.by_logits, rule.normalize, rule.scale)

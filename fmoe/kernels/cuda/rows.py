@@ -1,9 +1,9 @@
-"""`fmoe.kernels.rows` and the indices of the plan on a GPU (`calls`), differentiable, also under torch.compile.
+"""The operations of `fmoe.kernels.rows` on a GPU, by the kernels of `calls`: differentiable, also in torch.compile.
 
 Shape letters: T tokens, D width, K choices, N = T * K assignments, M rows, E experts.
 """
 
-from typing import List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+from typing import List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
 
 import torch
 from torch import Tensor
@@ -12,17 +12,17 @@ from fmoe.kernels.cuda import calls
 
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
-    """Return a row for each of the first ``num_rows`` assignments of the order: [M, D]."""
+    """Return a row for each of the first ``num_rows`` assignments of ``perm_N``: [M, D]."""
     return _permute(x_TD.contiguous(), perm_N, inverse_TK, num_rows)
 
 
 def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
-    """Return ``sum_k weight_tk * row of (t, k)`` over indices below M, summed in float32: [T, D]."""
+    """Return ``sum_k weight_tk * row of (t, k)`` over assignments with a row below M, in float32: [T, D]."""
     return _combine(rows_MD.contiguous(), weight_TK.float().contiguous(), inverse_TK)
 
 
 def reorder(rows: Tensor, index: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``rows[index]`` for a permutation, in a dtype: packs or unpacks rows of an exchange."""
+    """Return ``rows[index]`` for a permutation, in ``dtype``; exchanges pack and unpack rows with it."""
     return _reorder(rows.contiguous(), index.contiguous(), inverse.contiguous(), dtype)
 
 
@@ -170,10 +170,11 @@ def drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    """Return ``expert_TK`` with -1 if the expert is full (`fmoe.gates.router.drop_over_capacity`).
+    """Return ``expert_TK`` with -1 where the expert is full (`fmoe.gates.router.drop_over_capacity`).
 
     Args:
-        sequences, sequence_length: sizes of tokens in the layout [length, sequences]; otherwise 1 and T.
+        sequences, sequence_length: number and length of the sequences if tokens are laid out as [length, sequences];
+            otherwise 1 and T.
     """
     mask_T = None if mask_T is None else mask_T.contiguous()
     sizes = (num_experts, group_size, sequences, sequence_length, factor)

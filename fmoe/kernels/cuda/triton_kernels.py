@@ -1,9 +1,10 @@
 """Triton kernels of GEMMs over rows grouped by expert, with fused gather and activation.
 
-Imported by `fmoe.kernels.cuda.triton_gemm` only, if triton is installed. Kernels read the tiles of each expert from
-`schedule`, on the device. One program sums a tile in a fixed order, in float32, without atomics.
+Only `fmoe.kernels.cuda.triton_gemm` imports this module, if triton is installed. Kernels read the tiles of each expert
+from the output of `schedule`, on the device. One program computes a tile: it sums in float32, in a fixed order, without
+atomics.
 
-Shape letters: M rows, L experts, D and N and O and I widths of a product, H hidden width, P = 2 H if gated, else H.
+Shape letters: M rows, L experts, D, N, O and I widths of a product, H hidden width, P = 2 H if gated, else H.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write expert and first row of each tile of BLOCK_M rows, int32 [tiles, 2]; expert -1 for unused tiles.
 
-    One program per expert, and one for unused tiles. EXPERTS is ``experts`` rounded up to a power of two.
+    There is one program per expert, and one for unused tiles. EXPERTS is ``experts`` rounded up to a power of two.
     """
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
@@ -36,7 +37,7 @@ def schedule(end_ptr, tile_ptr, experts, tiles, BLOCK_M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def _place(tiles, columns, GROUP: tl.constexpr):
-    """Return the tile's row and column; GROUP consecutive tiles of rows share weights in the cache."""
+    """Return row and column of this program's tile; GROUP consecutive rows of tiles share weights in the cache."""
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     height = tl.minimum(tiles - group * GROUP, GROUP)
@@ -86,7 +87,10 @@ def _activation(x, A: tl.constexpr):
 
 @triton.jit
 def _rows_of(first_row, end, x_ptr, index_ptr, width, per, IS_GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tile's row indices (the first row again past its expert's end), their assignments, and their offset."""
+    """Return the row indices of a tile, their assignments, and pointers to their data.
+
+    Past the expert's end, assignments and pointers repeat the first row's.
+    """
     row = first_row + tl.arange(0, BLOCK)
     known = tl.where(row < end, row, first_row)
     index = known.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Feed-forward experts by each of the variants of `fmoe.kernels.cuda.gemm`, forward and backward.
+"""Forward and backward passes of feed-forward experts, by any variant of `fmoe.kernels.cuda.gemm`.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -19,12 +19,12 @@ NAMES = ("x", "weight", "w_in", "b_in", "w_out", "b_out")  # inputs with gradien
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows grouped by expert, and their experts.
+    """Rows grouped by expert, and the parameters of the experts.
 
     Attributes:
-        x: rows [M, D]; with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan, tokens [T, D].
-        end: int32, ends of each expert's rows.
-        counts: rows of each expert on the host, or None.
+        x: rows [M, D]; or tokens [T, D], with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
+        end: int32 [L], end of each expert's rows.
+        counts: number of rows of each expert on the host, or None.
         activation: number of the activation in the kernels.
     """
 
@@ -69,7 +69,7 @@ class Batch:
 
 
 def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and pre-activations [M, P]."""
+    """Return the outputs, and the pre-activations [M, P]."""
     if variant == "triton":
         fused = TritonGemms(batch.end, batch.num_rows)
         hidden, active = fused.up(
@@ -95,7 +95,7 @@ class Backward:
     Args:
         grad: gradient of the outputs.
         hidden: pre-activations that `forward` returned.
-        needs: which gradients of `NAMES` to compute.
+        needs: flag for each of `NAMES`: whether to compute its gradient.
         sum_in, sum_out: float32 sums to which gradients of the matrices are added instead of being returned.
     """
 
@@ -115,14 +115,14 @@ class Backward:
         self._needs_inner = self._needs_hidden or self._needs["weight"] or self._needs["w_out"]
 
     def returned(self) -> list[bool]:
-        """Flag for each of `NAMES`: whether `run` returns its gradient."""
+        """Return a flag for each of `NAMES`: whether `run` returns its gradient."""
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def run(self, variant: str, adds: bool = True) -> dict[str, Tensor]:
         """Return gradients by name.
 
         Args:
-            adds: whether to add to the sums; False in timed runs.
+            adds: whether to add to the sums. In timed runs it is False: the gradients are then returned.
         """
         sums = self._sums if adds else dict.fromkeys(self._sums)
         found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -190,7 +190,7 @@ class Backward:
 
 
 def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:
-    """Return the second bias's term of the weights' gradient, <dO, b_out>: for all experts, then for chosen ones."""
+    """Return the term of the weights' gradient due to the second bias: <d_out, b_out> of each choice, [T, K]."""
     dots_TL = grad_TD.float() @ b_out_LD.float().t()
     expert_TK = torch.searchsorted(end_L, inverse_TK, right=True)
     is_kept = expert_TK < len(end_L)

@@ -63,7 +63,10 @@ class _Recipe:
 
     @property
     def key(self) -> str:
-        """Return the cache key. Without a compiler, the result of any compiler matches: containers may lack one."""
+        """Return the cache key.
+
+        Without a compiler, which containers may lack, it is a prefix that matches the result of any compiler.
+        """
         if isinstance(self.compiler, BuildError):
             return f"{self.base}-"
         return f"{self.base}-{_digest([self.compiler.command, self.compiler.version])[:8]}"
@@ -87,7 +90,8 @@ def library(
         echo: called with each command before it runs.
 
     Raises:
-        BuildError: no compiler, a compile error, no writable cache folder, or a system other than Linux; one line.
+        BuildError: no compiler, a compile error, no writable cache folder, or a system other than Linux; the message
+            has one line.
     """
     recipe = _recipe(sources, sanitize)
     cxx = recipe.compiler
@@ -137,9 +141,9 @@ def _digest(parts: list) -> str:
 
 
 def _build(recipe: _Recipe, cxx: Compiler, folder: Path, is_locked: bool, echo: Callable[[str], None] | None) -> Path:
-    """Compile, link and publish, under the lock of the key."""
+    """Compile, link and publish a library, under the lock of its key."""
     begin = time.monotonic()
-    logger.warning("compiling the native CPU backend with %s, once on this machine; fmoe build precompiles", cxx.name)
+    logger.warning("compiling the native CPU backend with %s, once per machine; fmoe build precompiles it", cxx.name)
     place = cache.workplace(folder, recipe.key, is_locked)
     try:
         objects, commands = _commands(recipe, cxx, place)
@@ -191,12 +195,12 @@ class _CompilerError(Exception):
 
 
 def _run_all(commands: Sequence[Sequence[str]], place: Path, echo: Callable[[str], None] | None) -> None:
-    """Run commands, one per core at a time; the first failure ends all of them."""
+    """Run the commands, at most one per core at a time; the first failure kills the others."""
     processes: list[subprocess.Popen] = []
     variables = compiler.environment(place)
 
     def run(command: Sequence[str]) -> None:
-        # In a separate process group, so that the programs that a compiler calls end with it.
+        # A separate process group, so that the programs which a compiler calls are killed with it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

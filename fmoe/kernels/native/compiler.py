@@ -30,7 +30,7 @@ _ALWAYS = (
 )
 _OPTIMIZED = ("-O3", "-DNDEBUG")
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer")
-# In ascending order, in which objects are linked. See `isas`.
+# Instruction sets in ascending order, in which their objects are linked (`isas`).
 _X86_64 = {
     "default": (),
     "avx2": ("-mavx2", "-mfma"),
@@ -45,7 +45,7 @@ class Compiler:
     Attributes:
         command: words of its command, the program as an absolute path.
         version: first line of its ``--version``.
-        is_gnu: whether it is g++, not clang.
+        is_gnu: whether it is g++ instead of clang.
     """
 
     command: tuple[str, ...]
@@ -63,7 +63,7 @@ def find() -> Compiler:
     """Return the compiler named by the environment variable CXX, or the first of `CANDIDATES` that fits this torch.
 
     Raises:
-        BuildError: no compiler was found.
+        BuildError: no compiler is found, or none fits torch's OpenMP library.
     """
     named = os.environ.get("CXX", "").strip()
     if named:
@@ -86,13 +86,13 @@ def find() -> Compiler:
         unsuitable = unsuitable or found
     if unsuitable is not None:
         raise BuildError(_unsuitable(unsuitable))
-    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH, and CXX names none")
+    raise BuildError(f"no C++ compiler: none of {', '.join(CANDIDATES)} is on PATH: install one, or set CXX")
 
 
 def environment(folder: Path | None = None) -> dict[str, str]:
     """Return environment variables for a compiler: messages in English, temporary files in ``folder``, no LD_PRELOAD.
 
-    A preloaded sanitizer runtime belongs to the program under test.
+    A preloaded sanitizer runtime is for the program under test, not for the compiler.
     """
     variables = {**os.environ, "LC_ALL": "C"}
     variables.pop("LD_PRELOAD", None)
@@ -104,16 +104,16 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 def isas() -> dict[str, tuple[str, ...]]:
     """Return the instruction sets of this architecture in ascending order, with their flags.
 
-    Objects must be linked in this order: the linker keeps the first copy of a function that was not inlined, such as
-    one of the standard library, which then uses the lowest of the instruction sets.
+    Objects must be linked in this order: of a function that was not inlined, such as a function of the standard
+    library, the linker keeps the first copy, which must run on every processor.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 
 
 def current_isa() -> str:
-    """Return the instruction set of `isas` that runs: the processor's as torch sees it, or FMOE_NATIVE_ISA's.
+    """Return the instruction set of `isas` that is used: FMOE_NATIVE_ISA, or else the highest that torch detects.
 
-    ATEN_CPU_CAPABILITY lowers it for torch and for this backend.
+    ATEN_CPU_CAPABILITY lowers the latter for torch and for this backend.
 
     Raises:
         UserError: as `isa_limit`.
@@ -125,7 +125,7 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    It is one of `isas`, which exclude bf16 GEMMs, or "avx512_bf16". src/processor.h reads the same variable.
+    It is one of `isas`, which have no bf16 GEMMs, or "avx512_bf16", which has. src/processor.h reads it too.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one that this processor lacks.
@@ -208,14 +208,15 @@ def _ask(command: tuple[str, ...]) -> Compiler:
 def _sanitize_flags(sanitize: Sequence[str]) -> list[str]:
     if not sanitize:
         return []
-    # vptr looks for type information that libtorch does not export.
+    # The vptr check needs type information that libtorch does not export.
     return [f"-fsanitize={','.join(sanitize)}", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
 
 
 def _suits(compiler: Compiler) -> bool:
     """Return whether the compiler fits torch's OpenMP library.
 
-    g++ uses GNU's entry points, which LLVM's and Intel's libraries have too; clang uses LLVM's, which GNU's lacks.
+    g++ uses GNU's entry points, which LLVM's and Intel's libraries also have; clang uses LLVM's, which GNU's library
+    lacks.
     """
     return not _openmp() or ("GOMP_parallel" if compiler.is_gnu else "__kmpc_fork_call") in _openmp()
 

@@ -55,7 +55,7 @@ def is_loaded() -> bool:
 
 
 def available() -> bool:
-    """Return whether the library is loaded or in the cache, so that `load` does not compile. Loads nothing."""
+    """Return whether the library is loaded or in the cache, so that `load` need not compile. Loads nothing."""
     if _outcome is not None:
         return _outcome.path is not None
     return not is_off() and _cached() is not None
@@ -76,7 +76,11 @@ def is_off() -> bool:
 
 
 def _switch(name: str) -> bool:
-    """Return an environment variable that is 0 or 1, by default 1."""
+    """Return whether an environment variable, 0 or 1, is on; it is on by default.
+
+    Raises:
+        UserError: the value is neither 0 nor 1.
+    """
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise UserError(f"{name}={value!r} is neither 0 (off) nor 1")
@@ -125,7 +129,7 @@ def _load_library(sanitize: tuple[str, ...]) -> Path:
 
     if "address" in sanitize and "libasan" not in Path("/proc/self/maps").read_text():
         raise BuildError(
-            "FMOE_SANITIZE=address needs the sanitizer's runtime in the process from its start: "
+            "FMOE_SANITIZE=address needs the sanitizer's runtime in the process from its start: set "
             'LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"'
         )
     path = build.library(sanitize=sanitize)

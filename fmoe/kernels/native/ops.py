@@ -1,10 +1,10 @@
-"""Experts' feed-forward blocks by the native extension (`fmoe.kernels.native`): one operation forward, one backward.
+"""Feed-forward experts by the native CPU backend (`fmoe.kernels.native`): one operation forward, one backward.
 
 The operations are torch custom ops with fake kernels and a derivative, so that autocast, checkpointing and
-torch.compile take them like any other. `fmoe.kernels.native.loader.load` comes first.
+torch.compile support them. `fmoe.kernels.native.loader.load` must be called first.
 
-Shape letters: T tokens, K choices, M rows (assignments kept, sorted by expert), L experts, D width, H hidden width, P
-height of the first map (H, twice that where it is gated).
+Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width, P
+height of the first map (2 H if gated, else H).
 """
 
 import functools
@@ -36,16 +36,16 @@ def expert_ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
     into_main_grad: bool = False,
 ) -> Tensor:
-    """`fmoe.kernels.expert_ffn` of rows, or of tokens: gathered, computed and combined, [T, D] -> [T, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows, or of tokens: it then gathers and combines rows, [T, D] -> [T, D].
 
     Args:
-        counts: rows of each expert, on the CPU.
-        perm_N, inverse_TK: of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
-        weight_TK: of the assignments, with the plan.
-        offsets: of the plan; for backends that read them on the device, unused here.
-        into_main_grad: gradients of the two matrices are added to their ``main_grad``, and marked as Megatron marks
-            them (``grad_added_to_main_grad``), where they have one in float32. Gradients of the same weights from
-            elsewhere are then lost: for callers without any.
+        counts: number of rows of each expert, on the CPU.
+        perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
+        weight_TK: weights of the assignments of the plan.
+        offsets: offsets of the plan, which other backends read on the device; unused here.
+        into_main_grad: add the gradients of the two matrices to their ``main_grad``, if that is float32, and set
+            ``grad_added_to_main_grad`` as Megatron does. Gradients of the same weights from other operations are then
+            lost, so the weights must not be used elsewhere.
     """
     check_forward_mode(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, weight_TK)
     if weight_TK is not None:
@@ -58,7 +58,10 @@ def expert_ffn(
 
 
 def check_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise where a tensor has a forward-mode tangent, which operations lose where none requires a gradient."""
+    """Raise NotImplementedError if a tensor has a forward-mode tangent.
+
+    Without this check, the operations lose tangents if no tensor requires a gradient.
+    """
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of any dual_level
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -79,7 +82,8 @@ def differentiable_gradients(
 
     Args:
         inputs: x, weight, w_in, b_in, w_out, b_out of the operation.
-        activation: its number.
+        needs: flag for each of the inputs.
+        activation: index of the activation in `ACTIVATIONS`.
     """
     plain = functools.partial(
         reference.expert_ffn_of_tokens,
@@ -91,15 +95,15 @@ def differentiable_gradients(
     return reference.gradients(plain, inputs, needs, grad)
 
 
-# Whether bf16 is multiplied in float32: where the processor has no bf16 GEMMs, torch's are several times slower.
+# Whether bf16 is multiplied in float32: on a processor without bf16 GEMMs, torch's are several times slower than that.
 _is_wide = False
 
 
 def register(huge_pages: bool = True) -> None:
-    """Derivatives and fake kernels; called once, when the extension is loaded.
+    """Register derivatives, fake kernels and FLOP formulas; called once, after the library is loaded.
 
     Args:
-        huge_pages: whether weights and the memory of the operations use huge pages, where the system has them.
+        huge_pages: whether weights and the memory of the operations use huge pages, if the system has them.
     """
     global _is_wide
     torch.ops.fmoe_native.huge_pages(huge_pages)
@@ -161,7 +165,11 @@ def forward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int]) -> int:
 
 
 def backward_flops(rows: int, w_in: Sequence[int], w_out: Sequence[int], needs: Sequence[bool]) -> int:
-    """As `forward_flops`, of the GEMMs that the gradients of x, weight, w_in, b_in, w_out and b_out need."""
+    """Count the FLOPs of the backward pass as `forward_flops` does.
+
+    Args:
+        needs: whether the gradients of x, weight, w_in, b_in, w_out and b_out are computed.
+    """
     needs_x, _, needs_w_in, _, needs_w_out, _ = needs
     first, second = 2 * rows * w_in[1] * w_in[2], 2 * rows * w_out[1] * w_out[2]
     return second + needs_w_out * second + (needs_w_in + needs_x) * first
@@ -187,7 +195,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-_DIFFERENTIABLE = (0, 3, 5, 6, 7, 8)  # where x, weight, w_in, b_in, w_out, b_out are among the arguments
+_DIFFERENTIABLE = (0, 3, 5, 6, 7, 8)  # positions of x, weight, w_in, b_in, w_out, b_out among the arguments
 
 
 def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor | None, ...]:
@@ -215,7 +223,7 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
     for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
         if total is not None:
             w.grad_added_to_main_grad = True
-            gradients[number] = torch.empty_like(w)  # Megatron's hooks wait for one; nobody reads it
+            gradients[number] = torch.empty_like(w)  # Megatron's hooks expect a gradient, but do not read it
     for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
         if needed:
             nothing[position] = gradient
@@ -223,9 +231,9 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
 
 
 def main_grad(weight: Tensor) -> Tensor | None:
-    """Return Megatron's accumulator of a parameter, or None where gradients cannot be added to it.
+    """Return the ``main_grad`` in which Megatron accumulates a parameter's gradient; None if it is not usable.
 
-    A gradient that is added here passes no tensor hook, so a parameter that has one gets its gradient from autograd.
+    Gradients that are added to it bypass tensor hooks, so a parameter with hooks gets its gradient from autograd.
     """
     total = getattr(weight, "main_grad", None)
     usable = (

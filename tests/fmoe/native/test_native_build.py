@@ -330,7 +330,7 @@ def test_folders_of_others(tmp_path, folder, monkeypatch):
 def test_a_named_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(BuildError, match=f"^no cache folder: {tmp_path}/file/cache: Not a directory; FMOE_CACHE names"):
+    with pytest.raises(BuildError, match=f"^no cache folder: {tmp_path}/file/cache: Not a directory; set FMOE_CACHE"):
         build.library(sources(tmp_path / "src"))
 
 
