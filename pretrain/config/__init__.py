@@ -1,4 +1,4 @@
-"""Configuration of a run: the sections of the recipe, and reading one (`load`)."""
+"""Configuration of a run: the sections of a recipe, and functions that read and write recipes."""
 
 from pretrain.config.load import build_recipe, load_recipe, write_recipe
 from pretrain.config.model import ModelConfig

@@ -18,11 +18,11 @@ class Batches:
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
-        """For each size: (first step, its first sample, sequences per step)."""
+        """Return (first step, first sample of that step, sequences per step) for each batch size."""
         levels, step, sample = [], 0, 0
         count = (self.size - self.start) // self.increment
         for level in range(count):
-            # The first sample whose count * sample // ramp_samples exceeds this level.
+            # The next size begins at the first sample with count * sample // ramp_samples > level.
             end = -(-(level + 1) * self.ramp_samples // count)
             batch = self.start + level * self.increment
             if sample < end:
@@ -32,16 +32,16 @@ class Batches:
         return [*levels, (step, sample, self.size)]
 
     def sequences(self, step: int) -> int:
-        """Sequences of the step, counted from 0."""
+        """Return the number of sequences in a step; steps count from 0."""
         return self._level(step)[2]
 
     def first(self, step: int) -> int:
-        """Index of a step's first sample, which is the number of samples before it."""
+        """Return the index of a step's first sample, which is the number of samples before it."""
         first_step, first_sample, batch = self._level(step)
         return first_sample + (step - first_step) * batch
 
     def steps_of(self, samples: int) -> int:
-        """Number of steps that take at least so many samples."""
+        """Return the smallest number of steps that take at least ``samples`` samples."""
         place = bisect_right(self._levels, samples, key=lambda level: level[1]) - 1
         first_step, first_sample, batch = self._levels[place]
         steps = first_step + -(-(samples - first_sample) // batch)

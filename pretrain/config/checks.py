@@ -12,7 +12,7 @@ from fmoe.errors import UserError
 PATHS = ("run.folder", "data.tokenizer", "data.train", "data.validation", "train.init_from")
 NOT_EMPTY = ("run.folder", "data.train", "data.validation", "train.init_from", "model.gate", "tracking.project")
 MAX_INT = 2**31 - 1
-# Values that size a list or enter arithmetic that could overflow. Other integers are at most `MAX_INT`.
+# Upper bounds on values that size a list or enter arithmetic that could overflow. Other integers are at most `MAX_INT`.
 LIMITS = {
     "train.seed": 2**63 - 1,
     "train.ramp_samples": 2**53,
@@ -136,8 +136,8 @@ def divides(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_text(key: str, text: str) -> None:
-    """Raise UserError for control characters other than tab and line break, for invalid UTF-8, and for the empty name
-    of a folder or a file."""
+    """Raise UserError for control characters other than tab and line break, for invalid UTF-8, and for an empty text
+    or invalid path where the key does not allow it."""
     if any(
         unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text if character not in "\t\n"
     ):
@@ -152,6 +152,6 @@ def check_path(key: str, text: str) -> None:
     """Raise UserError for a path that is too long, or not a prefix where the key needs one."""
     encoded = os.fsencode(text)
     if len(encoded) >= 4096 or any(len(part) > 255 for part in encoded.split(b"/")):
-        raise UserError(f"{key}={text[:40]}... is too long for a file name")
+        raise UserError(f"{key}={text[:40]}... is too long: paths have at most 4095 bytes, names 255")
     if key in ("data.train", "data.validation") and not Path(text).name:
         raise UserError(f"{key}={text} must be the prefix of .bin and .idx files")

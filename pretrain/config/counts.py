@@ -1,16 +1,16 @@
 """Parameters and floating point operations of a model, computed without building it.
 
-Width h, sequences of s tokens; of a T5, s tokens in the encoder and t in the decoder.
+Symbols: h is the hidden size, s the tokens per sequence (in a T5's encoder), t the tokens in a T5's decoder.
 """
 
 from pretrain.config.model import ModelConfig
 
-# Router matrices [num_experts, h] of a gate; 1 for all others.
+# Number of router matrices [num_experts, h] by gate; 1 for gates that are not listed.
 _ROUTER_MATRICES = {"hash": 0, "random": 0, "zero": 0, "noisy": 2}
 
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:
-    """Number of parameters, counting ``experts`` routed experts per layer, and the shared ones.
+    """Return the number of parameters, with ``experts`` routed experts and all shared ones in each layer with experts.
 
     Args:
         decoder_length: t; learned positions cover the longer of the two sequences.
@@ -30,9 +30,11 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 
 
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
-    """Floating point operations of a training step per token, forward and backward: 6 for each active parameter of a
-    matrix product, and the attention scores (PaLM, arXiv 2204.02311 appendix B; without recomputation). Embeddings,
-    positions, norms and biases are not counted. For a T5, the mean over the tokens of both stacks."""
+    """Return the floating point operations per token of a training step, forward and backward.
+
+    Counts 6 for each active parameter of a matrix product, and the attention scores, without recomputation (PaLM, arXiv
+    2204.02311 appendix B). Embeddings, positions, norms and biases are not counted. For a T5, returns the mean over the
+    tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * model.head_width
     layers = [_matrices(model, number, model.top_k) for number in model.layer_numbers]
@@ -47,7 +49,7 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 
 def _matrices(model: ModelConfig, number: int, experts: int) -> int:
-    """Matrix parameters of a layer."""
+    """Return the number of matrix parameters of a layer."""
     width, head = model.hidden_size, model.head_width
     # Queries and output, keys and values; a decoder also attends to the encoder's output.
     attention = 2 * width * head * (model.num_heads + model.query_groups)
@@ -61,7 +63,7 @@ def _matrices(model: ModelConfig, number: int, experts: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Norm parameters of a layer: one norm per block, plus query and key norms."""
+    """Return the number of norm parameters of a layer: one norm per block, plus query and key norms."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
 

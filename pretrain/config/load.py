@@ -1,4 +1,4 @@
-"""Reading a recipe: a TOML file, then command-line options, into dataclasses."""
+"""Reading and writing recipes: a TOML file and command-line options become dataclasses."""
 
 import difflib
 import itertools
@@ -34,7 +34,7 @@ def find_recipe(name: str) -> Path:
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether `find_recipe` finds it."""
+    """Return whether ``name`` is a file or the name of a shipped recipe."""
     return Path(name).is_file() or name in shipped_recipes()
 
 
@@ -47,14 +47,14 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     options, rest = split_overrides(overrides)
     if rest:
-        raise UserError(f"unexpected {' '.join(rest)!r}: options are --section.key value")
+        raise UserError(f"unexpected argument {' '.join(rest)!r}: options have the form --section.key value")
     recipe = read_recipe(name, options)
     recipe.check()
     return recipe
 
 
 def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
-    """Load a TOML recipe and override some keys, without checks. Raises UserError: see `load_recipe`."""
+    """Load a TOML recipe and override some keys, without `Recipe.check`. Raises UserError: see `load_recipe`."""
     path = find_recipe(name)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -68,9 +68,9 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from its sections in the form of ``asdict``, as in a checkpoint's state, without checks.
+    """Build a recipe from nested mappings, such as ``asdict`` of a recipe in a checkpoint's state.
 
-    Missing keys have their default.
+    Missing keys take their defaults. Keys and types are checked; `Recipe.check` is not called.
 
     Raises:
         UserError: an unknown key, a value of the wrong type.
@@ -89,7 +89,7 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
         hint = hints[key]
         if is_dataclass(hint):
             if not isinstance(value, Mapping):
-                raise UserError(f"{prefix}{key}={value!r} must be a section")
+                raise UserError(f"{prefix}{key}={value!r} must be a section, a TOML table")
             built[key] = _build(hint, value, f"{prefix}{key}.")
         else:
             built[key] = _convert(value, hint, prefix + key)

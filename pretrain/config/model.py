@@ -1,4 +1,4 @@
-"""The recipe's ``[model]``."""
+"""The section ``[model]`` of a recipe."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ModelConfig:
     """Architecture and objective: gpt predicts the next token, t5 (encoder and decoder) predicts masked spans, bert
     predicts masked tokens."""
     num_layers: int = 4
-    """Transformer layers; for t5, of the encoder."""
+    """Transformer layers; for t5, those of the encoder."""
     num_decoder_layers: int | None = None
     """Layers of a t5's decoder; None for num_layers."""
     hidden_size: int = 192
@@ -35,7 +35,7 @@ class ModelConfig:
     dense_ffn_hidden_size: int | None = None
     """Hidden width of the feed-forward block in layers without experts; None for ffn_hidden_size."""
     sequence_length: int = 256
-    """Tokens of a training sequence; for t5, of the encoder."""
+    """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     activation: Literal["gelu", "relu", "silu"] = "gelu"
@@ -87,7 +87,7 @@ class ModelConfig:
     jitter: float = 0.01
     """Half width of the multiplicative noise that the switch gate applies to its input in training."""
     group_size: int | None = None
-    """Tokens of a routing group; None for one sequence."""
+    """Tokens per routing group; None for one sequence."""
     balance_loss: float = 0.01
     """Factor of the load balancing loss."""
     z_loss: float = 0.001
@@ -100,7 +100,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
@@ -140,7 +140,7 @@ class ModelConfig:
             if self.kind == "t5" and self.num_query_groups != self.num_heads:
                 raise UserError(
                     f"model.num_query_groups={self.num_query_groups} must equal model.num_heads={self.num_heads} with "
-                    "model.kind=t5, for its cross attention"
+                    "model.kind=t5: its cross attention does not support groups"
                 )
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
@@ -152,7 +152,7 @@ class ModelConfig:
         if self.num_experts:
             self._check_experts()
         elif self.num_shared_experts:
-            raise UserError(f"model.num_shared_experts={self.num_shared_experts} needs experts (model.num_experts=0)")
+            raise UserError(f"model.num_shared_experts={self.num_shared_experts} needs model.num_experts > 0")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -174,6 +174,6 @@ class ModelConfig:
             raise UserError(f"model.moe_every={self.moe_every} exceeds the {len(self.layer_numbers)} layers")
         if self.dense_ffn_hidden_size is not None and len(self.layers_with_experts) == len(self.layer_numbers):
             raise UserError(
-                f"model.dense_ffn_hidden_size={self.dense_ffn_hidden_size} needs layers without experts "
-                "(model.moe_layers, model.moe_every)"
+                f"model.dense_ffn_hidden_size={self.dense_ffn_hidden_size} needs layers without experts: "
+                "set model.moe_layers or model.moe_every"
             )

@@ -1,4 +1,4 @@
-"""The recipe's optimizer and its learning rate."""
+"""The section ``[optimizer]`` of a recipe, with the learning rate schedule."""
 
 import math
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class OptimizerConfig:
     """Weight decay. Decoupled, except in lars and sgd, where it is part of the gradient; not applied to biases and
     norms."""
     clip_grad: float = 1.0
-    """Maximum norm of the gradient, every expert counted once; 0 disables clipping."""
+    """Maximum norm of the gradient, with every expert counted once; 0 disables clipping."""
     distributed: bool = False
     """Shard the optimizer state over data parallel ranks (Megatron's distributed optimizer, ZeRO-1)."""
     cpu_offload: float = 0.0
@@ -79,11 +79,11 @@ class OptimizerConfig:
 
     @property
     def has_trust_ratios(self) -> bool:
-        """Return whether the optimizer scales the update of each matrix."""
+        """Return whether the optimizer scales the update of each matrix by a trust ratio."""
         return self.name in ("lamb", "lars")
 
     def lr_factor(self, global_batch: int) -> float:
-        """Return the factor of the learning rate at a global batch of so many sequences."""
+        """Return the factor on the learning rate for a global batch of ``global_batch`` sequences."""
         if self.lr_scaling == "none" or self.base_batch is None:
             return 1.0
         ratio = global_batch / self.base_batch
@@ -91,16 +91,16 @@ class OptimizerConfig:
 
     @property
     def dynamic_scale(self) -> dict[str, float | int]:
-        """Megatron-core's options of a dynamic loss scale."""
+        """Megatron-core's options for a dynamic loss scale."""
         given = {name: getattr(self, name) for name in _DYNAMIC_SCALE}
         return {name: _DYNAMIC_SCALE[name] if value is None else value for name, value in given.items()}
 
     def check_precision(self, precision: str) -> None:
-        """Raise UserError for a key that is invalid or has no effect with train.precision."""
+        """Raise UserError for a key that is invalid, or has no effect, with ``train.precision=precision``."""
         if self.cpu_offload and precision == "fp32":
             raise UserError(
-                f"optimizer.cpu_offload={self.cpu_offload} needs master weights, train.precision=bf16 or fp16: in fp32 "
-                "megatron-core steps views of the weights, which it cannot offload"
+                f"optimizer.cpu_offload={self.cpu_offload} needs train.precision=bf16 or fp16: in fp32, megatron-core "
+                "updates views of the weights instead of master weights, and cannot offload them"
             )
         given = [name for name in ("loss_scale", *_DYNAMIC_SCALE) if getattr(self, name) is not None]
         for name in given:
@@ -144,7 +144,7 @@ class OptimizerConfig:
         if self.cpu_offload and self.name != "adamw":
             raise UserError(
                 f"optimizer.cpu_offload={self.cpu_offload} needs optimizer.name=adamw, not {self.name}: megatron-core "
-                "steps only Adam on the host"
+                "runs only Adam on the host"
             )
         if self.cpu_offload and not self.distributed:
             raise UserError(f"optimizer.cpu_offload={self.cpu_offload} needs optimizer.distributed=true")

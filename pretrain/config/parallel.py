@@ -46,7 +46,7 @@ class ParallelConfig:
     """Overlap the gathering of updated parameters with the forward pass; needs optimizer.distributed and
     overlap_gradients."""
     exchange: Literal["all_to_all", "padded", "all_gather", "hierarchical"] = "all_to_all"
-    """Communication scheme between tokens and experts (docs/parallelism.md); does not change results."""
+    """Communication scheme that brings tokens to their experts (docs/parallelism.md); does not change results."""
     chunks: int = 1
     """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None
@@ -147,14 +147,14 @@ class ParallelConfig:
         if model.num_experts:
             divides("parallel.expert", self.expert, "model.num_experts", model.num_experts)
         elif self.expert > 1:
-            raise UserError(f"parallel.expert={self.expert} needs experts (model.num_experts=0)")
+            raise UserError(f"parallel.expert={self.expert} needs model.num_experts > 0")
         if self.expert_tensor > 1:
             if self.expert_tensor != self.tensor:
                 raise UserError(
                     f"parallel.expert_tensor={self.expert_tensor} must be 1 or parallel.tensor={self.tensor}"
                 )
             if not model.num_experts:
-                raise UserError(f"parallel.expert_tensor={self.expert_tensor} needs experts (model.num_experts=0)")
+                raise UserError(f"parallel.expert_tensor={self.expert_tensor} needs model.num_experts > 0")
             divides("parallel.expert_tensor", self.expert_tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
             for key in ("max_rows", "shadow"):
                 if getattr(self, key):

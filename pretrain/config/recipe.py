@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def decoder_length(self) -> int:
-        """Tokens of a sequence in a t5's decoder; 0 for other models."""
+        """Tokens per sample in a t5's decoder; 0 for other models."""
         return self.spans.targets if self.model.kind == "t5" else 0
 
     @property
@@ -61,7 +61,7 @@ class Recipe:
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses: of K experts instead of all."""
+        """Number of parameters that a token uses: those of ``model.top_k`` routed experts per layer instead of all."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:
@@ -98,8 +98,8 @@ class Recipe:
             key = "optimizer.decay_steps" if optimizer.decay_steps is not None else "train.steps"
             name, value = "optimizer.warmup_steps", str(optimizer.warmup_steps)
             if optimizer.warmup_tokens is not None:
-                name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens}, {self.warmup_steps} steps,"
-            raise UserError(f"{name}={value} must be less than {key}={self.decay_steps}: shorten the warmup too")
+                name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens} ({self.warmup_steps} steps)"
+            raise UserError(f"{name}={value} must be less than {key}={self.decay_steps}: shorten the warmup")
         if not self.data.train:
             raise UserError("data.train is empty: set at least one .bin/.idx prefix")
 
@@ -121,11 +121,13 @@ class Recipe:
             except UserError as error:
                 raise UserError(f"model.{error}") from error
             if self.parallel.is_sequence_parallel:
-                divides("parallel.tensor", self.parallel.tensor, "the tokens of a t5's decoder", self.decoder_length)
+                divides("parallel.tensor", self.parallel.tensor, "decoder tokens per sample", self.decoder_length)
         if model.kind == "bert" and model.sequence_length < 3:
-            raise UserError(f"model.sequence_length={model.sequence_length} must be at least 3, to hold any text")
+            raise UserError(f"model.sequence_length={model.sequence_length} must be at least 3: CLS, text and SEP")
         if data.weights and len(data.weights) != len(data.train):
-            raise UserError(f"data.weights has {len(data.weights)} entries, data.train {len(data.train)}: use one each")
+            raise UserError(
+                f"data.weights has {len(data.weights)} entries, data.train has {len(data.train)}: use one per corpus"
+            )
         if data.weights:
             try:
                 whole_weights(data.weights)
@@ -137,7 +139,7 @@ class Recipe:
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
         keys = ["global_batch"]
         if train.check_ramp():
-            keys += ["ramp_batch", "ramp_increment"]  # and therefore every batch between
+            keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size between
         if self.data.validation:
             keys.append("validation_sequences")
         for key in keys:
@@ -152,7 +154,7 @@ class Recipe:
 
     @cached_property
     def batches(self) -> Batches:
-        """The samples of every step."""
+        """Global batch and range of samples of every step."""
         train = self.train
         if train.ramp_batch is None or train.ramp_increment is None or train.ramp_samples is None:
             return Batches(train.global_batch, train.global_batch, 1, 0)
@@ -170,7 +172,7 @@ class Recipe:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the warmup, also if it is given in tokens."""
+        """Number of warmup steps, computed from ``optimizer.warmup_tokens`` if that is set."""
         if self.optimizer.warmup_tokens is None:
             return self.optimizer.warmup_steps
         return self.batches.steps_of(math.ceil(self.optimizer.warmup_tokens / self.tokens_per_sequence))
@@ -181,10 +183,11 @@ class Recipe:
         return self.train.steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise UserError unless the splits multiply to ``world_size``."""
+        """Raise UserError unless ``[parallel]`` needs exactly ``world_size`` ranks."""
         parallel = self.parallel
         if world_size != parallel.world_size:
             raise UserError(
                 f"world size {world_size} is not the product {parallel.world_size_name} = {parallel.world_size}: start "
-                f"as many (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or change the splits"
+                f"that many ranks (fmoe train, or torchrun --nproc_per_node {parallel.world_size}), or change "
+                "[parallel]"
             )

@@ -1,6 +1,6 @@
-"""docs/recipe-reference.md: every key of a recipe, from the dataclasses.
+"""Generator of docs/recipe-reference.md, which lists every recipe key, from the dataclasses.
 
-``python -m pretrain.config.reference`` writes it, from a checkout.
+In a checkout, ``python -m pretrain.config.reference`` writes the page.
 """
 
 import ast
@@ -34,7 +34,7 @@ This page is written by `python -m pretrain.config.reference`.
 
 
 def reference() -> str:
-    """Return the page."""
+    """Return the text of docs/recipe-reference.md."""
     hints = typing.get_type_hints(Recipe)
     return "\n".join([_HEAD, *(_section(field.name, hints[field.name]) for field in fields(Recipe))])
 
@@ -70,10 +70,10 @@ def _section(name: str, cls: type) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass' fields: the string after each.
+    """Return the docstring of each field of a dataclass: the string literal after the field.
 
     Raises:
-        ValueError: a field has none.
+        ValueError: a field has no docstring.
     """
     body: Any
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

@@ -6,7 +6,7 @@ from typing import Literal
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
 
-MAX_RAMP = 100_000  # batch sizes, which are kept in a list
+MAX_RAMP = 100_000  # upper bound on the batch sizes of a ramp, which are kept in a list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +14,10 @@ class DataConfig:
     """Input files. Paths are relative to the current folder."""
 
     tokenizer: str = "data/pylib/out/tokenizer.model"
-    """A sentencepiece model, or a tokenizer.json of Hugging Face tokenizers (fmoe data tokenizer)."""
+    """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; `fmoe data tokenizer`
+    trains both kinds."""
     train: tuple[str, ...] = ("data/pylib/out/train",)
-    """Prefixes of .bin/.idx pairs (fmoe data prepare)."""
+    """Training corpora: prefixes of .bin/.idx pairs, which `fmoe data prepare` writes."""
     weights: tuple[float, ...] = ()
     """Sampling weights of `train`'s corpora, in any unit; empty to join them and sample documents uniformly."""
     validation: tuple[str, ...] = ("data/pylib/out/validation",)
@@ -28,7 +29,7 @@ class DataConfig:
     mean_span: float = 3.0
     """Mean length of a t5's masked spans, in tokens."""
     prefetch: int = 2
-    """Steps whose batches a thread prepares in advance; 0 prepares them within the step."""
+    """Number of steps whose batches a thread prepares in advance; 0 prepares batches within their step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class TrainConfig:
     global_batch: int = 16
     """Sequences per step, over all ranks."""
     ramp_batch: int | None = None
-    """Global batch of the first step, which grows to global_batch; None for no ramp."""
+    """Global batch of the first step, from which it grows to global_batch; None for no ramp."""
     ramp_increment: int | None = None
     """Number of sequences by which the batch grows each time."""
     ramp_samples: int | None = None
@@ -52,7 +53,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the model; master weights and router are always fp32. See optimizer.loss_scale for fp16."""
     validation_every: int = 50
-    """Steps between validations; the last step is always validated."""
+    """Steps between validations; the model is also validated before the first step and after the last."""
     validation_sequences: int = 64
     """Sequences per validation, the same ones each time."""
     init_from: str | None = None
@@ -74,7 +75,7 @@ class TrainConfig:
             if growth // self.ramp_increment > MAX_RAMP:
                 raise UserError(
                     f"train.ramp_increment={self.ramp_increment} makes {growth // self.ramp_increment} batch sizes, "
-                    f"which exceeds {MAX_RAMP}"
+                    f"which exceeds the limit of {MAX_RAMP}: use a larger increment"
                 )
         return bool(given)
 
@@ -88,7 +89,7 @@ class CheckpointConfig:
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int | None = None
-    """Also keep checkpoints at multiples of this step; None for only the newest."""
+    """Also keep checkpoints whose step is a multiple of this; None keeps only the newest."""
     asynchronous: bool = True
     """Write checkpoints in the background; doubles the host memory of a rank's state."""
 
@@ -111,7 +112,8 @@ class GuardConfig:
     collapse_window: int = 100
     """Steps over which expert loads are summed to detect a collapsed router; 0 disables the warning."""
     collapse_cv: float = 1.5
-    """Maximum coefficient of variation of a layer's expert loads; one expert with all tokens has sqrt(E - 1)."""
+    """Maximum coefficient of variation of a layer's expert loads; it is sqrt(E - 1) if one of E experts gets all
+    tokens."""
     collapse_dead: float = 0.25
     """Maximum share of a layer's experts without a token in the window."""
     hang_minutes: float = 8.0

@@ -19,8 +19,8 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     Weights are taken as decimals: 0.1 is exactly a tenth.
 
     Raises:
-        UserError: a weight is not a positive number, or the order of samples would repeat only after more than a
-            million.
+        UserError: a weight is not a positive number, or the integers add up to more than a million, the longest
+            supported period of the sample order.
     """
     for weight in weights:
         if not 0 < weight < math.inf:
@@ -71,7 +71,7 @@ class Blend:
         return member, period * self._weights[member] + int(self._rank[slot])
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Sample ``n``.
+        """Return sample ``n``.
 
         Raises:
             IndexError: ``n`` is negative.
@@ -87,8 +87,8 @@ def _order(weights: Sequence[int]) -> np.ndarray:
 
     Member i's share of the first t samples is t w_i / W, with W the sum. To keep its count within one of that, its j-th
     sample (from 0) must not be among the first floor(j W / w_i) samples, and must be among the first
-    ceil((j + 1) W / w_i). Earliest deadline first meets all deadlines, because the shares fill every position (one
-    processor; Baruah et al. 1996, Proportionate progress, for one resource).
+    ceil((j + 1) W / w_i). Earliest deadline first meets all deadlines, because the shares fill every position
+    (Baruah et al. 1996, Proportionate progress, with a single resource).
     """
     total = sum(weights)
     order = np.empty(total, dtype=np.int32)

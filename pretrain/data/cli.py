@@ -92,13 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         "--max-bytes",
         type=int,
         default=DEFAULT_MAX_BYTES,
-        help="size of the training sample, lines spread evenly over the text (default: %(default)s)",
+        help="size of the training sample in bytes; its lines are spread evenly over the text (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--character-coverage",
         type=float,
         default=0.9999,
-        help="share of characters with their own piece, the rest in bytes (default: %(default)s)",
+        help="share of characters with their own piece; the rest are spelled in bytes (default: %(default)s)",
     )
 
     prepared = _command(
@@ -114,20 +114,27 @@ def _parser() -> argparse.ArgumentParser:
     prepared.add_argument(
         "--out", type=path_argument, required=True, metavar="PREFIX", help="output path without suffix"
     )
-    prepared.add_argument("--workers", type=int, metavar="N", help="processes (default: the available processors)")
+    prepared.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of processes (default: one per available processor, fewer for little text)",
+    )
 
     show = commands.add_parser(
         "show",
         help="check a corpus and print its counts",
-        description="Check a corpus and print its counts; with a tokenizer, the first documents as text.",
+        description="Check a corpus and print its counts; with a tokenizer, also print the first documents as text.",
         epilog="example:\n  fmoe data show out/train --tokenizer out/tokenizer.model --documents 5",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
     show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="the corpus' tokenizer")
-    show.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (default: %(default)s)")
-    show.add_argument("--verify", action="store_true", help="read all tokens and compare their checksum")
+    show.add_argument(
+        "--documents", type=int, default=3, metavar="N", help="documents to show as text (default: %(default)s)"
+    )
+    show.add_argument("--verify", action="store_true", help="read all tokens and check them against their checksum")
     show.set_defaults(run=_show)
     return parser
 
@@ -154,7 +161,7 @@ def _command(
 
 
 def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
-    parser.add_argument("inputs", nargs=number, type=path_argument, metavar="INPUT", help="text to read")
+    parser.add_argument("inputs", nargs=number, type=path_argument, metavar="INPUT", help="file or folder to read")
     parser.add_argument(
         "--text-key", default="text", help="JSON key or column that holds the text (default: %(default)s)"
     )
@@ -163,7 +170,7 @@ def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="reaction to an unreadable document: bad bytes or JSON, null, no text (default: %(default)s)",
+        help="reaction to an unreadable document: invalid UTF-8 or JSON, or a missing text (default: %(default)s)",
     )
 
 
@@ -175,7 +182,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path; refuse an empty one, as of an unset shell variable, which would mean the current folder."""
+    """Parse a path; refuse an empty one, as an unset shell variable gives, which would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -184,7 +191,7 @@ def path_argument(text: str) -> Path:
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
     for split in write_python_library(arguments.out).values():
-        skipped = f", {split.skipped} files skipped that are not UTF-8" if split.skipped else ""
+        skipped = f", skipped {split.skipped} files that are not UTF-8" if split.skipped else ""
         size = _size(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
 
@@ -254,8 +261,8 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
     expected = corpus.tokenizer_fingerprint
     if expected not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: SHA-256 {expected}, not "
-            f"{tokenizer.fingerprint}"
+            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: its SHA-256 is {expected}, "
+            f"not {tokenizer.fingerprint}"
         )
     for i in range(min(count, corpus.num_documents)):
         tokens = corpus.document(i)

@@ -1,7 +1,7 @@
 """Occurrences of each token id in a corpus: counted once, and kept next to it.
 
 ``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus,
-``PREFIX.counts`` holds them, with size and time of the ``.bin`` that they belong to.
+``PREFIX.counts`` holds them, with the size and modification time of the ``.bin`` that was counted.
 """
 
 import json
@@ -17,7 +17,7 @@ from pretrain.data.files import replacing, with_ending
 
 _VERSION = 1
 _MAX_IDS = 1 << 24  # exceeds any vocabulary; bounds the array that a damaged id would allocate
-_PENDING = 1 << 20  # tokens counted at a time: documents are shorter than a vocabulary
+_PENDING = 1 << 20  # tokens counted at a time: documents are short, and a count takes time for each id
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +26,8 @@ class TokenCounts:
 
     Attributes:
         least: 0, or the lowest token id if that is negative.
-        largest: token id; -1 in a corpus without tokens.
-        unigrams: tokens of each id from 0 to ``largest``, int64; None if an id cannot index such an array.
+        largest: the highest token id; -1 in a corpus without tokens.
+        unigrams: number of tokens of each id, int64 [largest + 1]; None if an id is negative or too large to count.
     """
 
     least: int
@@ -50,7 +50,7 @@ class TokenCounts:
         """Return the counts of a corpus of ``num_tokens`` tokens; None if their version is unknown.
 
         Raises:
-            ValueError: they are inconsistent, also with ``num_tokens``.
+            ValueError: the counts contradict each other or ``num_tokens``.
         """
         if not isinstance(values, dict) or values.get("version") != _VERSION:
             return None
@@ -72,7 +72,7 @@ class TokenCounts:
 
 
 class TokenCounter:
-    """Incremental counter of tokens; holds a vocabulary and a million tokens in memory."""
+    """Incremental counter of tokens; holds a count per id and up to about a million tokens in memory."""
 
     def __init__(self) -> None:
         self._unigrams = np.zeros(0, dtype=np.int64)
@@ -119,12 +119,12 @@ def chunks(tokens: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def counts_path(prefix: Path) -> Path:
-    """Return the file with the counts of a corpus written elsewhere."""
+    """Return ``PREFIX.counts``, the file with the counts of a corpus written elsewhere."""
     return with_ending(prefix, ".counts")
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus; return the reason if that fails, or None. Keeps a foreign file."""
+    """Write the counts next to the corpus; return the reason if that fails, or None. A foreign file is kept."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     try:
         if counts_path(prefix).exists() and not isinstance(json.loads(counts_path(prefix).read_bytes()), dict):
@@ -137,7 +137,7 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
 
 def kept(prefix: Path, bin_path: Path, num_tokens: int) -> TokenCounts | None:
-    """Return the counts that `keep` wrote; None if there are none, or the tokens were replaced since."""
+    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of replaced tokens."""
     try:
         values = json.loads(counts_path(prefix).read_bytes())
         if values["bin"] != _identity(bin_path):

@@ -1,8 +1,8 @@
 """Documents from text, JSON lines, Parquet and Hugging Face folders, in pieces that fit in memory.
 
 A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
-are cut at line ends. This package's tokenizers keep newlines as separate tokens, so the tokens of the pieces are the
-tokens of the document; only a line longer than a piece is cut inside.
+are cut at line ends; only a line that is longer than a piece is cut within. Tokenizers trained by this package keep
+newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
 """
 
 import logging
@@ -43,13 +43,13 @@ _FORMAT_OF = {
     ".json": Format.JSON,
     ".parquet": Format.PARQUET,
 }
-_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # in a folder, it is more likely a note about the data
+_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # a .md file in a folder is more likely a note about the data
 
 logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Part of a document: its text, its UTF-8 bytes, and whether the document ends here."""
+    """Part of a document: its text, its size in UTF-8 bytes, and whether the document ends with it."""
 
     text: str
     num_bytes: int
@@ -63,12 +63,12 @@ def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format:
 
     Args:
         paths: files and folders.
-        text_key: its presence marks a ``.json`` file in a folder as documents.
-        format: of all files, one of `FORMATS`; "auto" goes by the suffix, ignoring case.
+        text_key: key or column with the text. A ``.json`` file in a folder is used only if its first row has this key.
+        format: format of all files, one of `FORMATS`; "auto" chooses it by the suffix, ignoring case.
 
     Raises:
-        UserError: no path, a missing one, one that is neither a file nor a folder, a file of unknown suffix, or a
-            folder without documents.
+        UserError: there is no path; or a path is missing, is neither a file nor a folder, has an unknown suffix, or is
+            a folder without documents.
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r} must be one of {', '.join(FORMATS)}")
@@ -110,19 +110,19 @@ def iter_documents(
 
 
 def read_source(source: Source, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
-    """Yield the pieces of one source: a text file is one document; in other formats, a line, an item or a row is.
+    """Yield the pieces of one source: a text file is one document; in other formats, each line, item or row is one.
 
     A UTF-8 byte order mark at the beginning of a file is skipped.
 
     Args:
         source: the file or folder.
         text_key: key or column with the text; not used for text files.
-        on_error: called with the error of a document. If it returns, the document is skipped, or the rest of a
-            damaged archive.
+        on_error: called with the error of an unreadable document. If it returns, the document is skipped, or the rest
+            of a file that is damaged from there on.
 
     Raises:
-        UserError: the content does not fit the format (names file, position and key), or the file changed while it
-            was read.
+        UserError: the content does not fit the format (the message names file, position and key), or the file changed
+            while it was read.
     """
     try:
         before = _state(source.path)
@@ -162,7 +162,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_text(source: Source, on_error: OnError) -> bool:
-    """Return whether all of a text file is readable: a document is read or skipped as a whole."""
+    """Return whether a whole text file is readable; report its error otherwise. It is skipped only as a whole."""
     try:
         for _ in _read_text(source):
             pass
@@ -297,7 +297,7 @@ def _pieces_of_value(value: object, text_key: str, place: str, on_error: OnError
         num_bytes = len(value.encode())
     except UnicodeEncodeError as error:
         code = ord(value[error.start])
-        on_error(UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, not UTF-8"))
+        on_error(UserError(f"{place}: {text_key!r} has the lone surrogate U+{code:04X}, which is not valid in UTF-8"))
         return
     start = 0
     while len(value) - start > sources.PIECE_SIZE:

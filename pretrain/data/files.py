@@ -109,7 +109,7 @@ def _create(path: Path) -> BinaryIO:
         file = path.open("xb")
     except OSError as error:
         if isinstance(error, FileExistsError) and path.exists():  # a process of the same id on another machine
-            raise UserError(f"{path} is written by another process: choose another --out") from error
+            raise UserError(f"{path} is being written by another process: choose another --out") from error
         raise UserError(f"cannot write in {path.parent}: {error.strerror}") from error
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

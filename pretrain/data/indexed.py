@@ -2,7 +2,7 @@
 
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
-[D + 1] counted in sequences. A document is a range of sequences; here one (more only beyond 2^31 - 1 tokens).
+[D + 1] counted in sequences. A document is a range of sequences; fmoe writes one, or more beyond 2^31 - 1 tokens.
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
 """
@@ -47,9 +47,9 @@ def corpus_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 class IndexedWriter:
-    """Incremental writer of a corpus, with 4 bytes of memory per document.
+    """Incremental writer of a corpus, with 12 bytes of memory per document.
 
-    A context manager: leaving it puts the three files in place together, or after an error keeps the old files.
+    As a context manager, it puts the three files in place together at the end, or keeps the old files after an error.
 
         with IndexedWriter(prefix, dtype_for_vocabulary(vocab_size)) as writer:
             for tokens in documents:
@@ -128,7 +128,7 @@ class IndexedWriter:
     def _finish(self) -> None:
         if self._open_length:
             raise ValueError(f"the last {self._open_length} tokens were appended without end_document()")
-        self._bin.flush()  # before the description: tokens newer than their counts are not trusted
+        self._bin.flush()  # before the description, because counts older than their tokens are not trusted
         os.fsync(self._bin.fileno())
         index_sum = self._write_index(self._idx)
         description = {
@@ -170,16 +170,17 @@ class IndexedCorpus:
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         num_documents: documents, including empty ones.
         num_tokens: tokens of all documents.
         flat: all tokens, document after document, [num_tokens].
         sequence_lengths: tokens of each sequence, int32 [num_sequences].
-        document_boundaries: document i is the sequences boundaries[i] to boundaries[i + 1], int64 [num_documents + 1].
+        document_boundaries: document i has the sequences boundaries[i] to boundaries[i + 1] - 1, int64
+            [num_documents + 1].
         description: the content of ``PREFIX.json`` without the counts; {} if the file is missing.
         counts: occurrences of each token id; None if the tokens are uncounted or newer than their counts, until a
-            caller sets them.
-        tokenizer_fingerprint: SHA-256 of the tokenizer's model file by the description, or None.
+            caller sets it.
+        tokenizer_fingerprint: SHA-256 of the tokenizer's file from the description, or None.
 
     Raises:
         UserError: a file is missing or inconsistent.
@@ -217,14 +218,14 @@ class IndexedCorpus:
         return self.flat[start:stop]
 
     def tokens(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of document ``i``, a read-only view [stop - start].
+        """Return the tokens ``start`` to ``stop - 1`` of document ``i``, a read-only view [stop - start].
 
         Raises:
             IndexError: not ``0 <= i < num_documents`` or not ``0 <= start <= stop <= length``.
         """
         first, last = self._span(i)
         if not 0 <= start <= stop <= last - first:
-            raise IndexError(f"tokens {start} to {stop} of document {i}, which has {last - first}")
+            raise IndexError(f"tokens {start} to {stop} of document {i} are out of range: it has {last - first}")
         return self.flat[first + start : first + stop]
 
     def verify(self) -> None:
@@ -261,7 +262,7 @@ class IndexedCorpus:
 
     def _span(self, i: int) -> tuple[int, int]:
         if not 0 <= i < self.num_documents:
-            raise IndexError(f"document {i} is out of range: {self.prefix} has {self.num_documents}")
+            raise IndexError(f"document {i} is out of range: {self.prefix} has {self.num_documents} documents")
         start, stop = self._starts(self.document_boundaries[i : i + 2])
         return int(start), int(stop)
 
@@ -285,7 +286,7 @@ class IndexedCorpus:
             raise UserError(f"{path} has version {version}; only {_VERSION} is supported")
         if code not in _DTYPES:
             known = ", ".join(f"{known} ({dtype.name})" for known, dtype in _DTYPES.items())
-            raise UserError(f"{path} has the type code {code}, none of {known}")
+            raise UserError(f"{path} has the type code {code}, which is not one of {known}")
         self.dtype = _DTYPES[code]
         expected = _HEADER.size + 12 * num_sequences + 8 * num_boundaries  # may be huge: nothing is allocated yet
         if size == expected + num_sequences and num_sequences:
@@ -324,7 +325,7 @@ class IndexedCorpus:
     def _check_boundaries(self, path: Path) -> None:
         boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
-            raise UserError(f"{path}: the document boundaries do not go from 0 to the {num_sequences} sequences")
+            raise UserError(f"{path}: the document boundaries do not go from 0 to {num_sequences} sequences")
         for start in range(0, len(boundaries), _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
@@ -332,7 +333,7 @@ class IndexedCorpus:
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Map the file as a read-only plain array [count]; an empty file cannot be mapped."""
+    """Map the file as a read-only plain array [count]; an empty file cannot be mapped and gives an empty array."""
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else np.empty(0, dtype)
 
 

@@ -23,7 +23,7 @@ from pretrain.tracking.trackio import check_installed
 
 # The same sequences for every run, chosen at random so that a few represent all documents.
 VALIDATION_SEED = 0
-# A tenth of a second of reading per rank between agreements, so that none waits for long.
+# Tokens that a rank reads between two collectives, in about a tenth of a second, so that no rank waits for long.
 _TOKENS_A_ROUND = 1 << 26
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Training and validation samples (None: no validation), the training corpora and their unigram entropy in nats
-    (None: a corpus has no counts, see `with_counts`), and the SHA-256 of their tokens, of the tokens of each validation
-    file, and of the tokenizer; None for a corpus without."""
+    """Samples, corpora and checksums of a run.
+
+    Attributes:
+        train: training samples.
+        validation: validation samples; None without validation.
+        corpora: training corpora.
+        unigram_entropy: entropy of the training corpora's token frequencies in nats; None while a corpus has no counts
+            (see `with_counts`).
+        fingerprints: SHA-256 of the tokens of each training corpus; None for a corpus without a checksum.
+        validation_fingerprints: the same for each validation corpus.
+        tokenizer_fingerprint: SHA-256 of the tokenizer's file.
+    """
 
     train: Samples
     validation: Samples | None
@@ -43,18 +52,18 @@ class Inputs:
     validation_fingerprints: tuple[str | None, ...] = ()
     tokenizer_fingerprint: str | None = None
     epochs_per_sample: tuple[float, ...] = ()
-    """One per training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
+    """One value per training corpus of a blend; see `pretrain.data.kinds.epochs_per_sample`."""
     warnings: tuple[str, ...] = ()
     """Probable mistakes in the data, one line each."""
 
 
 def open_inputs(recipe: Recipe) -> Inputs:
-    """Open tokenizer and corpora.
+    """Open the tokenizer and the corpora of a recipe.
 
     Raises:
         UserError: a file is missing or damaged, a corpus is empty or shorter than a sequence, the tokenizer's
             vocabulary or a token id exceeds the model's vocabulary (checked in `with_counts` for a large corpus without
-            counts), or the tokenizer lacks a special piece of the kind of model.
+            counts), or the tokenizer lacks a special piece that the model needs.
     """
     data, model = recipe.data, recipe.model
     _check_machine(recipe)
@@ -96,7 +105,7 @@ def _doubts(
     if validation is not None and validation.samples_per_epoch < wanted:
         yield (
             f"train.validation_sequences={wanted} exceeds the {validation.samples_per_epoch} sequences of "
-            f"data.validation={', '.join(data.validation)}: a validation repeats some"
+            f"data.validation={', '.join(data.validation)}: each validation repeats some"
         )
 
 
@@ -112,17 +121,17 @@ def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
     Collective: each rank reads its share of such a corpus, and rank 0 writes the counts next to it if it can.
 
     Raises:
-        UserError: on every rank; a token id is outside the model's vocabulary.
+        UserError: a token id is outside the model's vocabulary; raised on every rank.
     """
     ranks = Ranks()
     for corpus in inputs.corpora:
-        # Files may differ in their times between machines: rank 0 decides.
+        # The modification times of files may differ between machines, so rank 0 decides.
         if ranks.total(int(ranks.rank == 0 and corpus.counts is None)):
             if ranks.rank == 0:
                 logger.warning("%s has no token counts: reading its %d tokens once", corpus.prefix, corpus.num_tokens)
             corpus.counts = _count_together(corpus, vocab_size, ranks)
         if ranks.rank == 0 and (reason := corpus.keep_counts()) is not None:
-            logger.warning("token counts of %s are not saved, each new run counts again: %s", corpus.prefix, reason)
+            logger.warning("token counts of %s are not saved, so each new run counts again: %s", corpus.prefix, reason)
     with naming("data.train"):
         return replace(inputs, unigram_entropy=unigram_entropy(inputs.corpora, vocab_size))
 
@@ -161,10 +170,10 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
 
     Args:
         path: new location of ``data.tokenizer``; None if it has not moved.
-        sha256: required digest; None for any.
+        sha256: required SHA-256 of the file; None accepts any.
 
     Raises:
-        UserError: it is missing, damaged or another one, or its vocabulary exceeds the model's.
+        UserError: the file is missing, is damaged or has another SHA-256, or its vocabulary exceeds the model's.
     """
     data, model = recipe.data, recipe.model
     with naming("data.tokenizer" if path is None else "--tokenizer"):
@@ -173,8 +182,8 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
         tokenizer = load_tokenizer(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"trained with another tokenizer than {tokenizer.path}: the SHA-256 begins with {sha256[:12]}, that of "
-            f"this file with {tokenizer.fingerprint[:12]}"
+            f"the model was trained with another tokenizer than {tokenizer.path}: its SHA-256 begins with "
+            f"{sha256[:12]}, not with {tokenizer.fingerprint[:12]}"
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
@@ -188,7 +197,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
     """Return the samples that a run is validated on, and the SHA-256 of each corpus.
 
     Raises:
-        UserError: as `open_inputs`; begins with the key.
+        UserError: as for `open_inputs`; the message begins with the key.
     """
     with naming("data.validation"):
         corpora = [open_corpus(prefix, tokenizer) for prefix in recipe.data.validation]
@@ -199,7 +208,7 @@ def open_validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Samples, tupl
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Prefix a UserError of the block with the key."""
+    """Convert a UserError or OSError of the block to a UserError that begins with the key."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -228,8 +237,11 @@ def _fingerprints(corpora: list[IndexedCorpus]) -> tuple[str | None, ...]:
 
 
 def open_corpus(prefix: str | Path, tokenizer: Tokenizer) -> IndexedCorpus:
-    """Open the corpus at a prefix. Raises UserError if it is missing or of another tokenizer."""
+    """Open the corpus at a prefix. Raises UserError if it is missing or was prepared with another tokenizer."""
     corpus = IndexedCorpus(prefix)
     if corpus.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
-        raise UserError(f"{prefix} was prepared with another tokenizer than data.tokenizer={tokenizer.path}")
+        raise UserError(
+            f"{prefix} was prepared with another tokenizer than data.tokenizer={tokenizer.path}: prepare it again, or "
+            "set the tokenizer that it was prepared with"
+        )
     return corpus

@@ -25,7 +25,7 @@ def build_samples(
     """Build the samples of a recipe's model, in the order of ``seed``.
 
     Args:
-        weights: shares of the corpora; empty to read them as one.
+        weights: weights of the corpora in a blend; empty to read them as one corpus.
 
     Raises:
         UserError: a corpus is too short, or the tokenizer lacks a special piece.
@@ -41,7 +41,7 @@ def build_samples(
 
 
 def block_length(recipe: Recipe) -> int:
-    """Return the stride of blocks in tokens; a block has one more, which the next one begins with."""
+    """Return the stride of blocks in tokens; a block has one more token, with which the next block begins."""
     if recipe.model.kind == "t5":
         return recipe.spans.block
     return recipe.model.sequence_length - (2 if recipe.model.kind == "bert" else 0)
@@ -50,7 +50,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the mean share of an epoch of each corpus per sample of the blend; empty without a blend."""
+    """Return, for each corpus, the mean share of its epoch that a sample of the blend uses; empty without a blend."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)
@@ -82,6 +82,6 @@ def build_masking(
 def _blocks(corpora: Sequence[IndexedCorpus], length: int, seed: int, weights: Sequence[float]) -> Blocks:
     if not weights:
         return GPTSamples(corpora, length, seed)
-    # Different orders, also if a corpus is named twice.
+    # Each member has its own order, even if a corpus is named twice.
     keys = [random.key("blend", seed, number) for number in range(len(corpora))]
     return Blend([GPTSamples([corpus], length, key) for corpus, key in zip(corpora, keys, strict=True)], weights)

@@ -2,7 +2,7 @@
 
 A sequence is CLS, text, SEP; the text crosses ends of documents, and there is no second segment and no next sentence
 prediction (RoBERTa's FULL-SENTENCES, arXiv 1907.11692). A fixed number of its tokens is chosen; of these 8 in 10 become
-MASK, 1 in 10 a random token of text, and 1 in 10 stay. The choice differs each time that a block is used.
+MASK, 1 in 10 become a random token of text, and 1 in 10 stay. The choice differs each time that a block is used.
 """
 
 import numpy as np
@@ -12,18 +12,20 @@ from pretrain.data.samples import Blocks
 
 
 class Masking:
-    """Samples of a BERT: ``tokens`` [s], ``labels`` [s], the tokens before the masking, and ``loss_mask`` [s], 1 at the
-    chosen ones; int64.
+    """Samples of a BERT.
+
+    A sample has int64 arrays [s]: ``tokens``; ``labels``, the tokens before masking; and ``loss_mask``, 1 at the chosen
+    tokens.
 
     Args:
-        blocks: sample n has at least s - 2 tokens; more are not used.
+        blocks: source of blocks of at least s - 2 tokens; further tokens are not used.
         sequence_length: s.
         density: share of the s - 2 tokens of text that are chosen, rounded to an integer, at least one. Ends of
-            documents are never chosen: fewer are chosen if there is hardly anything else.
-        cls, sep, mask: ids.
+            documents are never chosen, so fewer tokens are chosen if there are too few others.
+        cls, sep, mask: ids of these special pieces.
         end: id of the end of a document.
         text: ids to draw random tokens from, int64.
-        seed: of the choice; sample n uses (seed, n).
+        seed: seed of the choice; sample n uses (seed, n).
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Masking:
         self._cls, self._sep, self._mask, self._end, self._text = cls, sep, mask, end, text
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
-        """Sample ``n``."""
+        """Return sample ``n``."""
         length = self._length
         labels = np.concatenate([[self._cls], self._blocks[n][:length], [self._sep]])
         candidates = np.flatnonzero(labels[1:-1] != self._end) + 1

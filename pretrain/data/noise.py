@@ -1,4 +1,4 @@
-"""Random numbers of a sample: a function of (seed, n) alone, in integers.
+"""Random numbers of a sample: integer functions of only (seed, n).
 
 Raw Philox words (numpy keeps that stream, NEP 19) under a key that no order of samples uses (`pretrain.data.samples`).
 All computation on them is integer arithmetic, so that a sample is the same on every machine and numpy version.
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-_CORRUPTION = 1 << 63  # in the second half of a key; orders of samples stay below it
+_CORRUPTION = 1 << 63  # set in the second word of a key; the keys of sample orders stay below it
 
 
 def words(seed: int, n: int, count: int) -> np.ndarray:
@@ -18,10 +18,10 @@ def words(seed: int, n: int, count: int) -> np.ndarray:
 
 
 def choose(random_words: np.ndarray, count: int) -> np.ndarray:
-    """Choose ``count`` of as many positions as there are words, ascending, int64 [count]."""
+    """Choose ``count`` positions of the random words, each equally likely; ascending, int64 [count]."""
     return np.sort(np.argsort(random_words, kind="stable")[:count])
 
 
 def share(count: int, density: float) -> int:
-    """Round ``count * density`` to an integer, halves to even, taking the density as a decimal."""
+    """Round ``count * density`` to an integer, halves to even; a density of 0.15 is exactly 15/100."""
     return round(count * Fraction(repr(density)))

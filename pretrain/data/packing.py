@@ -6,15 +6,17 @@ from pretrain.data.samples import Blocks
 
 
 class DocumentMask:
-    """Samples of a GPT with separate documents: ``tokens`` and ``labels`` [s], ``documents`` [s], the index in the
-    sample of each token's document, ``positions`` [s] in it, and ``loss_mask`` [s], 0 where the next token is another
-    document's; int64.
+    """Samples of a GPT that keeps documents separate.
+
+    A sample has int64 arrays [s]: ``tokens``; ``labels``; ``documents``, the index of each token's document in the
+    sample; ``positions``, the position of each token in its document; and ``loss_mask``, 0 where the next token belongs
+    to another document.
 
     An end of document belongs to the document that it ends. A block may start with the rest of a document, whose
-    positions begin at 0 too.
+    positions also begin at 0.
 
     Args:
-        blocks: sample n is [s + 1] tokens.
+        blocks: source of blocks of s + 1 tokens.
         end: id of the end of a document.
     """
 
@@ -23,7 +25,7 @@ class DocumentMask:
         self._blocks, self._end = blocks, end
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
-        """Sample ``n``."""
+        """Return sample ``n``."""
         return mask_documents(self._blocks[n], self._end)
 
 

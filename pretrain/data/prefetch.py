@@ -1,4 +1,4 @@
-"""Micro batches of upcoming steps, collated in a thread during a step."""
+"""Micro batches of upcoming steps, collated in a thread while a step runs."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from pretrain.models.batch import Batch
 class Prefetch:
     """Thread that builds the batches of ``ahead`` steps beyond the requested one.
 
-    A thread suffices: numpy releases the GIL while it copies and while pages are read from disk, and the rest would
-    run within the step otherwise. It has no state to save: a run's data position is its step, and a resumed run builds
-    the batches again.
+    A process is not needed: numpy releases the GIL while it copies and while pages are read from disk, and without the
+    thread the rest would run within the step. There is no state to save: the step is the run's data position, and a
+    resumed run builds the batches again.
 
     Args:
         build: makes the batches of a step, in the thread; `take` of that step raises its errors.
         end: the step after the last.
-        ahead: 0 builds within `take`, without a thread.
+        ahead: number of steps; 0 builds within `take`, without a thread.
     """
 
     def __init__(self, build: Callable[[int], list[Batch]], end: int, ahead: int):
@@ -26,7 +26,7 @@ class Prefetch:
         self._futures: deque[tuple[int, Future[list[Batch]]]] = deque()
 
     def take(self, step: int) -> list[Batch]:
-        """Return the batches of a step; steps must be consecutive, from any first one."""
+        """Return the batches of a step. A step other than the next one discards the batches built ahead."""
         if not self._ahead:
             return self._build(step)
         if self._pool is None:
@@ -39,7 +39,7 @@ class Prefetch:
         return self._futures.popleft()[1].result()
 
     def close(self) -> None:
-        """End the thread after its current step; `take` may start another."""
+        """End the thread after the step that it is building; `take` may start another thread."""
         self._drop()
         if self._pool is not None:
             self._pool.shutdown()

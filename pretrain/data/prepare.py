@@ -36,13 +36,13 @@ class Prepared:
     """Result of `prepare`.
 
     Attributes:
-        paths: the files.
+        paths: the files of the corpus.
         documents: documents in the corpus.
         tokens: tokens in the corpus, including one end of document each.
-        text_bytes: UTF-8 bytes of their text.
-        empty_documents: skipped documents without text.
-        skipped: skipped unreadable documents.
-        first_skipped: errors of the first of them.
+        text_bytes: UTF-8 bytes of the documents' text.
+        empty_documents: number of documents skipped because they have no text.
+        skipped: number of unreadable documents skipped.
+        first_skipped: error messages of the first unreadable documents.
     """
 
     paths: tuple[Path, ...]
@@ -89,16 +89,17 @@ def prepare(
         inputs: files and folders, as for `pretrain.data.documents.iter_documents`.
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
-        text_key: key or column of the text in JSON lines and tables.
-        num_workers: processes that tokenize; None uses the processors of this machine, fewer for little text. 1 uses
-            this process. More start processes with "spawn": a script needs ``if __name__ == "__main__"``.
+        text_key: key or column with the text in JSON files and tables.
+        num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text. 1
+            tokenizes in this process. More are started with "spawn", so a script needs
+            ``if __name__ == "__main__"``.
         progress: show progress on stderr.
-        format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
+        format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip and count unreadable documents.
 
     Raises:
-        UserError: unreadable inputs or tokenizer, an output that is one of them, no document with text, ``num_workers``
-            less than 1, a dead worker.
+        UserError: the inputs or the tokenizer are unreadable, an output is one of them, no document has text,
+            ``num_workers`` is less than 1, or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
@@ -162,7 +163,7 @@ def prepare(
 
 
 class _Counts:
-    """Running totals. Progress is in bytes on disk, whose total is known, estimated from the text."""
+    """Running totals. Progress is estimated in bytes on disk, because their total is known."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.text_bytes = 0
@@ -182,7 +183,7 @@ class _Counts:
 
     @property
     def bytes_done(self) -> int:
-        # Compressed text is larger than its file, JSON is smaller: never beyond the current source.
+        # The text is larger than a compressed file, or smaller than JSON: do not count beyond the current source.
         return self._bytes_before + min(self._bytes_inside, self._sizes[self._source])
 
 
@@ -202,7 +203,7 @@ def _batches(sources: list[Source], text_key: str, on_error: OnError) -> Iterato
 
 
 def _naming(source: Source, on_error: OnError) -> OnError:
-    """Replace the source's path by its name: a record does not contain this machine's paths."""
+    """Replace the source's path by its name in errors, so that records do not contain this machine's paths."""
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
@@ -228,8 +229,9 @@ def _encoder(
         initargs=(str(tokenizer.path), dtype.name),
     )
     try:
-        # Only this process handles interrupts: children inherit the mask. The resource tracker starts first, because
-        # its start lifts the mask; then one call per worker, because each call starts one while none is idle.
+        # Only this process handles interrupts: children inherit the mask. The resource tracker is started before,
+        # because its start lifts the mask. One call per worker starts all workers, because a call starts one if
+        # none is idle.
         resource_tracker.ensure_running()
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:

@@ -1,9 +1,9 @@
 """The order of training samples: a pure function of (corpora, sequence length, seed, n), without caches on disk.
 
-In an epoch, the documents of all corpora are concatenated in random order and cut into blocks of L + 1 tokens that
-overlap by one, in random order. Block b holds the stream's tokens b L to b L + L, so that as inputs and shifted targets
-every token after the first is predicted at most once. The tail of less than L tokens is dropped, a different one each
-epoch.
+In each epoch, the documents of all corpora are concatenated in random order. This stream is cut into blocks of L + 1
+tokens, where L is the sequence length; the blocks overlap by one token and are read in random order. Block b holds the
+tokens b L to b L + L. Its first L tokens are inputs and its last L are targets, so that an epoch predicts every token
+at most once. The tail of fewer than L tokens is dropped; it differs between epochs.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,13 @@ from pretrain.data.counts import TokenCounter, TokenCounts, chunks
 from pretrain.data.indexed import IndexedCorpus
 
 _CHUNK = 1 << 22  # tokens counted at a time
-_DOCUMENTS, _BLOCKS = 0, 1  # uses of a permutation, in its key
+_DOCUMENTS, _BLOCKS = 0, 1  # what a permutation orders; part of its key
 
 
 class Samples(Protocol):
-    """An endless sequence: sample n depends only on n. Tokens [L + 1], or arrays by name (`pretrain.models.batch`).
+    """An endless sequence of samples, in which sample n depends only on n.
+
+    A sample is an array of tokens [L + 1], or arrays by name (`pretrain.models.batch`).
 
     Attributes:
         samples_per_epoch: samples before the order repeats or is redrawn.
@@ -51,14 +53,14 @@ class _Epoch:
 class GPTSamples:
     """An endless sequence of blocks of tokens, the same for any number of readers.
 
-    Sample n depends only on the arguments and n: a resume needs only n, and data parallel ranks choose their own n.
-    Memory: 32 bytes per document and 8 per block.
+    Sample n depends only on the arguments and n: a resumed run needs only n, and each data parallel rank chooses its
+    own n. Memory: 32 bytes per document and 8 per block.
 
     Args:
         corpora: read as one, documents sampled uniformly.
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
-        shuffle: False keeps documents and blocks in order in every epoch, for validation.
+        shuffle: False keeps documents and blocks in their original order in every epoch.
 
     Attributes:
         samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``.
@@ -130,9 +132,9 @@ class GPTSamples:
 
 
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
-    """Entropy of the token frequencies in nats: the loss of a model that knows only them.
+    """Return the entropy of the token frequencies in nats: the loss of a model that uses nothing else.
 
-    Reads the tokens only of corpora without counts.
+    Tokens are read only from corpora without counts.
 
     Raises:
         UserError: no tokens, or a token id outside ``0 <= id < vocab_size``.
@@ -143,7 +145,7 @@ def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
         counts[: len(unigrams)] += unigrams
     total = counts.sum()
     if not total:
-        raise UserError("the corpora have no tokens to compute the entropy of")
+        raise UserError("the corpora have no tokens, so their entropy is undefined")
     share = counts[counts > 0] / total
     return float(-(share * np.log(share)).sum())
 

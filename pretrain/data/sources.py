@@ -45,8 +45,8 @@ class Source:
 
     Attributes:
         path: location on this machine.
-        name: name in records such as ``PREFIX.json``: the path from the file or folder that the user gave, without the
-            folders above it.
+        name: name in records such as ``PREFIX.json``: the path that begins with the file or folder that the user gave,
+            without the folders above it.
         format: format of the content.
         num_bytes: size on disk.
     """
@@ -81,7 +81,7 @@ class Skips:
 
     Attributes:
         count: skipped documents; the rest of a damaged archive counts as one.
-        first: errors of the first of them.
+        first: error messages of the first skipped documents.
     """
 
     count: int = 0

@@ -1,9 +1,9 @@
 """Span corruption, the objective of T5 (Raffel et al. 2020, arXiv 1910.10683, section 3.3).
 
 Spans are removed from a block of tokens. The encoder receives the rest, with a sentinel in place of each span; the
-decoder predicts each sentinel and the tokens that it stands for. Both end with an end of sequence. The number of
-removed tokens is fixed, their position is random: removed and kept tokens are each cut into as many parts as there are
-spans, all partitions equally likely, and the parts alternate, starting with a kept one.
+decoder predicts each sentinel and the tokens that it stands for. Both sequences end with an end token. The number of
+removed tokens is fixed, and their positions are random: the kept and the removed tokens are each cut into as many parts
+as there are spans, with all partitions equally likely, and the parts alternate, starting with a kept part.
 """
 
 from bisect import bisect_right
@@ -20,14 +20,14 @@ from pretrain.data.samples import Blocks
 
 @dataclass(frozen=True)
 class Spans:
-    """Lengths of a sample, the same for all samples: nothing is padded.
+    """Lengths of a sample in tokens. They are the same for all samples, so nothing is padded.
 
     Attributes:
         block: tokens of text.
-        noise: removed tokens.
+        noise: tokens removed from the text.
         count: number of spans.
-        inputs: encoder tokens: the kept ones, one sentinel per span, the end.
-        targets: decoder tokens: the removed ones, one sentinel per span, the end.
+        inputs: tokens of the encoder: kept tokens, one sentinel per span, and the end token.
+        targets: tokens of the decoder: removed tokens, one sentinel per span, and the end token.
     """
 
     block: int
@@ -47,9 +47,9 @@ class Spans:
     def of(cls, sequence_length: int, density: float = 0.15, mean_span: float = 3.0) -> "Spans":
         """Return the lengths for the longest block whose inputs are ``sequence_length`` tokens.
 
-        As in the T5 code: ``density`` of a block is removed, in spans of ``mean_span`` on average, both rounded to
-        integers (halves to even), at least one. A block longer by a token has inputs longer by one or none, so the
-        length is always met.
+        As in the T5 code, a share ``density`` of a block is removed, in spans of ``mean_span`` tokens on average. The
+        numbers of removed tokens and of spans are rounded to integers (halves to even) and are at least one. With one
+        more token in the block, the inputs grow by one token or none, so some block gives exactly ``sequence_length``.
 
         Raises:
             UserError: the sequence is too short to remove a span and keep a token before each.
@@ -75,16 +75,17 @@ class Spans:
 
 
 class SpanCorruption:
-    """Samples of a T5: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels`` [targets], int64. The
-    decoder's input is its labels, shifted right behind a start token.
+    """Samples of a T5: ``tokens`` [inputs] for the encoder, ``decoder_tokens`` and ``labels`` [targets], int64.
+
+    ``decoder_tokens`` is a start token followed by the labels without their last token.
 
     Args:
-        blocks: sample n has at least ``spans.block`` tokens; more are not used.
-        spans: the lengths.
-        sentinels: ids, at least one per span.
+        blocks: source of blocks of at least ``spans.block`` tokens; further tokens are not used.
+        spans: lengths of a sample.
+        sentinels: ids of the sentinels, at least one per span.
         end: id that ends inputs and targets.
         start: id of the decoder's first token.
-        seed: of the choice of spans; sample n uses (seed, n).
+        seed: seed of the span positions; sample n uses (seed, n).
 
     Raises:
         UserError: fewer sentinels than spans.
@@ -102,7 +103,7 @@ class SpanCorruption:
         self._end, self._start = end, start
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
-        """Sample ``n``."""
+        """Return sample ``n``."""
         spans = self._spans
         tokens = self._blocks[n][: spans.block]
         words = noise.words(self._seed, n, spans.block)
@@ -119,11 +120,11 @@ class SpanCorruption:
 def corrupt(
     tokens: np.ndarray, kept: np.ndarray, left_out: np.ndarray, sentinels: np.ndarray, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and targets of a block whose parts are kept and removed in turn.
+    """Return inputs and targets of a block whose parts are alternately kept and removed.
 
     Args:
         tokens: int64 [block].
-        kept, left_out: tokens of each part, int64 [spans]; their total is the block.
+        kept, left_out: lengths of the kept and of the removed parts, int64 [spans]; they add up to the block.
         sentinels: int64 [spans].
     """
     stops = np.cumsum(np.stack([kept, left_out], axis=1).ravel())
@@ -136,6 +137,6 @@ def corrupt(
 def _parts(total: int, count: int, words: np.ndarray) -> np.ndarray:
     """Draw ``total`` as a sum of ``count`` positive integers, uniformly among all such sums; int64 [count].
 
-    ``words`` are ``total - 1`` random ones: of the gaps between two tokens, ``count - 1`` are cuts."""
+    ``words`` holds ``total - 1`` random words, one per gap between two tokens; ``count - 1`` of the gaps are cuts."""
     cuts = noise.choose(words, count - 1) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))

@@ -16,7 +16,7 @@ def read_parquet(path: Path, column: str) -> Iterator[object]:
     pyarrow reads the file in place; ``datasets.load_dataset`` would first copy it into its cache.
 
     Raises:
-        UserError: not a Parquet file or without the column; during iteration, damaged.
+        UserError: the file is not Parquet or lacks the column; during iteration, the file is damaged.
     """
     parquet = require("pyarrow.parquet", "pretrain", "reading Parquet files")
     with _one_line_errors(path, "a Parquet file"):
@@ -36,7 +36,7 @@ def read_saved(path: Path, column: str) -> Iterator[object]:
     """Yield the values of one column of a folder written by ``Dataset.save_to_disk``, in order.
 
     Raises:
-        UserError: not such a folder or without the column; during iteration, damaged.
+        UserError: the folder is not such a folder or lacks the column; during iteration, it is damaged.
     """
     datasets = require("datasets", "pretrain", "reading a folder of datasets.save_to_disk")
     with _one_line_errors(path, "a folder of datasets.save_to_disk"):

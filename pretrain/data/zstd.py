@@ -35,10 +35,10 @@ class _Stream(io.RawIOBase):
 
 
 def open_zstd(path: Path) -> BinaryIO:
-    """Open the decompressed content of one or several frames.
+    """Open a file of one or several zstd frames, to read its decompressed content.
 
     Raises:
         UserError: during reading, if the file is damaged or not a zstd file.
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     return io.BufferedReader(_Stream(path), buffer_size=1 << 16)

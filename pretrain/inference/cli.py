@@ -30,12 +30,12 @@ def generate(argv: list[str]) -> int:
     """Print the prompt and the model's continuation; see docs/inference.md.
 
     Raises:
-        UserError: no checkpoint, another tokenizer, an invalid prompt or value.
+        UserError: there is no checkpoint, the tokenizer is not the run's, or the prompt or a value is invalid.
     """
     arguments = _generate_parser().parse_args(argv)
     try:
         return _generate(arguments)
-    except BrokenPipeError:  # the reader has what it wanted
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -43,8 +43,8 @@ def generate(argv: list[str]) -> int:
 def _generate_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe generate",
-        description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of one with a "
-        "T5. Reads a checkpoint of any split, in one process, on a GPU if there is one.",
+        description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of a text with "
+        "a T5. Runs in one process, on a GPU if there is one, and reads a checkpoint of any split.",
         epilog='example: fmoe generate runs/quickstart --prompt "def main(" --max-tokens 200 --top-p 0.9',
         allow_abbrev=False,
     )
@@ -68,7 +68,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to draw (default: %(default)s)")
     parser.add_argument("--no-cache", action="store_true", help="recompute the whole window for every token (GPT only)")
-    _add_common(parser, "print one JSON object at the end instead of text as it comes")
+    _add_common(parser, "print one JSON object at the end instead of streaming text")
     return parser
 
 
@@ -76,12 +76,12 @@ def evaluate(argv: list[str]) -> int:
     """Print how well models predict text; see docs/inference.md.
 
     Raises:
-        UserError: no checkpoint, another tokenizer, unreadable data.
+        UserError: there is no checkpoint, the tokenizer is not the run's, or the data are unreadable.
     """
     parser = Parser(
         prog="fmoe evaluate",
-        description="Loss, perplexity, accuracy and bits per byte of models, and the load of their experts: on the "
-        f"validation data of each run, or on --data. Reads checkpoints of any split.\n\n{INPUTS}",
+        description="Print loss, perplexity, accuracy and bits per byte of models, and the load of their experts, on "
+        f"the validation data of each run or on --data. Reads checkpoints of any split.\n\n{INPUTS}",
         epilog="example: fmoe evaluate runs/dense runs/moe --data book.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -93,11 +93,11 @@ def evaluate(argv: list[str]) -> int:
         action="extend",
         type=path_argument,
         metavar="INPUT",
-        help="text, or prefixes of .bin/.idx pairs, read as one stream in the given order (default: the run's "
-        "data.validation, the first train.validation_sequences of it)",
+        help="text, or prefixes of .bin/.idx pairs, read as one stream in the given order (default: the "
+        "sequences of data.validation that the run itself is validated on)",
     )
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key of JSON lines and tables (default: text)"
+        "--text-key", default="text", metavar="KEY", help="JSON key or column with the text (default: text)"
     )
     add_format(parser)
     parser.add_argument("--max-sequences", type=int, metavar="N", help="evaluate only the first N sequences")
@@ -114,7 +114,7 @@ def evaluate(argv: list[str]) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError("--stride needs --data: a run's own validation has the trainer's sequences")
+        raise UserError("--stride needs --data: without it, the sequences are those of the run's own validation")
     return _evaluate(arguments)
 
 
@@ -145,7 +145,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 model, torch.tensor(ids, device=processes.device, dtype=torch.int64), arguments.num_samples
             )
             begin = [tokenizer.role("pad")]
-            # The model has as many learned positions.
+            # Learned positions, if the model has any, end there.
             max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
         else:
             decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=not arguments.no_cache)
@@ -195,7 +195,7 @@ def _prompt(text: str | None) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not UTF-8 at character {error.start}") from error
     if not text:
-        raise UserError("the prompt is empty: pass --prompt TEXT or text on standard input, of at least one token")
+        raise UserError("the prompt is empty: pass --prompt TEXT or text on standard input, of at least one character")
     return text
 
 
@@ -203,7 +203,7 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     recipe, tokenizer = trained.recipe, trained.tokenizer
     kind, length = recipe.model.kind, recipe.model.sequence_length
     if kind == "bert":
-        raise UserError(f"{trained.name} is a model.kind=bert: it finds masked tokens and does not generate text")
+        raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a gpt or a t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if len(ids) > length:
         raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}")
@@ -211,7 +211,7 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
 
 
 class _Printer:
-    """Printer of samples, one after the other; the first unfinished one token by token."""
+    """Printer of samples, one after the other; the first unfinished sample is printed token by token."""
 
     def __init__(self, prompt: str, trained: Trained, ids: list[int], count: int):
         self._prompt, self._count = prompt, count
@@ -328,7 +328,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
-    """Return the bytes of every token's text; None for a model that does not predict whole texts."""
+    """Return the UTF-8 bytes of every token's text; None for a model that does not predict whole texts."""
     if trained.recipe.model.kind != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths

@@ -15,8 +15,8 @@ from pretrain.inference.sampling import Sampling, distribution, draw
 
 
 class Decoder(Protocol):
-    """A function from all tokens so far, [N, S], to the logits, float32 [N, V], of the next. Each call must extend the
-    previous one's tokens by one."""
+    """Function from all tokens so far, [N, S], to the logits of the next token, float32 [N, V]. Each call must pass the
+    previous call's tokens and one more."""
 
     def __call__(self, tokens_NS: Tensor) -> Tensor: ...
 
@@ -29,9 +29,9 @@ class GPTDecoder:
     keys and values are recomputed only when the window advances.
 
     Args:
-        model: without expert capacity limits (``load_model(..., drops=False)``).
+        model: a GPT without expert capacity limits (``load_model(..., drops=False)``).
         length: tokens of the window.
-        keeps: False recomputes the whole window for every token.
+        keeps: cache keys and values; False recomputes the whole window for every token.
     """
 
     def __init__(self, model: nn.Module, length: int, *, keeps: bool = True):
@@ -68,17 +68,18 @@ class GPTDecoder:
 
 
 def window(count: int, length: int) -> int:
-    """Return the start of the window before token ``count``, which holds at most ``length`` tokens."""
+    """Return the start of the window that predicts token ``count``; the window holds at most ``length`` tokens."""
     by = max(length // 8, 1)
     return -(-max(count - length, 0) // by) * by
 
 
 class T5Decoder:
-    """Decoder of a T5: the encoder runs once, the decoder over all of its tokens each time.
+    """Decoder of a T5: the encoder runs once, and the decoder runs over all of its tokens for every new one.
 
     Args:
-        model: without expert capacity limits (``load_model(..., drops=False)``).
+        model: a T5 without expert capacity limits (``load_model(..., drops=False)``).
         inputs_S: the encoder's tokens.
+        num_samples: number of samples that share them.
     """
 
     def __init__(self, model: Any, inputs_S: Tensor, num_samples: int):
@@ -105,13 +106,13 @@ def generate(
     num_samples: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each sample, None for samples that have ended, until all have.
+    """Yield the next token of each sample, None for samples that have ended, until all have ended.
 
     Args:
         prompt: ids that all samples begin with, at least one.
-        max_tokens: of each sample, its end included.
-        end: the id that ends a sample; it is yielded as the last.
-        vocab_size: ids of the tokenizer; the model may have rows for more.
+        max_tokens: maximum number of new tokens per sample, including its end.
+        end: the id that ends a sample; it is yielded as the sample's last token.
+        vocab_size: size of the tokenizer's vocabulary; the model's may be larger.
 
     Raises:
         UserError: the model's logits are not finite.
@@ -122,7 +123,7 @@ def generate(
     for _ in range(max_tokens):
         logits_NV = decoder(tokens_NS)[:, :vocab_size]
         if not bool(logits_NV.isfinite().all()):
-            raise UserError("the model's logits are not finite: its weights are not, or the precision is too low")
+            raise UserError("the model's logits are not finite: its weights are not, or its precision is too low")
         drawn = draw(distribution(logits_NV, sampling), generators)
         yield [None if over else token for token, over in zip(drawn, is_over, strict=True)]
         is_over = [over or token == end for token, over in zip(drawn, is_over, strict=True)]

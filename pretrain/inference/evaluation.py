@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """exp(loss); infinity for a loss above 700."""
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
     @property
@@ -70,9 +70,9 @@ def evaluate(
     """Compute the recipe's objective over samples, each predicted token once.
 
     Args:
-        model: in evaluation mode.
-        samples: of the recipe's kind of model; neighbours of equal length form micro batches.
-        byte_lengths: of each token's text, int64 [vocabulary]; None to skip bits per byte.
+        model: the model, in evaluation mode.
+        samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
+        byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def batches(samples: Iterable[Sample | np.ndarray], size: int, vocab_size: int | None = None) -> Iterator[Batch]:
-    """Group neighbours into micro batches of ``size``, fewer before a sample of another length and at the end.
+    """Group consecutive samples of equal length into micro batches of up to ``size`` samples.
 
     Raises:
         UserError: see `collate`.

@@ -25,8 +25,8 @@ class Trained:
 
     Attributes:
         name: the path as the user spelled it.
-        recipe: of the checkpoint, with all splits 1.
-        tokenizer: the run's, verified by SHA-256 where one is recorded.
+        recipe: the checkpoint's recipe, with all parallel sizes set to 1.
+        tokenizer: the run's tokenizer, verified by its SHA-256 if that is recorded.
         run_data: ``data`` of the run's ``run.json``; empty if the file is missing.
     """
 
@@ -38,15 +38,15 @@ class Trained:
 
 
 def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None) -> Trained:
-    """Open a run's newest complete checkpoint, or another one.
+    """Open a run's newest complete checkpoint, or that of a given step.
 
     Args:
-        path: folder of a run, of its checkpoints, or of one.
-        step: of the checkpoint; None for the newest, or the only one.
+        path: folder of a run, of its checkpoints, or of one checkpoint.
+        step: step of the checkpoint; None for the newest complete one, or the one that ``path`` is.
         tokenizer: new location of ``data.tokenizer``; None if it has not moved.
 
     Raises:
-        UserError: there is none, or it is damaged; the tokenizer is missing or not the run's.
+        UserError: there is no such checkpoint, or it is damaged; the tokenizer is missing or is not the run's.
     """
     checkpoint = _open(path, step)
     try:
@@ -61,7 +61,7 @@ def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None)
             recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
-        raise UserError(f"{path}: {error}{'' if tokenizer else '; --tokenizer FILE names another'}") from error
+        raise UserError(f"{path}: {error}{'' if tokenizer else '; pass its file with --tokenizer'}") from error
     return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 
@@ -79,7 +79,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
             raise UserError(f"the run {path} has no checkpoint yet") if is_run else error from error
     there = steps(folder)
     if step is None:
-        # Without a complete one, report the damage of the newest.
+        # If no checkpoint is complete, report the damage of the newest.
         return open_checkpoint(folder / step_name(there[-1]) if there else folder)
     if step not in there:
         raise UserError(f"--step {step} is not in {folder}, which has: {', '.join(map(str, there)) or 'no steps'}")
@@ -101,7 +101,7 @@ def single_process(seed: int = 0) -> Iterator[Processes]:
     """Set up this process with Megatron's groups of size 1, on its GPU if it has one.
 
     Args:
-        seed: of the generators that libraries draw from.
+        seed: seed of the generators that libraries draw from.
 
     Raises:
         UserError: a launcher started several processes.
@@ -126,8 +126,8 @@ def load_model(trained: Trained, processes: Processes, *, drops: bool) -> nn.Mod
     """Load the model of a checkpoint, in the run's precision and in evaluation mode, on the device of ``processes``.
 
     Args:
-        drops: apply the recipe's ``model.eval_capacity_factor``. Without it, no expert is ever full, and the output
-            for a token depends on no later token and no other sequence.
+        drops: apply the recipe's ``model.eval_capacity_factor``. False lifts the capacity limit, so that the output for
+            a token of a GPT depends on no later token and no other sequence.
 
     Raises:
         UserError: the checkpoint is damaged, or its tensors do not fit its recipe.

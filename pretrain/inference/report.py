@@ -1,4 +1,4 @@
-"""Evaluation reports: their data, as text and as JSON values."""
+"""Evaluation reports: the data to evaluate on, and the results as text and as JSON values."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Source:
     """Evaluation data of a run.
 
     Attributes:
-        paths: as spelled by the user or in the recipe.
+        paths: paths as spelled by the user or in the recipe.
         count: number of sequences; None if unknown before the text is read.
         samples: iterator over the sequences.
     """
@@ -43,8 +43,8 @@ def open_source(
     """Open ``data``, or by default the sequences of the run's own validation data that the trainer uses.
 
     Raises:
-        UserError: see `pretrain.inference.windows.Text`; a run without validation data, or whose data have changed; a
-            stride that does not apply to the model.
+        UserError: see `pretrain.inference.windows.Text`; or the run has no validation data, they have changed, or the
+            stride does not apply to the model.
     """
     recipe, model = trained.recipe, trained.recipe.model
     if data is None:
@@ -65,7 +65,7 @@ def open_source(
             num = min(max_sequences, samples.samples_per_epoch)
         return Source(recipe.data.validation, num, (samples[n] for n in range(num)))
     if stride is not None and model.kind != "gpt":
-        raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} is a model.kind={model.kind}")
+        raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
     if stride is not None and stride > model.sequence_length:
         raise UserError(
             f"--stride {stride} exceeds model.sequence_length={model.sequence_length}: it would skip tokens"
@@ -84,7 +84,7 @@ def open_source(
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation, with its model and data."""
+    """An evaluation with its model and data."""
 
     trained: Trained
     source: Source

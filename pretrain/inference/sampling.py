@@ -19,10 +19,10 @@ class Sampling:
 
     Attributes:
         temperature: divisor of the logits; 0 always takes the most probable token, the lowest id among equals.
-        top_k: draw only from this many most probable tokens; None for all. Fan et al. 2018, arXiv 1805.04833.
+        top_k: draw only from the ``top_k`` most probable tokens; None for all. Fan et al. 2018, arXiv 1805.04833.
         top_p: draw only from the fewest most probable tokens whose probabilities, after temperature and top_k, sum to
             at least this. Nucleus sampling, Holtzman et al. 2020, arXiv 1904.09751.
-        seed: of the draws; sample i uses (seed, i), independent of the number of samples.
+        seed: seed of the draws; sample i uses (seed, i), independently of the number of samples.
 
     Raises:
         UserError: a value is out of range.
@@ -44,12 +44,12 @@ class Sampling:
             raise UserError(f"seed={self.seed} must be between 0 and 2^63 - 1")
 
     def generators(self, count: int) -> list[torch.Generator]:
-        """Generators of samples 0 to ``count - 1``, on the host: the same draws on every device."""
+        """Return the generators of samples 0 to ``count - 1``, on the host: draws are the same on every device."""
         return [torch.Generator().manual_seed(random.key("sample", self.seed, i)) for i in range(count)]
 
 
 def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities of the next token, float64 [N, V]."""
+    """Return the probabilities of the next token, float64 [N, V]."""
     logits_NV = logits_NV.double()
     if not sampling.temperature:
         return torch.zeros_like(logits_NV).scatter_(1, logits_NV.argmax(1, keepdim=True), 1.0)
@@ -67,7 +67,7 @@ def distribution(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs_NV: Tensor, generators: list[torch.Generator]) -> list[int]:
-    """Draw a token from each row with one number of its generator."""
+    """Draw a token from each row with one number of the row's generator."""
     cumulated_NV = probs_NV.cpu().cumsum(1)
     numbers_N = torch.stack(
         [torch.rand((), dtype=torch.float64, generator=generator, device="cpu") for generator in generators]

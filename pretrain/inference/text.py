@@ -16,7 +16,7 @@ class TextStream:
     """Incremental decoder: returns text once no later token can change it. A character may take several tokens.
 
     Args:
-        before: tokens before the first, whose text is not returned again.
+        before: tokens before the first one that is added; their text is not returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
@@ -44,11 +44,11 @@ class TextStream:
 
 
 def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a text with the spans <extra_id_0>, <extra_id_1>, ... to fill in, and the end that a T5's encoder
-    expects after them.
+    """Return the tokens of a text with spans <extra_id_0>, <extra_id_1>, ... to fill in, followed by the end token that
+    a T5's encoder expects.
 
     Raises:
-        UserError: no sentinel, sentinels out of order, or more than the tokenizer has.
+        UserError: the text has no sentinel, sentinels out of order, or more sentinels than the tokenizer.
     """
     kept, numbers = _cut(text)
     if not numbers:
@@ -57,7 +57,10 @@ def encode_spans(text: str, tokenizer: Tokenizer) -> list[int]:
         found = ", ".join(map(sentinel, numbers))
         raise UserError(f"the prompt has {found}: sentinels must be numbered from 0 in order")
     if len(numbers) > len(tokenizer.sentinels):
-        raise UserError(f"the prompt has {len(numbers)} sentinels; {tokenizer.path} has {len(tokenizer.sentinels)}")
+        raise UserError(
+            f"the prompt has {len(numbers)} sentinels, but the tokenizer {tokenizer.path} has only "
+            f"{len(tokenizer.sentinels)}"
+        )
     ids = tokenizer.encode(kept[0]) if kept[0] else []
     for number, part in zip(numbers, kept[1:], strict=True):
         ids.append(tokenizer.sentinels[number])
@@ -80,7 +83,7 @@ def spans_of(tokens: Sequence[int], tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def fill(text: str, spans: Mapping[int, str]) -> str:
-    """Replace the sentinels of a text by their spans; sentinels without one stay."""
+    """Replace the sentinels of a text by their spans; sentinels without a span stay."""
     return _SENTINEL.sub(lambda found: spans.get(int(found[1]), found[0]), text)
 
 

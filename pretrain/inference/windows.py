@@ -1,7 +1,7 @@
-"""Text and corpora as samples for an evaluation: all of it, in order, each token once.
+"""Samples for an evaluation, from all of a text or corpus in order.
 
-A stream is the documents in order, each followed by its end token. Samples have the form of training's
-(`pretrain.data.kinds`); the last is shorter, not padded.
+A stream is the documents in order, each followed by its end token. Samples have the form of training samples
+(`pretrain.data.kinds`); the last one is shorter, not padded. A GPT predicts each token once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,14 +30,15 @@ class Text:
 
     Args:
         paths: prefixes of .bin/.idx pairs, or inputs of `pretrain.data.documents.find_sources`.
-        text_key: key or column of the text in JSON lines and tables.
-        format: of the text files, as for `find_sources`.
+        text_key: key or column with the text in JSON files and tables.
+        format: format of the text files, as for `find_sources`.
 
     Attributes:
-        num_tokens: total; None if there is text, which is tokenized while it is read.
+        num_tokens: total number of tokens; None if there is text, which is tokenized only while it is read.
 
     Raises:
-        UserError: missing data, a corpus of another tokenizer, a token of ``vocab_size`` or more.
+        UserError: data are missing, a corpus was prepared with another tokenizer, or a token id is outside
+            ``0 <= id < vocab_size``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Text:
             chunk = corpus.flat[start : start + _CHUNK].astype(np.int64)
             if chunk.min() < 0 or chunk.max() >= self._vocab_size:
                 wrong = chunk.min() if chunk.min() < 0 else chunk.max()
-                raise UserError(f"--data: {corpus.prefix} has the token id {wrong}, vocabulary size {self._vocab_size}")
+                raise UserError(f"--data: {corpus.prefix} has token id {wrong}, outside vocab_size={self._vocab_size}")
             yield chunk
 
     def _text(self, sources) -> Iterator[np.ndarray]:
@@ -90,10 +91,10 @@ class Text:
 
 
 def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | None = None) -> Iterator[Sample]:
-    """Samples of the recipe's kind of model.
+    """Yield samples of the recipe's kind of model.
 
     Args:
-        stride: of a GPT, tokens from one window to the next; None for the window's length.
+        stride: tokens from one window of a GPT to the next; None for the window's length.
 
     Raises:
         UserError: no text.
@@ -119,7 +120,8 @@ def _gpt_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int |
 
 
 def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int | None) -> Iterator[Sample]:
-    """Samples of a T5 or a BERT. A T5 drops a single last token: its samples mask one and keep one at least."""
+    """Yield samples of a T5 or a BERT. A T5's samples remove and keep at least one token, so a last block of a single
+    token is dropped."""
     model, data = recipe.model, recipe.data
     if model.kind == "bert":
         for number, block in enumerate(cut(text.tokens(), model.sequence_length - 2)):
@@ -135,7 +137,7 @@ def _corrupted_samples(recipe: Recipe, tokenizer: Tokenizer, text: Text, _: int 
 
 
 class _One:
-    """A single block behind the interface of many."""
+    """A single block with the interface of `Blocks`."""
 
     samples_per_epoch = 1
 
@@ -147,8 +149,8 @@ class _One:
 
 
 def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Windows of a stream. An end of document is put first, so that the first token is predicted like those that begin
-    other documents.
+    """Yield windows of a stream. An end of document is put before the stream, so that its first token is predicted like
+    the first token of any other document.
 
     Yields:
         A window, int64 [n + 1] with n at most ``length``, and the index of the first of its n predicted tokens that no
@@ -178,7 +180,7 @@ def gpt_windows(parts: Iterable[np.ndarray], end: int, length: int, stride: int)
 
 
 def cut(parts: Iterable[np.ndarray], length: int) -> Iterator[np.ndarray]:
-    """Cut a stream into blocks of ``length`` tokens; the last has the rest."""
+    """Cut a stream into blocks of ``length`` tokens; the last block has the rest."""
     held = np.empty(0, dtype=np.int64)
     for part in parts:
         held = np.concatenate([held, part])

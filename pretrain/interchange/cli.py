@@ -31,7 +31,11 @@ def export_main(argv: Sequence[str]) -> int:
     )
     _add_tokenizer(parser, "new location of the recipe's data.tokenizer")
     parser.add_argument(
-        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, metavar="GIB", help="maximum size of a weight file (4)"
+        "--shard-gib",
+        type=float,
+        default=SHARD_BYTES / 2**30,
+        metavar="GIB",
+        help="maximum size of a weight file in GiB (default: 4)",
     )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too
@@ -61,7 +65,7 @@ def import_main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="fmoe import", description="Convert a Hugging Face model folder to a run: a recipe and a checkpoint."
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with config.json and safetensors")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="model folder with config.json and safetensors")
     parser.add_argument("out", type=Path, metavar="OUT_RUN", help="a new or empty folder")
     _add_tokenizer(parser, "a tokenizer.json or sentencepiece model that replaces FOLDER's")
     arguments = parser.parse_args(argv)

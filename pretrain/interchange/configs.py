@@ -1,4 +1,4 @@
-"""Conversion between ``[model]`` and config.json."""
+"""Conversion between ``[model]`` of a recipe and config.json of a Hugging Face model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """Return the family and the ``[model]`` of a config.json.
 
     Raises:
-        UserError: names the key.
+        UserError: a value is missing, invalid or not supported; the message names the key.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -128,7 +128,7 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
 
 
 def _check_only(family: Family, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a model that computes what fmoe does not support."""
+    """Raise UserError for a setting of config.json that fmoe does not support."""
     for key, allowed in _ONLY:
         value = config.get(key)
         if not any(value == one and type(value) is type(one) for one in allowed):

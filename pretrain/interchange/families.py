@@ -15,11 +15,11 @@ class Key:
     """A key of config.json that corresponds to one of ``[model]``.
 
     Attributes:
-        theirs, ours: the names.
+        theirs, ours: names in config.json and in ``[model]``.
         kind: int, float or bool.
         other: alternative name in config.json.
-        default: of transformers for a missing key; None if the key is required.
-        value: computes the exported value where ours may be None; default the key's own.
+        default: value that transformers assumes for a missing key; None if the key is required.
+        value: computes the exported value where ours may be None; by default, the value of ours is exported.
     """
 
     theirs: str
@@ -36,7 +36,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Demand:
-    """A condition on recipes whose model a family can represent.
+    """A condition that a recipe must meet for a family to represent its model.
 
     Attributes:
         ours: the key named in the error.
@@ -58,8 +58,8 @@ class Family:
         architecture: transformers' class for causal language models.
         table: its tensors, in the form that export writes.
         tables: all forms of its tensors that import reads.
-        keys: of config.json, in addition to the common ones.
-        demands: in addition to the common ones.
+        keys: keys of config.json in addition to the common ones, `KEYS`.
+        demands: conditions in addition to the common ones.
         constants: keys of config.json with the same value in every export.
         read: returns values of ``[model]`` without a `Key`, from config.json.
         write: returns keys of config.json without a `Key`.
@@ -86,7 +86,7 @@ def weights_sum_to_one(model: ModelConfig) -> bool:
 
 
 def drops_in_evaluation(model: ModelConfig) -> bool:
-    """Return whether an expert may be full in evaluation: the capacity factor is below E / K."""
+    """Return whether an expert may be full in evaluation: the capacity factor is below num_experts / top_k."""
     factor = model.eval_capacity_factor
     return factor is not None and factor * model.top_k < model.num_experts
 
@@ -216,7 +216,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks one that fits.
 
     Raises:
-        UserError: none fits; names the key and its allowed values.
+        UserError: no family fits; the message names the key and its allowed values.
     """
     if name == "auto":
         name = "qwen3_moe" if model.qk_norm else "mixtral"

@@ -41,7 +41,7 @@ class Stored:
 
 
 class HuggingFaceFolder:
-    """A folder made by transformers' ``save_pretrained`` or a download, read tensor by tensor.
+    """A model folder, written by transformers' ``save_pretrained`` or downloaded, that is read tensor by tensor.
 
     Attributes:
         path: the folder.
@@ -143,11 +143,11 @@ class Planned:
 
 
 def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
-    """Write safetensors, one file or, with an index, several of at most ``max_bytes`` (or one tensor); synced.
+    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes`` or one tensor.
 
     Args:
         plan: the tensors in order.
-        tensors: as planned, contiguous or not, on any device; consumed one by one.
+        tensors: the planned tensors, contiguous or not, on any device; they are consumed one by one.
 
     Returns:
         Names of the files.

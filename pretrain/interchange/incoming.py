@@ -22,15 +22,15 @@ from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
 _PRECISIONS: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# For the written recipe: a rate for continued training.
+# Learning rate of the written recipe, for continued training.
 _LR = 1e-5
-# In older folders: computed, not learned.
+# Ending of tensors in older folders that are computed, not learned.
 _IGNORED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Result of an import: family, recipe, step folder, tokenizer file (or None)."""
+    """Result of an import: family, recipe, folder of checkpoints, and tokenizer file or None."""
 
     family: Family
     recipe: Recipe
@@ -43,7 +43,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
     Args:
         source: folder with config.json and safetensors.
-        out: a new or empty folder; appears when it is complete.
+        out: a new or empty folder, which appears when it is complete.
         tokenizer: path of a tokenizer.json or sentencepiece model that replaces the folder's, or "none".
 
     Raises:
@@ -61,7 +61,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     try:
         files = {} if tokenizer == NO_TOKENIZER else files_from(source if tokenizer is None else Path(tokenizer))
     except UserError as error:
-        raise UserError(f"{error}; pass another with --tokenizer, or none") from error
+        raise UserError(f"{error}; pass another file, or none, with --tokenizer") from error
     path = out / "tokenizer" / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),
@@ -91,7 +91,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the places of the family's form that fits the folder's tensors best.
+    """Return the places in the form of the family's tensors that fits the folder best.
 
     Raises:
         UserError: in that form, a tensor is missing, unexpected, or of another shape.
@@ -107,7 +107,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
             raise UserError(f"{folder.path} has no tensor {name}")
         if folder.tensors[name].shape != shape:
             raise UserError(
-                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, config.json {list(shape)}"
+                f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
             )
     left = sorted(name for name in names - wanted.keys() if not name.endswith(_IGNORED))
     if model.tie_embeddings and "lm_head.weight" in left:
@@ -122,7 +122,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
 
 
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
-    """Return the dtype of all tensors, the widest if they differ."""
+    """Return the dtype of all tensors; float32 if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
     dtypes = {stored[name].dtype: name for place in found for name in place.theirs}
     for dtype, name in dtypes.items():

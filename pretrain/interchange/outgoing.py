@@ -52,9 +52,9 @@ def export_checkpoint(
 
     Args:
         source: a step folder, or a run for its newest checkpoint.
-        out: a new or empty folder; appears when it is complete.
-        form: a name of `families.FAMILIES`, or "auto".
-        tokenizer: new location of the recipe's, or "none".
+        out: a new or empty folder, which appears when it is complete.
+        form: name of a family in `families.FAMILIES`, or "auto".
+        tokenizer: new location of the recipe's tokenizer, or "none".
         shard_bytes: maximum size of a weight file.
 
     Raises:
@@ -100,14 +100,14 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     """Load the recipe's tokenizer, from another path if given; None for "none", or if the recipe has none.
 
     Raises:
-        UserError: it is unreadable, differs from the one that the model was trained with, or has too many pieces.
+        UserError: the tokenizer is unreadable, is not the one that the model was trained with, or has too many pieces.
     """
     if given == NO_TOKENIZER or (given is None and not recipe.data.tokenizer):
         return None
     try:
         return open_tokenizer(recipe, given, checkpoint.state.get("data", {}).get("tokenizer"))
     except UserError as error:
-        raise UserError(f"{error}; pass a path with --tokenizer, or none") from error
+        raise UserError(f"{error}; pass its file, or none, with --tokenizer") from error
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""Mapping between the tensors of a Hugging Face folder and ours.
+"""Mapping between the tensors of a Hugging Face folder ("theirs") and of a checkpoint of fmoe ("ours").
 
-A family is a table of `Entry`; another family is another table (docs/interchange.md has an example). Sizes are written
-in letters: V rows of the embedding, D width, Q and G query and key/value heads of width d, F hidden units of a dense
-block, H of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
+A family of models is a table of `Entry`, and a new family is a new table (docs/interchange.md has an example). Sizes
+are written in letters: V rows of the embedding, D width, Q query heads and G key/value heads of width d, F hidden units
+of a dense block, H hidden units of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -34,7 +34,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 
 def shape_of(letters: str, sizes: Sizes) -> tuple[int, ...]:
-    """``"2H D"`` -> ``(2 * H, D)``: axes are separated by spaces, the factors of one are not."""
+    """Return the shape that letters spell: ``(2 * H, D)`` for ``"2H D"``. Spaces separate axes, not their factors."""
     return tuple(
         prod(int(f) if f.isdigit() else sizes[f] for f in re.findall(r"\d+|[A-Za-z]", axis)) for axis in letters.split()
     )
@@ -59,7 +59,7 @@ class Same:
 
 
 class Halves:
-    """Gate above value, [2 * H, D], as two matrices [H, D]."""
+    """Gate matrix above value matrix, [2 * H, D], as two matrices [H, D]."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         return ours.chunk(2, 0)
@@ -69,9 +69,9 @@ class Halves:
 
 
 class QueryKeyValue:
-    """Megatron's rows (per key/value head its query heads, the key, the value) as three matrices.
+    """Megatron's fused matrix (for each key/value head its query heads, the key, the value) as three matrices.
 
-    Both sides rotate element i of a head with i + d / 2, so rows keep their order within a head.
+    In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
@@ -93,11 +93,12 @@ class Entry:
     """A line of a family's table.
 
     Attributes:
-        where: once per model; its output layer, if untied; every layer; every layer without experts; every layer with
-            experts; every expert of those, where ours is the expert's slice of a stack.
+        where: scope of the entry. "model" is once; "output" is once, if the output layer is untied; "layer" is every
+            layer; "dense" is every layer without experts; "moe" is every layer with experts; "expert" is every expert
+            of those layers, where ours is the expert's slice of a stack.
         ours: name in a checkpoint; ``{layer}`` counts from 0.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
-        transform: from ours to theirs, and back.
+        transform: conversion from ours to theirs, and back.
     """
 
     where: Where
@@ -149,7 +150,7 @@ _DENSE = (
 
 
 def _experts(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Router and experts, with separate matrices per expert."""
+    """Return the entries of router and experts, with separate matrices per expert."""
     expert = f"{_LAYER}.{block}.experts.{{expert}}"
     return (
         Entry("moe", f"{_OUR_LAYER}.mlp.gate.weight", {f"{_LAYER}.{block}.gate.weight": "E D"}),

@@ -1,6 +1,6 @@
 """Tokenizers in export and import: tokenizer.json and the files that transformers reads with it.
 
-A sentencepiece model is converted to a tokenizer.json that is compared with it before anything is written.
+A sentencepiece model is converted to a tokenizer.json, which is compared with the model before anything is written.
 """
 
 import json
@@ -42,10 +42,11 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
     """Return the tokenizer files of a Hugging Face folder, by name.
 
     A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with its companions. Otherwise,
-    AutoTokenizer is configured to behave like ours: it adds nothing to a text, and special pieces in it are text.
+    AutoTokenizer is configured to behave like fmoe: it adds no tokens to a text, and a special piece spelled in a text
+    is encoded as text.
 
     Raises:
-        UserError: a sentencepiece model that tokenizers cannot reproduce exactly.
+        UserError: the tokenizer.json would tokenize differently, for example for some sentencepiece models.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer):
         kept = _beside(tokenizer.path)
@@ -75,10 +76,10 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
 
 def files_from(source: Path) -> dict[str, bytes]:
-    """Return the same files of a folder, or of a tokenizer given by its path; a sentencepiece model stays one.
+    """Return the tokenizer files of a model folder or of a tokenizer's file, by name, without conversion.
 
     Raises:
-        UserError: it is damaged, or has no piece that ends documents.
+        UserError: the tokenizer is damaged, or has no piece that ends documents.
     """
     if source.is_dir():
         found = [source / name for name in (TOKENIZER, SENTENCEPIECE) if (source / name).is_file()]
@@ -103,12 +104,12 @@ def _converted(tokenizer: Tokenizer) -> bytes:
     messages: Any = sentencepiece_model_pb2
     proto = messages.ModelProto.FromString(tokenizer.path.read_bytes())
     spec = proto.normalizer_spec
-    # Without a normalizer that adds or drops spaces, a space stays one, and its mark in a text is a character.
+    # Without a normalizer that adds or drops spaces, a space stays a space, and U+2581 in a text is a plain character.
     is_plain = not (spec.precompiled_charsmap or spec.add_dummy_prefix or spec.remove_extra_whitespaces)
     pieces = [(p.piece.replace(_SPACE_MARK, " ") if is_plain else p.piece, p.score, p.type) for p in proto.pieces]
     vocabulary = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocabulary) != len(pieces):
-        raise UserError(f"{tokenizer.path} has pieces that differ only in their kind of space: export is not supported")
+        raise UserError(f"{tokenizer.path} has pieces that differ only in a space or U+2581: export is not supported")
     kind, has_bytes = proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback
     unknown = next(piece for piece, _, type_ in pieces if type_ == UNKNOWN)
     if kind == _BPE:
@@ -151,7 +152,7 @@ def _normalizers(tokenizers, spec) -> Iterator[Any]:
 
 
 def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield sentencepiece's merges, best first: two pieces that make a third have its score."""
+    """Yield sentencepiece's merges, best first: a merge of two pieces has the score of the piece that they form."""
     normal = {piece for piece, _, type_ in pieces if type_ == NORMAL}
     ranked = sorted((p for p in pieces if p[0] in normal), key=lambda p: (-p[1], vocabulary[p[0]]))
     for piece, _, _ in ranked:
@@ -163,8 +164,8 @@ def _merges(pieces: list[tuple[str, float, int]], vocabulary: dict[str, int]) ->
 def _compare(tokenizer: Tokenizer, data: bytes) -> None:
     """Raise UserError unless the tokenizer.json gives the same ids.
 
-    A unigram model may have two equally likely ways to cut a text. Rounding of a sum decides, and differs between
-    sentencepiece and tokenizers: either is accepted.
+    A unigram model may have two equally likely ways to cut a text. The rounding of a sum decides between them and
+    differs between sentencepiece and tokenizers, so either is accepted.
     """
     exported = load_json(data, tokenizer.path.with_name(TOKENIZER))
     spelled = "".join(name for name in SPECIAL_NAMES if name in tokenizer.ids)
@@ -173,7 +174,7 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
                 f"the tokenizer {tokenizer.path} is not supported: as {TOKENIZER} it tokenizes {text!r} differently; "
-                "pass another file with --tokenizer, or none"
+                "pass another file, or none, with --tokenizer"
             )
 
 

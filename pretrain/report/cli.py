@@ -25,10 +25,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"default: RUN/{REPORT}, or {REPORT} here for several runs"
+        "--out", type=Path, metavar="FILE", help=f"output file (default: RUN/{REPORT}, or ./{REPORT} for several runs)"
     )
     parser.add_argument("--live", action="store_true", help=f"serve the report on {ADDRESS} and follow the runs")
-    parser.add_argument("--port", type=int, help="port for --live; default: a free one")
+    parser.add_argument("--port", type=int, help="port for --live (default: a free one)")
     arguments = parser.parse_args(argv)
     if arguments.live:
         if arguments.out is not None:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--port {arguments.port} requires --live")
     out = arguments.out or (arguments.runs[0] / REPORT if len(arguments.runs) == 1 else Path(REPORT))
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder")
+        raise UserError(f"--out {out} is a folder: pass a file")
     size = write_report(arguments.runs, out)
     print(f"report: {out}  ({size / 1e3:,.0f} kB)")
     return 0

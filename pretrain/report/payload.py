@@ -120,8 +120,8 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> dict[str, float | int | None]:
-    """Return a run's figures: the last finite values, and means for `_is_averaged`. Figures that were never finite or
-    are unknown are left out."""
+    """Return a run's figures: the last finite values, or means for metrics that `_is_averaged` selects. Figures that
+    are unknown or were never finite are omitted."""
     record, told = run.record, run.told
     values: dict[str, Any] = {name: told.get(name) for name in ("params", "active_params", "flops_per_token")}
     values |= {"world_size": told.get("world_size"), "step": record.step, "total_steps": run.total_steps}
@@ -134,7 +134,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
 
 
 def _declaration(metric: Metric) -> dict[str, Any]:
-    """Declaration as the page needs it; ``figure`` is the label under Numbers, empty for none."""
+    """Return the declaration as the page needs it; ``figure`` is the label under Numbers, empty for none."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
     if not metric.is_exact:
@@ -152,7 +152,7 @@ def _declaration(metric: Metric) -> dict[str, Any]:
 
 
 def _is_averaged(metric: Metric) -> bool:
-    """True if the figure of a run is the mean over its steps."""
+    """Return whether the figure of a run is the mean over its steps."""
     return metric.section == "speed" and not metric.is_exact
 
 

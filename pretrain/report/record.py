@@ -16,7 +16,7 @@ _NONFINITE = "_nonfinite"
 # Upper bound on the spans of steps of a curve; a span has two points.
 CURVE_SPANS = 1024
 LAYER_SPANS = 256
-# Upper bound on the points of a page's curves of whole models, and of layers: many series have fewer spans.
+# Upper bound on the points of a page's curves of whole models, and on those of layers; many series have fewer spans.
 CURVE_POINTS = 1 << 17
 # Upper bound on spans x layers x experts: a byte each in the page before compression.
 LOAD_CELLS = 1 << 19
@@ -32,7 +32,7 @@ class Curves:
 
     Attributes:
         stride: steps per span.
-        names: column by name of series.
+        names: column of each series, by name.
     """
 
     def __init__(self, spans: int):
@@ -232,7 +232,7 @@ class Record:
         last: latest value of each series of the whole model, finite or not.
         last_finite: (step, value) of the latest finite value.
         best: (step, loss) of the lowest validation loss.
-        events: events derived from metrics: skipped steps, collapsed routers, and losses that stop being finite.
+        events: events derived from metrics: skipped steps, collapsed routers, and losses that are no longer finite.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class Record:
         for layer, load in loads.items():
             if len(load) != self.loads.sizes.get(layer):
                 was = self.loads.sizes.get(layer, "none")
-                raise UserError(f"step {step} has {len(load)} experts in layer {layer}, the first step {was}")
+                raise UserError(f"step {step} has {len(load)} experts in layer {layer}; the first step has {was}")
         self.loads.add(step, loads)
 
 

@@ -39,7 +39,7 @@ class MetricsFile:
         parts of a resumed run, the later rows replace the earlier ones.
 
         Raises:
-            UserError: the file cannot be read, or holds a line that no tracker has written.
+            UserError: the file cannot be read, or has a line that is not a JSON object with an integer step.
         """
         try:
             with self.path.open("rb") as file:
@@ -70,7 +70,7 @@ class MetricsFile:
             yield line
 
     def _read_what_counts(self) -> None:
-        """Read the whole file again: one pass to find the lines that count, one to add them."""
+        """Read the whole file again: one pass finds the rows that no later row replaces, and one adds them."""
         self.record, self._read, self._lines = Record(), 0, 0
         kept: list[tuple[int, int]] = []
         with self.path.open("rb") as file:
@@ -114,8 +114,8 @@ class RunFolder:
         name: name of the run in the report.
         record: aggregate of its metrics.
         recipe: ``section.key`` -> value of the resolved recipe; empty without a recipe.
-        told: ``run.json``; empty if it does not exist yet.
-        events: events of `pretrain.tracking.events`, and those derived from metrics.
+        told: content of ``run.json``; empty if it does not exist yet.
+        events: events of ``events.jsonl``, and events derived from metrics.
 
     Raises:
         UserError: the folder does not exist.
@@ -159,7 +159,7 @@ class RunFolder:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Events by step. ``lost``: the run was later resumed from an earlier step."""
+        """Events in order of steps. ``lost`` marks an event after which the run was resumed from an earlier step."""
         told = {(event["kind"], event["step"]) for event in self._logged}
         found = [e for e in self.record.events if (e["kind"], e["step"]) not in told]
         events: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     def layer_label(self, layer: int) -> str:
-        """Return the label of a layer; T5 layers are numbered through encoder and decoder."""
+        """Return the label of a layer; the layer numbers of a T5 continue from encoder to decoder."""
         encoder = self.recipe.get("model.num_layers")
         if self.recipe.get("model.kind") == "t5" and isinstance(encoder, int):
             return f"encoder {layer}" if layer <= encoder else f"decoder {layer - encoder}"

@@ -1,6 +1,7 @@
 """Trackers of a run's metrics: ``metrics.jsonl``, the console, and optionally wandb, TensorBoard and trackio.
 
-A tracker takes ``log(step, metrics)``, any number of times per step, and ``close(ok)``. Only rank 0 builds trackers.
+A tracker has ``log(step, metrics)``, which may be called any number of times per step, and ``close(ok)``. Only rank 0
+builds trackers.
 
 Names of metrics are paths, which dashboards group by the first component. They are the same in every tracker:
 `pretrain.tracking.metrics` declares them.
@@ -48,7 +49,7 @@ def build_trackers(
             steps, TensorBoard hides them, wandb (offline) and trackio begin another run of the same group.
         picture_every: steps between pictures of the expert load; 0 for none.
         project: project name in wandb and trackio.
-        name: name of the run there; default: the folder's name.
+        name: name of the run in wandb and trackio; by default the folder's name.
 
     Raises:
         UserError: ``console_every`` is below 1, or the record to resume is damaged.

@@ -22,8 +22,8 @@ class ConsoleTracker:
     Args:
         total_steps: the run's last step.
         every: steps between lines.
-        first_step: step at which a resumed run starts, for the remaining time.
-        console: output console; default: standard output.
+        first_step: step at which a resumed run starts, to estimate the remaining time.
+        console: output console; by default standard output.
 
     Raises:
         UserError: ``every`` is below 1.

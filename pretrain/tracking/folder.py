@@ -24,5 +24,5 @@ def read_told(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(told, dict):
-        raise UserError(f"{path} cannot be read: it holds no JSON object")
+        raise UserError(f"{path} cannot be read: it does not hold a JSON object")
     return told

@@ -38,7 +38,7 @@ class JsonlTracker:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line. It survives this process from now on, and a power failure after `close`."""
+        """Append one line, which survives the end of this process from now on, and a power failure after `close`."""
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
@@ -60,7 +60,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl`` in the order of the file, without an incomplete last line.
 
     Raises:
-        UserError: the file is missing, or a line is not a tracker's.
+        UserError: the file is missing, or a line is not a JSON object with an integer step.
     """
     if not path.exists():
         raise UserError(f"metrics file {path} does not exist")
@@ -83,7 +83,8 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Remove incomplete and later lines. A rename replaces the file, so that a crash leaves the old one intact."""
+    """Remove an incomplete last line and lines of later steps. A rename replaces the file, so that a crash leaves the
+    old file intact."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as kept:
         kept.writelines(line for line, row in _complete_lines(path) if row["step"] <= step)

@@ -17,7 +17,7 @@ _DOUBLINGS = 3  # the colours span 1/8 to 8 times an even share
 
 @dataclass(frozen=True)
 class LoadMatrix:
-    """Share of each expert in the assignments of its layer, over an even share: 1 is balanced, 0 is a dead expert.
+    """Share of each expert in its layer's assignments, divided by an even share: 1 is balanced, 0 is a dead expert.
 
     Attributes:
         layers: [L] layer numbers.
@@ -73,7 +73,8 @@ class LoadMatrix:
 
 
 class LoadPictures:
-    """Add ``moe/load`` for dashboards at the first step, every ``every``-th step and the last; ``every=0`` for none."""
+    """Callable that adds ``moe/load`` for dashboards at the first step, every ``every``-th step and the last step;
+    ``every=0`` adds none."""
 
     def __init__(self, every: int, last_step: int):
         self._every, self._last_step, self._has_drawn = every, last_step, False
@@ -87,7 +88,7 @@ class LoadPictures:
 
 
 def load_matrix(step: int, metrics: Mapping[str, Any]) -> LoadMatrix | None:
-    """Return the matrix of a step's metrics; None without expert layers. A load that is not finite becomes 0."""
+    """Return the load matrix of a step's metrics; None without loads. A load that is not finite becomes 0."""
     rows: dict[int, Sequence[float]] = {}
     for key, value in metrics.items():
         if (found := _OF_LAYER.fullmatch(key)) and value:
@@ -106,7 +107,7 @@ def bars(values: Sequence[float], max_bars: int = 512) -> tuple[list[float], lis
     """Return a histogram over the index of ``values``: bar ``i`` spans ``[i, i + 1)`` and has height ``values[i]``.
 
     Dashboards would bin the values of a list, which hides the experts. With more values than ``max_bars`` (512, wandb's
-    limit), neighbours are summed into one bar. A value that is not finite has height 0; ``metrics.jsonl`` has it.
+    limit), neighbours are summed into one bar. A value that is not finite has height 0; ``metrics.jsonl`` keeps it.
 
     Returns:
         Heights and edges; there is one more edge than heights.

@@ -33,12 +33,13 @@ class Metric:
         unit: unit; empty for a plain number. The report's number format follows from it.
         doc: definition, for the table in docs/tracking.md and the report.
         reduce: returns a layer's value from its report, which is summed over ranks already. A number is logged for each
-            layer and as the mean over the layers, a list for each layer. None for metrics of the whole model.
+            layer and as the mean over the layers, a list only for each layer. None for metrics of the whole model.
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
         section: section of the report. All but ``more`` and ``events`` have a figure under Numbers, which is the mean
-            over steps for ``speed`` and the last value otherwise. ``more`` has a chart without a figure.
+            over steps for metrics of ``speed`` that are not exact, and the last value otherwise. ``more`` has a chart
+            without a figure.
         is_log: whether the chart starts with a logarithmic axis.
         is_exact: whether the metric is a setting, a sum or a maximum, which the report neither smooths nor averages.
         is_evaluated: whether ``fmoe evaluate`` reports the layer metric.
@@ -59,7 +60,7 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Key of the value for the whole model: for a layer metric, of the mean over the layers."""
+        """Key of the value for the whole model; for a layer metric, key of the mean over the layers."""
         return f"moe/{self.name}" if self.reduce else self.name
 
     @property
@@ -75,7 +76,7 @@ DECLARED: list[Metric] = [
     Metric("val/loss", "nats per token", "validation loss", title="validation loss",
            when="before the first step, every `train.validation_every`, at the end", console="val loss {:.4f}",
            section="loss"),
-    Metric("corpus/unigram_entropy", "nats per token", "loss of a model that knows only token frequencies",
+    Metric("corpus/unigram_entropy", "nats per token", "loss of a model that uses only token frequencies",
            title="unigram entropy", when="step 0", section="loss", is_exact=True),
     Metric("epochs", "epochs",
            "passes over the training corpora so far: sequences trained on over sequences per epoch",
@@ -94,7 +95,7 @@ DECLARED: list[Metric] = [
     Metric("mfu", "fraction", "FLOP/s of the model, on active parameters, over the peak FLOP/s of all devices",
            title="model FLOPs utilization", console="mfu {:.0%}", section="speed"),
     Metric("step_seconds", "s", "wall-clock time of the step", title="seconds per step", section="speed"),
-    Metric("data_wait_seconds", "s", "part of `step_seconds` that rank 0 waited for its batches",
+    Metric("data_wait_seconds", "s", "part of `step_seconds` in which rank 0 waited for its batches",
            title="wait for data", section="speed"),
     Metric("memory_mb", "MiB", "peak memory of rank 0 so far: allocated on the GPU, or resident on the host",
            title="memory", section="speed", is_exact=True),

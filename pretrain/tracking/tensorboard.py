@@ -17,7 +17,8 @@ class TensorBoardTracker:
     Args:
         folder: folder for the event files.
         config: the resolved recipe, shown under Text.
-        resume_step: events of later steps are hidden by TensorBoard. None for a new run.
+        resume_step: step of the checkpoint that the run resumes from; TensorBoard hides events of later steps. None for
+            a new run.
 
     Raises:
         MissingPackageError: TensorBoard is not installed.

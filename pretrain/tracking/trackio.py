@@ -19,7 +19,8 @@ ID_FILE = "trackio_id.txt"
 
 
 def check_installed(purpose: str) -> None:
-    """Raise MissingPackageError without trackio. Does not import it, which takes seconds and is only for rank 0."""
+    """Raise MissingPackageError unless trackio is installed. It is not imported: that takes seconds, and only rank 0
+    needs it."""
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec("trackio") is not None:
             return
@@ -44,13 +45,13 @@ class TrackioTracker:
     def __init__(
         self, run_folder: Path, *, config: dict[str, Any], resume_step: int | None, project: str, name: str
     ) -> None:
-        # trackio reads it once, at import.
+        # trackio reads the variable once, at import.
         os.environ.setdefault("TRACKIO_DIR", str((run_folder / "trackio").absolute()))
         if "TRACKIO_SPACE_ID" not in os.environ:
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else it asks the hub for the user's name
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # otherwise trackio asks the hub for the user's name
         self._trackio = require("trackio", "trackio", "tracking with trackio")
         group = kept_id(run_folder / ID_FILE, is_new=resume_step is None)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a greeting
+        with contextlib.redirect_stdout(io.StringIO()):  # init prints a greeting
             self._run = self._trackio.init(
                 project=project,
                 name=name if resume_step is None else f"{name}-from-{resume_step}",
@@ -63,7 +64,7 @@ class TrackioTracker:
             )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log a step. Lists become histograms with a bar per element, the load of all layers a picture."""
+        """Log a step. Lists become histograms with a bar per element, and the load of all layers becomes a picture."""
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self, ok: bool = True) -> None:

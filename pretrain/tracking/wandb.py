@@ -23,7 +23,7 @@ class WandbTracker:
     """Log to wandb. The id of the first run is stored in the run folder.
 
     Online, a resumed run continues the wandb run of that id; the server keeps the steps it has. Offline, where logged
-    steps cannot be removed, it is a new wandb run in the group of that id.
+    steps cannot be removed, a resumed run is a new wandb run in the group of that id.
 
     wandb neither prints nor prompts. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
 
@@ -64,7 +64,7 @@ class WandbTracker:
             project=project,
             name=name,
             config=config,
-            reinit="create_new",  # never a run that other code of this process has open
+            reinit="create_new",  # never reuse a run that other code of this process has open
             # console="off": wandb would wrap stdout and break the progress line.
             settings=self._wandb.Settings(silent=True, console="off", save_code=False),
         )
@@ -72,8 +72,8 @@ class WandbTracker:
             logger.info("wandb run: %s", self._run.url)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log a step. Lists become histograms with a bar per element, a heatmap over time in wandb; the load of all
-        layers becomes a picture. wandb merges calls with the same step."""
+        """Log a step. Lists become histograms with a bar per element, which wandb shows as a heatmap over time. The
+        load of all layers becomes a picture. wandb merges calls with the same step."""
         self._run.log({key: self._value(value) for key, value in metrics.items() if value is not None}, step=step)
 
     def close(self, ok: bool = True) -> None:
@@ -87,7 +87,8 @@ class WandbTracker:
 
 
 def _mode(wandb: ModuleType) -> str:
-    """Return the mode of WANDB_MODE or `wandb offline`; offline without credentials. Asks neither user nor network."""
+    """Return the mode set by WANDB_MODE or `wandb offline`, or offline without credentials. Asks neither user nor
+    network."""
     # Settings of the session, not of the run: without them, login prints to stderr.
     mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
     if mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):

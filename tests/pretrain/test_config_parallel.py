@@ -54,7 +54,7 @@ WRONG = {
         {"train.global-batch": 24},
     ),
     "experts over EP": ({"expert": 3}, ["parallel.expert=3", "model.num_experts=8"]),
-    "EP without experts": ({"expert": 2}, ["parallel.expert=2", "model.num_experts=0"], {"model.num-experts": 0}),
+    "EP without experts": ({"expert": 2}, ["parallel.expert=2", "model.num_experts"], {"model.num-experts": 0}),
     "TP and EP apart": ({"tensor": 2, "expert": 3}, ["parallel.tensor", "=2", "parallel.expert", "=3", "divide"]),
     "ETP that is not TP": ({"tensor": 1, "expert-tensor": 2}, ["parallel.expert_tensor=2", "parallel.tensor=1"]),
     "ETP over the hidden width": (

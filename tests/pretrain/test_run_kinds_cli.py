@@ -79,7 +79,7 @@ def test_a_blend_goes_on_where_it_was(forks, kind_recipe, tiny_corpus, tmp_path,
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--data.weights", "1", "2"], "data.weights has 2 entries, data.train 1: use one each"),
+        (["--data.weights", "1", "2"], "data.weights has 2 entries, data.train has 1"),
         (["--data.weights", "0"], "data.weights=[0.0]: 0.0 is not a positive number"),
         (["--data.weights", "-1"], "data.weights=[-1.0]: -1.0 is not a positive number"),
         (["--model.num-decoder-layers", "2"], "model.num_decoder_layers=2 needs model.kind=t5, not gpt"),

@@ -103,8 +103,7 @@ WRONG = {
     ),
     "fp32": (
         {"cpu_offload": 0.5, "distributed": True},
-        "optimizer.cpu_offload=0.5 needs master weights, train.precision=bf16 or fp16: in fp32 megatron-core steps "
-        "views of the weights, which it cannot offload",
+        "optimizer.cpu_offload=0.5 needs train.precision=bf16 or fp16",
     ),
 }
 

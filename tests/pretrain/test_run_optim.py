@@ -253,7 +253,7 @@ WRONG = {
     ),
     "warmup": (
         {"warmup_tokens": 10**6},
-        "optimizer.warmup_tokens=1000000, 245 steps, must be less than train.steps=9: shorten the warmup too",
+        "optimizer.warmup_tokens=1000000 (245 steps) must be less than train.steps=9",
     ),
 }
 

@@ -1,5 +1,5 @@
-"""Tokenizers that decode every text exactly, trained here or elsewhere: sentencepiece models, and those of Hugging Face
-``tokenizers``, whose file ends in ``.json``.
+"""Tokenizers, trained here or elsewhere: sentencepiece models, and those of Hugging Face ``tokenizers``, whose file
+ends in ``.json``. Tokenizers trained here decode every text exactly.
 """
 
 import logging
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a sentencepiece model or, if its name ends in ``.json``, a Hugging Face tokenizer.
+    """Read a sentencepiece model or, if the file name ends in ``.json``, a Hugging Face tokenizer.
 
     Raises:
-        UserError: it is missing, not such a model, or has no piece that ends documents (sentencepiece's eos).
+        UserError: the file is missing, is not such a model, or has no piece that ends documents (sentencepiece's eos).
     """
     path = Path(path)
     try:
@@ -49,7 +49,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """Return T5's 100 if that is little of the vocabulary, else 1/64 of it: 32 of 2,048, enough for 512 tokens."""
+    """Return the smaller of T5's 100 and 1/64 of the vocabulary: 32 of 2,048, enough for sequences of 512 tokens."""
     return min(100, vocab_size // 64)
 
 
@@ -68,24 +68,27 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer on a sample of the text and write its model file.
 
-    Text is kept exactly: no normalisation, no space put in front, no spaces dropped; a character outside the vocabulary
-    falls back to its UTF-8 bytes; newline, tab and carriage return are always separate tokens; a special piece spelled
-    in a text is only text. The same inputs give the same file, byte for byte.
+    Text is kept exactly: it is not normalised, and no space is added or dropped. A character outside the vocabulary
+    falls back to its UTF-8 bytes. Newlines are always separate tokens; in a sentencepiece model, tabs and carriage
+    returns are too. A special piece spelled in a text is encoded as text. The same inputs give the same file, byte for
+    byte.
 
     Args:
-        inputs: files and folders, as for `pretrain.data.documents.iter_documents`; all are read through once.
-        output: the model file, which is replaced. One that ends in ``.json`` is of Hugging Face ``tokenizers``,
-            byte-level BPE with the same special pieces: every byte has a piece, and coverage has no effect.
+        inputs: files and folders, as for `pretrain.data.documents.iter_documents`; all are read to the end.
+        output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives a tokenizer of
+            Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
+            and ``character_coverage`` has no effect.
         vocab_size: total number of pieces, including special ones (7 and the sentinels), 256 bytes and 3 line
             characters; None for `DEFAULT_VOCAB_SIZE`.
-        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte, without text,
-            in a ``.json``, with 7 special pieces, the sentinels (default none) and 256 others.
-        max_bytes: UTF-8 bytes of the sample. From a larger corpus every 2nd, 4th, 8th, ... line is taken, so that the
-            sample is spread evenly over all of it.
-        text_key: key or column of the text in JSON lines and tables.
+        model_type: "bpe", "unigram" (10 to 20 times slower to train), or "bytes": one token per byte. "bytes" needs no
+            text and an ``output`` that ends in ``.json``; it has 7 special pieces, the sentinels (none by default) and
+            256 bytes.
+        max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
+            taken, so that the sample is spread evenly over the corpus.
+        text_key: key or column with the text in JSON files and tables.
         sentinels: pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
         character_coverage: share of the text's characters with their own piece; the rarest are spelled in bytes.
-        format: of all files, one of `pretrain.data.sources.FORMATS`; "auto" goes by their suffixes.
+        format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip unreadable documents, with a warning.
 
     Raises:
@@ -99,10 +102,10 @@ def train_tokenizer(
     vocab_size = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     sentinels = default_sentinels(vocab_size) if sentinels is None else sentinels
     if not inputs:
-        raise UserError(f"model_type={model_type!r} needs text to train on: only 'bytes' does not")
+        raise UserError(f"model_type={model_type!r} needs text to train on: pass at least one file or folder")
     if is_json and model_type != "bpe":
         raise UserError(
-            f"model_type={model_type!r} needs sentencepiece; {output.name} holds byte-level BPE, model_type='bpe'"
+            f"model_type={model_type!r} needs sentencepiece, but {output.name} ends in .json: use model_type='bpe'"
         )
     if model_type not in MODEL_TYPES:
         raise UserError(f"model_type={model_type!r} must be one of {', '.join(MODEL_TYPES)}")
@@ -154,8 +157,8 @@ def _bytes(output: Path, vocab_size: int | None, sentinels: int) -> Tokenizer:
 def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     """Return every s-th line of the text, with s the smallest power of two whose sample is within ``max_bytes``.
 
-    One pass in bounded memory: when the lines held exceed the limit, s doubles and every second one is dropped. Lines
-    have no newline; empty ones are skipped, long ones cut.
+    One pass in bounded memory: when the lines held exceed the limit, s doubles and every second line is dropped. Lines
+    have no newline; empty lines are skipped, long lines are cut.
     """
     lines: list[str] = []
     seen, stride, size = 0, 1, 0

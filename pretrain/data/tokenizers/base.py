@@ -30,13 +30,13 @@ class Tokenizer(ABC):
     """A loaded tokenizer. ``decode(encode(text)) == text`` holds for those that `train_tokenizer` trains.
 
     Attributes:
-        path: the file it was read from.
+        path: the file that the tokenizer was read from.
         fingerprint: SHA-256 of the file, hexadecimal.
         vocab_size: number of pieces; ids are ``0 <= id < vocab_size``.
         end_of_document: id that ends a document (sentencepiece's eos).
         pad: id of padding, or None in a foreign model without one.
         sentinels: ids of ``<extra_id_0>``, ``<extra_id_1>``, ...
-        special_ids: ids without text: those above, begin, unknown, cls, sep, mask, ...
+        special_ids: ids without text: those above, and the ids of begin, unknown, cls, sep, mask, ...
     """
 
     path: Path
@@ -75,7 +75,7 @@ class Tokenizer(ABC):
         """UTF-8 bytes of the text of each id, 0 for special ones; int64 [vocab_size].
 
         Their sum over the tokens of a text is the number of bytes that `decode` returns, if the tokenizer keeps every
-        text exactly; it is off by one if it drops or adds a space at the beginning."""
+        text exactly; it is off by one if the tokenizer drops or adds a space at the beginning."""
         return np.array([0 if i in self.special_ids else self._bytes_of(i) for i in range(self.vocab_size)], np.int64)
 
     def special(self, piece: str) -> int:
@@ -89,17 +89,19 @@ class Tokenizer(ABC):
         return self._special[piece]
 
     def role(self, name: str) -> int:
-        """Return the id of the special piece with a role, one of `ROLES`, whatever its name in this model.
+        """Return the id of the special piece with the role ``name``, one of `ROLES`, under any of its spellings.
 
         Raises:
-            UserError: the model has none.
+            UserError: the model has no such piece.
         """
         if name == "pad" and self.pad is not None:
             return self.pad
         for piece in ROLES[name]:
             if piece in self._special:
                 return self._special[piece]
-        raise UserError(f"the tokenizer {self.path} has no piece for {name}, {' or '.join(map(repr, ROLES[name]))}")
+        raise UserError(
+            f"the tokenizer {self.path} has no piece for {name}: it needs {' or '.join(map(repr, ROLES[name]))}"
+        )
 
     def _checked(self, ids: Sequence[int] | np.ndarray) -> list[int]:
         ids = [int(i) for i in ids]

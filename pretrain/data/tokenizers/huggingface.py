@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face ``tokenizers``, from one JSON file: no code is run, nothing is downloaded."""
+"""Hugging Face ``tokenizers``, read from one JSON file: no code is run, and nothing is downloaded."""
 
 import hashlib
 import json
@@ -21,9 +21,10 @@ _ENDS = (END_OF_DOCUMENT, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "
 class HuggingFaceTokenizer(Tokenizer):
     """A loaded ``tokenizer.json``.
 
-    A text is encoded without additions, truncation or padding, and the spelling of a special piece in it is only text.
-    Decoding is exact for byte-level models, not for those that lower case. Text of over a megabyte comes in pieces, and
-    tokens may differ at their borders, unless the model keeps line ends apart, as those trained here do.
+    A text is encoded without added tokens, truncation or padding, and a special piece spelled in it is encoded as text.
+    Decoding is exact for byte-level models, but not for models that lower-case text. A document of more than a megabyte
+    is encoded in pieces. Tokens may differ at the borders of the pieces, unless the model keeps newlines as separate
+    tokens, as models trained here do.
     """
 
     def __init__(self, data: bytes, path: Path):
@@ -46,7 +47,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.sentinels = self._consecutive_sentinels()
         ends = [self._id_of[name] for name in _ENDS if name in self._id_of]
         if not ends:
-            raise UserError(f"the tokenizer {path} has no piece that ends documents: use one of {', '.join(_ENDS)}")
+            raise UserError(f"the tokenizer {path} has no piece that ends documents: add one of {', '.join(_ENDS)}")
         self.end_of_document = ends[0]
         self.special_ids = frozenset([*self._special.values(), *self.sentinels, self.end_of_document])
         self.pad = next((self._special[name] for name in ("<pad>", "[PAD]") if name in self._special), None)
@@ -74,7 +75,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return len(piece)
         if "ByteFallback" in self._decoders and _BYTE.fullmatch(piece):
             return 1
-        if "WordPiece" in self._decoders:  # pieces that begin a word have a space before them
+        if "WordPiece" in self._decoders:  # a piece that begins a word is decoded with a space before it
             return len(piece.encode()) + (-2 if piece.startswith("##") else 1)
         return len(piece.replace("\u2581", " ").encode())
 

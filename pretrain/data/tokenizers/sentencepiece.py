@@ -1,4 +1,4 @@
-"""Tokenizers of sentencepiece: one model file of bpe or unigram pieces."""
+"""sentencepiece tokenizers: one model file with BPE or unigram pieces."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ from pretrain.data.tokenizers.base import BEGIN, END_OF_DOCUMENT, PAD, SPECIAL_N
 
 ALWAYS_ALONE = ("\n", "\t", "\r")  # separate tokens
 LONGEST_LINE = 4096
-"""Characters; a longer line enters training in parts."""
+"""Limit in characters; a longer line enters training in parts."""
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
 
 
@@ -31,10 +31,10 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor
         self._id_of = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
         self.sentinels = self._consecutive_sentinels()
-        # In foreign models they may be user-defined symbols, as Megatron requires, instead of control symbols.
+        # In foreign models, special pieces may be user-defined symbols, as Megatron requires, not control symbols.
         self._special = {p: i for p, i in self._id_of.items() if processor.is_control(i) or p in SPECIAL_NAMES}
         self.special_ids = frozenset([*self._special.values(), *self.sentinels, processor.unk_id()])
-        # Independent lines are encoded separately: faster than a long text at once.
+        # Lines are encoded separately if they are independent, which is faster than encoding a long text at once.
         self._newline = self._id_of["\n"] if self._lines_are_independent() else None
         # sentencepiece writes a space as U+2581, so it would decode a literal U+2581 to a space: spell it in bytes.
         pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
@@ -92,7 +92,7 @@ def load_model(data: bytes, path: Path) -> SentencePieceTokenizer:
         processor.load_from_serialized_proto(data)
         tokenizer = SentencePieceTokenizer(processor, path, hashlib.sha256(data).hexdigest())
     except (RuntimeError, UnicodeDecodeError) as error:  # the latter from a damaged piece
-        raise UserError(f"{path} is not a sentencepiece model, or damaged: {error}") from error
+        raise UserError(f"{path} is not a sentencepiece model, or is damaged: {error}") from error
     if not 0 <= tokenizer.end_of_document < tokenizer.vocab_size:
         raise UserError(f"the tokenizer {path} has no end-of-sentence piece: fmoe needs one to end documents")
     return tokenizer

@@ -34,7 +34,7 @@ class LoadMaps {
         widest: 64, chosen: [this.frame, null] });
     this._paintScale();
     const [first, last] = frames[this.frame];
-    this._map.setAttribute("aria-label", `Load of every expert in steps ${first} to ${last}; arrow keys walk over it`);
+    this._map.setAttribute("aria-label", `Load of every expert in steps ${first} to ${last}; arrow keys move the selection`);
     this._history.setAttribute("aria-label", `Load of each expert of ${this._label(this.layer)} over all steps`);
   }
 

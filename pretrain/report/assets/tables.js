@@ -1,11 +1,11 @@
 // Tables of figures, events and recipes.
 
 // Figures of a run beside its metrics.
-const FIRST = [["step", "steps made", format.integer], ["total_steps", "steps of the recipe", format.integer]];
+const FIRST = [["step", "steps completed", format.integer], ["total_steps", "steps in the recipe", format.integer]];
 const REST = [
-  ["best_val_loss", "validation loss, lowest", format.loss], ["best_step", "at step", format.integer],
+  ["best_val_loss", "validation loss, lowest", format.loss], ["best_step", "step of the lowest validation loss", format.integer],
   ["params", "parameters", format.compact], ["active_params", "active parameters", format.compact],
-  ["seconds", "time in steps", format.seconds], ["world_size", "processes", format.integer],
+  ["seconds", "time spent in steps", format.seconds], ["world_size", "processes", format.integer],
   ["skipped", "steps skipped", format.integer],
 ];
 
@@ -53,7 +53,7 @@ function drawNumbers(card, runs, order, onSort) {
     return;
   }
   const sorter = (key, label, scope) => {
-    const button = element("button", { type: "button", "data-key": key, title: "sort the runs by it" }, label);
+    const button = element("button", { type: "button", "data-key": key, title: "sort the runs by this figure" }, label);
     button.addEventListener("click", () => onSort(key));
     const sort = order.key === key ? (order.isUp ? "ascending" : "descending") : "none";
     return element("th", { scope, "aria-sort": sort, class: key === "name" || scope === "row" ? "" : "number" }, button);
@@ -79,12 +79,12 @@ function drawEvents(table, runs, withSaves) {
   const shown = events.slice(-1000);
   const rows = shown.map((event) => element("tr", { class: event.lost ? "lost" : "" },
     element("td", { class: "number" }, format.integer(event.step)),
-    element("td", { class: "kind" }, `${event.kind}${event.lost ? " (gone back)" : ""}`),
+    element("td", { class: "kind" }, `${event.kind}${event.lost ? " (undone by a resume)" : ""}`),
     element("td", { class: "long" }, event.text),
     element("td", {}, ...runName(event.run)),
     element("td", { class: "kind" }, event.time === null ? "–" : new Date(1000 * event.time).toLocaleString())));
   const heads = ["kind", "what", "run", "when"].map((name) => element("th", { scope: "col" }, name));
-  if (events.length > shown.length) rows.unshift(element("tr", {}, element("td", { colspan: "5" }, `${events.length - shown.length} earlier ones are left out`)));
+  if (events.length > shown.length) rows.unshift(element("tr", {}, element("td", { colspan: "5" }, `${events.length - shown.length} earlier events are not shown`)));
   if (!rows.length) rows.push(element("tr", {}, element("td", { colspan: "5" }, "none")));
   const first = head(heads, "step");
   first.querySelector("th").className = "number";
@@ -100,7 +100,7 @@ function drawRecipe(table, runs, { differing, find }) {
     element("tr", { class: differs(key) ? "differs" : "" }, element("th", { scope: "row" }, (differs(key) ? "≠ " : "") + key),
       ...known.map((run) => element("td", {}, run.recipe[key] ?? "–"))));
   if (!rows.length) {
-    const why = !known.length ? "no run has a config.toml" : differing ? "the recipes are the same" : "no such key";
+    const why = !known.length ? "no run has a config.toml" : differing ? "the recipes are the same" : "no key matches";
     rows.push(element("tr", {}, element("td", { colspan: String(1 + known.length) }, why)));
   }
   const heads = known.map((run) => element("th", { scope: "col" }, ...runName(run)));

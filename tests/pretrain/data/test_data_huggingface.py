@@ -85,7 +85,7 @@ def test_one_from_elsewhere(texts: list[str], tmp_path: Path) -> None:
     assert not tokenizer.special_ids.intersection(ids)
     assert tokenizer.end_of_document == 2 and tokenizer.pad is None and tokenizer.sentinels == ()
     assert (tokenizer.role("cls"), tokenizer.role("sep"), tokenizer.role("mask")) == (0, 1, 3)
-    with pytest.raises(UserError, match=r"t\.json has no piece for pad, '<pad>' or '\[PAD\]'"):
+    with pytest.raises(UserError, match=r"t\.json has no piece for pad: .*'<pad>' or '\[PAD\]'"):
         tokenizer.role("pad")
 
 

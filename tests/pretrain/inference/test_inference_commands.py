@@ -212,7 +212,7 @@ WRONG = {
     "seed": (["generate", "RUN", "--prompt", "x", "--seed", "-3"], "--seed -3 must be"),
     "max-tokens": (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
     "samples": (["generate", "RUN", "--prompt", "x", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
-    "tokenizer": (["evaluate", "RUN", "--tokenizer", "OTHER"], "RUN: trained with another tokenizer than OTHER"),
+    "tokenizer": (["evaluate", "RUN", "--tokenizer", "OTHER"], "RUN: the model was trained with another tokenizer"),
     "no tokenizer": (["evaluate", "RUN", "--tokenizer", "nowhere.model"], "cannot read the tokenizer nowhere.model"),
     "no data": (["evaluate", "RUN", "--data", "nowhere"], "--data: nowhere is neither a file or folder of text"),
     "a device": (["evaluate", "RUN", "--data", "/dev/null"], "--data: /dev/null is a device, not a file"),
