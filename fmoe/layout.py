@@ -95,9 +95,7 @@ class Layout:
         leading = x.shape[:-1] if shards is None else torch.Size((shards.length, *x.shape[1:-1]))
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != leading:
-                raise UserError(
-                    f"{name} has shape {tuple(value.shape)}; it must be {tuple(leading)}, the shape of the tokens"
-                )
+                raise UserError(f"{name} has shape {tuple(value.shape)}; the tokens have shape {tuple(leading)}")
         if mask is not None and mask.dtype != torch.bool:
             raise UserError(f"mask has dtype {mask.dtype}; it must be torch.bool, False for padding")
         sequence_first = self.sequence_first and x.dim() == 3

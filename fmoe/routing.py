@@ -125,9 +125,7 @@ class RoutingGroups:
         self.sequence_first = self.sequence_first and self.num_sequences > 1
         for name, value in (("mask_T", self.mask_T), ("token_ids_T", self.token_ids_T)):
             if value is not None and value.shape != (self.num_tokens,):
-                raise UserError(
-                    f"{name} has shape {tuple(value.shape)}; it must be ({self.num_tokens},), one entry per token"
-                )
+                raise UserError(f"{name} has shape {tuple(value.shape)}; it must be [T]=({self.num_tokens},)")
 
     @property
     def padding(self) -> int:
