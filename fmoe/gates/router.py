@@ -27,7 +27,7 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input; only this rank's part if the gate `routes_by_logits`.
+        x_TD: the router's input; only this rank's part, and in the dtype of the tokens, if the gate `routes_by_logits`.
         logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: logsumexp of each token's logits.
@@ -231,8 +231,9 @@ class TopKRouter(Router):
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
         """Return the router's input and its logits; these are gathered if ranks hold parts of the tokens."""
         x_TD = self.router_input(x_TD, groups)
-        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        return x_TD, groups.gather(F.linear(x_TD, self.weight.to(x_TD.dtype), bias))
+        is_16 = x_TD.element_size() == 2
+        logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
+        return x_TD, groups.gather(logits_TE if self.bias is None else logits_TE + self.bias)
 
     def scores(self, x_TD: Tensor, groups: RoutingGroups) -> Scores:
         """Return logits and probabilities of the tokens."""
@@ -241,22 +242,25 @@ class TopKRouter(Router):
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
-        # In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4): softmax turns
-        # the rounding error of a logit into a relative error of the weight.
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        if x_TD.element_size() > 2 or not self._takes_16_bits():
+            x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         with torch.autocast(x_TD.device.type, enabled=False):
-            scores, choice, entropy_T = self._decide(x_TD.to(dtype), groups)
+            scores, choice, entropy_T = self._decide(x_TD, groups)
             expert_TK = leave_out_padding(choice.expert_TK, groups)
             losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
         return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
+
+    def _takes_16_bits(self) -> bool:
+        """Return whether 16-bit tokens are used by `TopKRouter.logits` only, which computes in float32 all the same."""
+        methods = ((cls.logits, cls.router_input) for cls in (type(self), TopKRouter))
+        return routes_by_logits(self) and len(set(methods)) == 1
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Return scores, choice and the entropy of each token's probabilities."""
         chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
         if chosen is None:
             scores = self.scores(x_TD, groups)
-            choice = self.choose(scores, groups)
-            return scores, choice, _entropy(scores.probs_TE.detach())
+            return scores, self.choose(scores, groups), _entropy(scores.probs_TE.detach())
         (rule, bias_E), (x_TD, logits_TE) = chosen, self.logits(x_TD, groups)
         routed = routing.route(logits_TE, self.top_k, rule, bias_E=bias_E, mask_T=groups.mask_T)
         scores = Scores(x_TD, logits_TE, self.probs(routed.score_TE), routed.logsumexp_T)
@@ -281,6 +285,29 @@ class TopKRouter(Router):
             valid_GS = groups.valid(load_GE.device) if groups.is_ragged else None
             losses["balance"] = load_balancing_loss(groups.split(scores.probs_TE), load_GE, valid_GS)
         return losses
+
+
+class _Linear16(torch.autograd.Function):
+    """``x @ weight.T`` of 16-bit tokens in float32, [T, E], without a float32 copy of the tokens that is kept.
+
+    In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4): softmax turns the
+    rounding error of a logit into a relative error of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype:  # float32 sums of exact products
+            return torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
+        return F.linear(x_TD.float(), weight_ED.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = (grad_TE @ weight_ED.float()).to(x_TD.dtype) if needs_x else None
+        grad_weight = (grad_TE.t() @ x_TD.float()).to(weight_ED.dtype) if needs_weight else None
+        return grad_x, grad_weight
 
 
 def routes_by_logits(gate: Any) -> bool:
@@ -308,8 +335,7 @@ def routing_stats(
         entropy_T = entropy_T * groups.mask_T
         tokens = groups.mask_T.sum().float()
     slot_N = kept_TK.flatten() + 1
-    load_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=slot_N.device)
-    load_E = load_E.scatter_add_(0, slot_N, torch.ones_like(slot_N)).float()
+    load_E = slot_N.new_zeros(num_experts + 1).scatter_add_(0, slot_N, torch.ones_like(slot_N)).float()
     dropped = tokens.new_zeros(())
     if kept_TK is not expert_TK:
         dropped = ((expert_TK >= 0).sum() - (kept_TK >= 0).sum()).float()
