@@ -329,7 +329,7 @@ def test_torchs_data_parallel_wrapper_takes_it():
         (lambda: FMoE(num_expert=4, d_model=D, num_experts=8), "num_expert is an argument of FastMoE's signature"),
         (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2)), "not initialized"),
         (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2), auto_allreduce=True), "auto_allreduce"),
-        (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2), group=None), "group is not supported"),
+        (lambda: fmoe.DistributedGroupedDataParallel(nn.Linear(2, 2), group=None), "group= is not supported"),
     ],
 )
 def test_wrong_inputs_say_what_is_wrong(build, says):

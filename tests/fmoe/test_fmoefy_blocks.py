@@ -701,7 +701,7 @@ def mixed():
         (lambda: fmoe.fmoefy(deep(2), 4), "the model has 2 MoE layers already"),
         (mixed, r"weights of 1\.0 differ in dtype or device \(float16 on cpu, float32 on cpu\)"),
         (FOUND["function"], "model itself is one feed-forward block (Mlp)"),
-        (lambda: nn.DataParallel(deep(2)), "inside DataParallel"),
+        (lambda: nn.DataParallel(deep(2)), "wrapped in DataParallel"),
     ],
 )
 def test_models_that_are_refused(build, says):

@@ -31,7 +31,7 @@ WRONG = {
     ),
     "a t5's decoder over TP": (
         {"tensor": 2},
-        ["parallel.tensor=2", "tokens of a t5's decoder=45"],
+        ["parallel.tensor=2", "decoder tokens per sample=45"],
         {"model.kind": "t5", "model.sequence-length": 200},
     ),
     "a t5 over PP": ({"pipeline": 2}, ["parallel.pipeline=2", "model.kind=t5"], {"model.kind": "t5"}),

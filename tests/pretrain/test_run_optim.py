@@ -116,7 +116,7 @@ def test_processes_equal_one(forks, alone, name, split):
     assert found.keys() == wanted.keys()
     assert any(key.startswith("optimizer/") for key in found)
     for key, value in wanted.items():
-        assert_close(found[key], value, 1e-5, key)
+        assert_close(found[key], value, 3e-5, key)  # moments of a router are small sums of large terms
     assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
 
 

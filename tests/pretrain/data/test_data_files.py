@@ -169,7 +169,7 @@ def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> N
     theirs = tmp_path / f"a.{os.getpid()}.tmp"
     with theirs.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="is written by another process"):
+        with pytest.raises(UserError, match="written by another process"):
             write_all([tmp_path / "a"])
     assert theirs.exists()
     write_all([tmp_path / "a"])

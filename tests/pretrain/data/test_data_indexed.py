@@ -198,7 +198,7 @@ LENGTHS, POINTERS, BOUNDARIES = HEADER, HEADER + 4 * 50, HEADER + 12 * 50
         (BOUNDARIES, struct.pack("<q", 1), "do not go from 0"),
         (BOUNDARIES + 8, struct.pack("<q", -1), "not ascending"),
         (BOUNDARIES + 8, struct.pack("<qq", 2**63 - 1, -(2**63)), "not ascending"),
-        (BOUNDARIES + 8 * 50, struct.pack("<q", 51), "to the 50 sequences"),
+        (BOUNDARIES + 8 * 50, struct.pack("<q", 51), "to 50 sequences"),
         (BOUNDARIES + 8 * 51, b"\0", "bytes; 50 sequences"),
         (BOUNDARIES + 8 * 51, bytes(50), "multimodal"),
     ],
