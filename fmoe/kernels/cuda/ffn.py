@@ -211,8 +211,8 @@ def _backward(ctx, grad, _grad_hidden):
             gradients = [*_gradients(batch, grad.contiguous(), hidden, needs, gemm, *sums)]
     for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
         if total is not None:
-            w.grad_added_to_main_grad = True
-            gradients[number] = torch.empty_like(w)  # Megatron's hooks need a gradient, but do not read it
+            results[_DIFFERENTIABLE[number]] = native.added_to_main_grad(w)
+            needs[number] = False
     for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
         if needed:
             results[position] = gradient

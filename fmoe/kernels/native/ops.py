@@ -222,12 +222,26 @@ def _backward(ctx: Any, grad: Tensor | None, _grad_hidden: None) -> tuple[Tensor
     )
     for number, w, total in ((2, w_in, sums[0]), (4, w_out, sums[1])):
         if total is not None:
-            w.grad_added_to_main_grad = True
-            gradients[number] = torch.empty_like(w)  # Megatron's hooks expect a gradient, but do not read it
+            nothing[_DIFFERENTIABLE[number]] = added_to_main_grad(w)
+            needs[number] = False
     for position, needed, gradient in zip(_DIFFERENTIABLE, needs, gradients, strict=True):
         if needed:
             nothing[position] = gradient
     return tuple(nothing)
+
+
+def added_to_main_grad(weight: Tensor) -> Tensor | None:
+    """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient for autograd.
+
+    Megatron's hooks need a ``grad`` that is not None, but do not read it: it becomes an expanded scalar, which takes no
+    memory, and autograd gets None. Other hooks run only after autograd has accumulated a gradient, which they get.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if weight._post_accumulate_grad_hooks:
+        return torch.empty_like(weight)
+    if weight.grad is None:
+        weight.grad = weight.new_zeros(()).expand_as(weight)
+    return None
 
 
 def main_grad(weight: Tensor) -> Tensor | None:

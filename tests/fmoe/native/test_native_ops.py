@@ -261,6 +261,32 @@ def test_gradients_are_added_to_main_grad(dtype, gemms):
         assert torch.equal(found[name], plain[name])
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["accumulation", "after accumulation"])
+def test_hooks_run_for_a_gradient_in_main_grad_which_takes_no_memory(dtype, later):
+    """As Megatron-core's data parallel hook runs, which asks for a gradient but does not read it."""
+    case = next(c for c in (Case(seed, dtype) for seed in range(1, 99)) if sum(c.plan.counts) > 0)
+    seen, nodes = {}, []
+
+    def accumulating(case, w_in, w_out, **others):
+        for name, w in (("w_in", w_in), ("w_out", w_out)):
+            w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+
+            def hook(*_, name=name, w=w):
+                seen[name] = w.grad.untyped_storage().nbytes() // w.itemsize, w.grad.shape == w.shape
+                w.grad = None
+
+            if later:
+                w.register_post_accumulate_grad_hook(hook)
+            else:
+                nodes.append(w.expand_as(w).grad_fn.next_functions[0][0])
+                nodes[-1].register_hook(hook)
+        return fused(case, w_in=w_in, w_out=w_out, into_main_grad=True, **others)
+
+    case.run(accumulating)
+    sizes = {name: case.inputs[name].numel() if later else 1 for name in ("w_in", "w_out")}
+    assert seen == {name: (size, True) for name, size in sizes.items()}
+
+
 def test_a_hook_of_a_weight_sees_its_gradient_beside_main_grad(dtype):
     case = next(c for c in (Case(seed, dtype) for seed in range(1, 99)) if sum(c.plan.counts) > 0)
     plain = case.run(fused)
