@@ -82,7 +82,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell .
 	$(BIN)/python -m mypy
-	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch
+	$(BIN)/shellcheck pretrain/*.sh pretrain/slurm.sbatch bench/*.sh
 
 bench: $(VENV)/.test
 	$(BIN)/python -m bench step $(ARGS)

@@ -12,6 +12,7 @@ BENCHMARKS = {
     "checkpoint": "bench.checkpoint",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "gpu": "bench.gpu",
     "large_batch": "bench.large_batch",
     "layer": "bench.layer.main",
     "memory": "bench.memory",

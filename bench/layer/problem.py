@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fmoe import random
 from fmoe.errors import UserError
+from fmoe.experts import initial
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ SHAPES = {
         Shape("G1", 4096, 1024, 4096, 64, 2),
         Shape("G2", 32768, 4096, 1024, 128, 8, gated=True),
         Shape("G3", 24576, 1536, 256, 128, 8, gated=True),
+        # Of published models: Mixtral 8x7B, Qwen3-30B-A3B, and a Switch Transformer.
+        Shape("mixtral", 8192, 4096, 14336, 8, 2, gated=True),
+        Shape("qwen3", 16384, 2048, 768, 128, 8, gated=True),
+        Shape("switch", 8192, 1024, 4096, 64, 1),
+        Shape("tiny", 64, 32, 48, 4, 2),  # to rehearse
     )
 }
 
@@ -109,9 +116,13 @@ class Problem:
         return forced_choices(self.shape, self.skew, self._generator(6)).to(self.device)
 
     def _draw(self, stream: int, *sizes: int) -> Tensor:
-        """Variance 1 / fan in, matrix by matrix."""
-        weight = torch.randn(*sizes, generator=self._generator(stream)) * sizes[-1] ** -0.5
-        return weight.to(self.device, self.dtype)
+        """Variance 1 / fan in, matrix by matrix; drawn on the device, with the same bits on every device."""
+        out = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        for number, matrix in enumerate(out if len(sizes) == 3 else out.unsqueeze(0)):
+            keys = [random.key("bench", self.seed, stream, number)]
+            drawn = initial.draw(keys, matrix.numel(), out.device, sizes[-1] ** -0.5, is_normal=True)
+            matrix.copy_(drawn.view_as(matrix))
+        return out
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(8 * self.seed + stream)

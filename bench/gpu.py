@@ -1,0 +1,274 @@
+"""``python -m bench gpu probe|smoke``: what a machine with a GPU has, and whether the layer works on it.
+
+The first two steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run on the CPU in small sizes, and say what they
+leave out.
+"""
+
+import functools
+import importlib.metadata
+import platform
+import sys
+import threading
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+import fmoe
+from fmoe.errors import UserError
+from fmoe.experts import FFNExperts
+from fmoe.gates.naive import NaiveRouter
+from fmoe.kernels.cuda import calls, tuning
+from fmoe.kernels.cuda import loader as cuda
+from fmoe.routing import RoutingGroups
+
+PACKAGES = (
+    *("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "megatron-core", "transformers"),
+    *("transformer-engine", "sonic-moe", "scattermoe", "apex", "pytest", "sentencepiece", "datasets"),
+)
+GATES = ("naive", "sigmoid", "switch", "gshard")
+
+
+class Skipped(Exception):
+    """A check does not apply to this device; the message gives the reason."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return 1 if a check failed."""
+    parser = ArgumentParser(prog="python -m bench gpu", description=__doc__)
+    parser.add_argument("step", choices=["probe", "smoke"])
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, in small sizes")
+    arguments = parser.parse_args(argv)
+    if not arguments.rehearse and not torch.cuda.is_available():
+        raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs on the CPU")
+    device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", torch.cuda.current_device())
+    return probe(device) if arguments.step == "probe" else smoke(device)
+
+
+def probe(device: torch.device) -> int:
+    """Print versions, the device, and its rates of bf16 GEMMs and of copies."""
+    for name in PACKAGES:
+        try:
+            print(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name} is not installed")
+    name = platform.processor() or "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    print(f"python {platform.python_version()}, CUDA {torch.version.cuda}, {name}")
+    size, num_bytes = (256, 1 << 20) if device.type == "cpu" else (8192, 1 << 30)
+    a = torch.randn(size, size, device=device).bfloat16()
+    b = torch.empty(num_bytes, device=device, dtype=torch.uint8)
+    c = torch.empty_like(b)
+    print(f"bf16 GEMM of {size}: {2 * size**3 / _seconds(lambda: a @ a, device) / 1e12:.3g} TFLOP/s")
+    print(f"copy of {num_bytes} bytes: {2 * num_bytes / _seconds(lambda: c.copy_(b), device) / 1e12:.3g} TB/s")
+    return 0
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call: the minimum of ten."""
+    if device.type == "cuda":
+        return min(tuning.milliseconds(step) for _ in range(3)) / 1e3
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def smoke(device: torch.device) -> int:
+    """Run each check, whatever became of the others, and print a line for it."""
+    failed = 0
+    for name, check in checks(device):
+        begin = time.perf_counter()
+        try:
+            said = check()
+        except Skipped as reason:
+            print(f"skipped  {name}: {reason}", flush=True)
+            continue
+        except Exception as error:  # whatever it is, the next check may pass
+            failed += 1
+            print(f"FAILED   {name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+            continue
+        print(f"ok       {name} ({time.perf_counter() - begin:.1f} s){'' if said is None else f': {said}'}", flush=True)
+    print(f"{failed} checks failed")
+    return int(failed > 0)
+
+
+def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the checks by name, in an order in which each needs only those before it."""
+    yield "the kernels compile, load and pass their self-check", lambda: _load(device)
+    yield "Triton's GEMMs pass their self-check", lambda: _triton(device)
+    yield "a thread that has called nothing of CUDA can launch", lambda: _cold_thread(device)
+    yield "initial weights have the bits of the CPU's", lambda: _initial_weights(device)
+    yield "the router multiplies 16 bits into float32", lambda: _router(device)
+    for gate in GATES:
+        yield f"{gate}: forward and backward", functools.partial(_step, device, gate)
+        yield f"{gate}: no wait of the host", functools.partial(_no_wait, device, gate)
+    yield "the chosen GEMMs are measured, and equal torch's", lambda: _measured(device)
+    yield "gradients are added to main_grad", lambda: _main_grad(device)
+    yield "a CUDA graph replays forward and backward", lambda: _graph(device)
+    yield "batches travel in one transfer", lambda: _batch(device)
+
+
+def _only_on_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Skipped("needs a GPU")
+
+
+def _load(device: torch.device) -> str | None:
+    _only_on_gpu(device)
+    if not cuda.load(device):
+        raise RuntimeError(cuda.why(device))
+    return cuda.describe()
+
+
+def _triton(device: torch.device) -> None:
+    _only_on_gpu(device)
+    if (wrong := tuning.failure(device, gemm="triton")) is not None:
+        raise RuntimeError(wrong)
+
+
+def _cold_thread(device: torch.device) -> None:
+    _only_on_gpu(device)
+    x, found = torch.randn(64, 32, device=device), []
+
+    def launch() -> None:
+        try:
+            found.append(calls.gather(x, None, 1, 64))
+        except Exception as error:
+            found.append(error)
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    _near(found[0], x, 0.0)
+
+
+def _initial_weights(device: torch.device) -> None:
+    method = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)
+    for init_method in (None, method):
+        drawn = []
+        for where in (device, torch.device("cpu")):
+            with torch.device(where):
+                drawn.append(FFNExperts(3, 200, 300, init_method=init_method, output_init_method=init_method))
+        for own, other in zip(drawn[0].parameters(), drawn[1].parameters(), strict=True):
+            _near(own, other, 0.0)
+
+
+def _router(device: torch.device) -> None:
+    with torch.device(device):
+        gate = NaiveRouter(64, 8, 2).to(torch.bfloat16)
+        x = torch.randn(40, 64, dtype=torch.bfloat16)
+        _, logits_TE = gate.logits(x, RoutingGroups(1, 40))
+    if logits_TE.dtype != torch.float32:
+        raise AssertionError(f"logits are {logits_TE.dtype}")
+    _near(logits_TE, x.double() @ gate.weight.double().t(), 1e-5)
+
+
+def _layer(device: torch.device, gate: str = "naive", gemm: str = "auto") -> tuple[fmoe.FMoE, Tensor]:
+    small = device.type == "cpu"
+    width, count = (32, 64) if small else (512, 4096)
+    options = {"bias": False, "gemm": gemm}
+    sizes = {"d_model": width, "num_experts": 16, "d_hidden": width, "top_k": 2 if gate != "switch" else 1, "seed": 1}
+    layer = fmoe.FMoE(gate=gate, expert="swiglu", expert_options=options, **sizes).to(device, torch.bfloat16)
+    return layer, torch.randn(count, width, device=device).bfloat16().requires_grad_()
+
+
+def _run(layer: fmoe.FMoE, x: Tensor) -> Tensor:
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    y = layer(x)
+    y.sum().backward()
+    return y
+
+
+def _step(device: torch.device, gate: str) -> None:
+    layer, x = _layer(device, gate)
+    y = _run(layer, x)
+    if not y.isfinite().all() or x.grad is None or not x.grad.isfinite().all():
+        raise AssertionError("output or gradient is not finite")
+
+
+def _no_wait(device: torch.device, gate: str) -> None:
+    _only_on_gpu(device)
+    layer, x = _layer(device, gate, gemm="grouped")  # "loop" reads the counts
+    _run(layer, x)  # compiles and allocates
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _run(layer, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _measured(device: torch.device) -> str:
+    layer, x = _layer(device)
+    found = _run(layer, x).detach(), x.grad
+    plain, _ = _layer(device, gemm="loop")
+    plain.load_state_dict(layer.state_dict())
+    for own, other in zip(found, (_run(plain, x).detach(), x.grad), strict=True):
+        _near(own, other, 2e-2)
+    return layer.experts.backend
+
+
+def _main_grad(device: torch.device) -> None:
+    layer, x = _layer(device)
+    _run(layer, x)
+    experts = layer.experts
+    expected = experts.weight_in.grad.float()
+    layer.zero_grad(set_to_none=True)
+    experts.into_main_grad = True
+    for weight in (experts.weight_in, experts.weight_out):
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
+    layer(x).sum().backward()
+    if not experts.weight_in.grad_added_to_main_grad:
+        raise Skipped("the backend in use leaves main_grad to Megatron-core")
+    _near(experts.weight_in.main_grad, expected, 2e-2)
+
+
+def _graph(device: torch.device) -> None:
+    _only_on_gpu(device)
+    layer, x = _layer(device, gemm="grouped")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            _run(layer, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    expected = x.grad.clone()
+    graph = torch.cuda.CUDAGraph()
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    with torch.cuda.graph(graph):
+        layer(x).sum().backward()
+    graph.replay()
+    _near(x.grad, expected, 0.0)
+
+
+def _batch(device: torch.device) -> None:
+    from pretrain.models.batch import to_device
+
+    batch = {"tokens": torch.arange(12).view(3, 4), "loss_weight": torch.rand(3, 4), "documents": torch.ones(3, 4) > 0}
+    for name, tensor in to_device(batch, device).items():
+        _near(tensor, batch[name], 0.0)
+
+
+def _near(found: Tensor, expected: Tensor, limit: float) -> None:
+    """Raise unless the relative error is at most ``limit``; 0 for the same bits."""
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    if limit == 0:
+        if not torch.equal(found, expected):
+            raise AssertionError("the bits differ")
+        return
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= limit:
+        raise AssertionError(f"relative error {error:.2e}, limit {limit:.0e}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
