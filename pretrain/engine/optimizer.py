@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import optimizer as core
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,11 +17,10 @@ from pretrain.config import Recipe
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
-    """Return a function from parameter groups to the optimizer; None for AdamW on a GPU or with ``cpu_offload``, which
-    Megatron-core builds itself.
+    """Return a function from parameter groups to the optimizer; None for AdamW if Megatron-core builds a better one.
 
-    On a CPU, Megatron-core uses torch's for-loop AdamW, which reads and writes each tensor ten times; the fused AdamW
-    does so once.
+    It does with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is installed. Elsewhere
+    it uses torch's AdamW that is not fused, which reads and writes each tensor ten times; the fused one does so once.
     """
     own = recipe.optimizer
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
@@ -33,7 +33,8 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         "adamw8bit": (optim.AdamW8bit, adam),
         "sgd": (torch.optim.SGD, {"momentum": own.momentum}),
     }
-    if own.name == "adamw" and (torch.cuda.is_available() or own.cpu_offload):
+    is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
+    if own.name == "adamw" and (own.cpu_offload or is_fused):
         return None
     kind, options = kinds[own.name]
     return lambda groups: kind(groups, lr=recipe.max_lr, weight_decay=own.weight_decay, **options)
@@ -93,8 +94,9 @@ def restored_state(shard: Shard, step: float, read: Callable[[StateTensor], Tens
     if "step" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["step"] = int(step)  # where Transformer Engine and apex keep it
     elif not isinstance(optimizer, Lars | torch.optim.SGD):
-        # Each parameter has its own step tensor: torch's optimizers advance it in place.
-        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        # Each parameter has its own step tensor: torch's optimizers advance it in place, fused ones on the device.
+        device = main.device if optimizer.defaults.get("fused") else "cpu"
+        state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
     return state
 
 

@@ -1,13 +1,15 @@
 """Which optimizer a recipe gets, and that torch's fused AdamW is AdamW."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compare import assert_close
+from megatron.core import optimizer as core
 
 from pretrain.config import OptimizerConfig, Recipe
-from pretrain.engine.optimizer import make_optimizer
+from pretrain.engine.optimizer import make_optimizer, restored_state
 
 RECIPE = Recipe(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
 
@@ -22,8 +24,29 @@ def test_adamw_is_torchs_fused_one_on_a_cpu(monkeypatch):
     assert made.param_groups[0]["weight_decay"] == 0.0
     offloaded = replace(RECIPE, optimizer=replace(own, cpu_offload=0.5))
     assert make_optimizer(offloaded) is None
+
+
+def test_adamw_on_a_gpu_is_apexs_or_transformer_engines_where_installed(monkeypatch):
+    """Which Megatron-core takes by itself; torch's fused one otherwise."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(core, "Adam", type("FusedAdam", (torch.optim.Optimizer,), {}))
     assert make_optimizer(RECIPE) is None
+    lamb = replace(RECIPE, optimizer=replace(RECIPE.optimizer, name="lamb"))
+    assert make_optimizer(lamb) is not None
+    monkeypatch.setattr(core, "Adam", torch.optim.AdamW)
+    made = make_optimizer(RECIPE)([torch.nn.Parameter(torch.zeros(3))])
+    assert isinstance(made, torch.optim.AdamW) and made.defaults["fused"]
+
+
+def test_the_step_of_a_fused_optimizer_is_restored_on_the_device():
+    """Where torch's fused kernels read it."""
+    main = torch.zeros(4, 3, device="meta")
+    for fused, device in ((True, "meta"), (False, "cpu")):
+        optimizer = SimpleNamespace(param_groups=[{}], defaults={"fused": fused})
+        shard = SimpleNamespace(optimizer=optimizer, main=main, parameter=main)
+        state = restored_state(shard, 7, lambda entry: torch.zeros(12))
+        assert state["step"].device.type == device and state["exp_avg"].device.type == "meta"
+        assert device == "meta" or float(state["step"]) == 7
 
 
 def test_the_fused_steps_are_those_of_the_loop():
