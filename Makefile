@@ -25,7 +25,7 @@ endif
 CONSTRAINTS ?=
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help train compare test coverage conformance gpu lint bench docs corpus clean
+.PHONY: help train compare test coverage mutants conformance gpu lint bench docs corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
@@ -34,6 +34,7 @@ help:
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
 	@echo "make coverage   set up, run the tests and report the lines and branches of the packages that they miss"
+	@echo "make mutants set up, run the tests of some modules against mutants of their code, report those that no test sees"
 	@echo "make gpu     set up, run what needs a GPU: the CUDA kernels against float64, graphs, streams, the sanitizer"
 	@echo "make lint    set up, check style, spelling and types"
 	@echo "make bench   set up, measure a training step against megatron-core's own MoE layer"
@@ -66,6 +67,21 @@ test: $(VENV)/.test
 # Processes that tests start count too. ARGS names files or folders; the report then is of the whole packages still.
 coverage: $(VENV)/.test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
+
+# cosmic-ray writes each mutant over its file and restores the file afterwards. Fails above 10 % of survivors.
+SUBJECTS ?= $(basename $(notdir $(wildcard .ci/mutants/*.toml)))
+
+mutants: export PATH := $(abspath $(BIN)):$(PATH)
+mutants: $(VENV)/.test
+	@git diff --quiet -- fmoe pretrain || { echo "mutants are written over the files: commit your changes first"; exit 2; }
+	$(INSTALL) --editable '.[mutants]'
+	mkdir -p build/mutants
+	status=0; for subject in $(SUBJECTS); do \
+		config=.ci/mutants/$$subject.toml; session=build/mutants/$$subject.sqlite; \
+		cosmic-ray init --force $$config $$session && python .ci/mutants/sample.py $$config $$session && \
+		cosmic-ray baseline $$config && cosmic-ray exec $$config $$session && \
+		cr-report --surviving-only --show-diff $$session && cr-rate --fail-over 10 $$session || status=1; \
+	done; exit $$status
 
 # The second part runs after failures of the first too.
 conformance: $(VENV)/.test

@@ -60,11 +60,6 @@ class DispatchPlan:
         )
         return cls(perm_N, _inverted(perm_N).view_as(expert_TK), kept_TK, begin_E1.diff())
 
-    @property
-    def top_k(self) -> int:
-        """K."""
-        return self.inverse_TK.shape[1]
-
     @cached_property
     def counts(self) -> list[int]:
         """``count_E`` on the host: one device-to-host copy."""

@@ -15,12 +15,6 @@ from fmoe.errors import require
 from fmoe.optim.checks import check
 
 BLOCK = 256
-_SMALLEST = 4096
-
-
-def is_quantized(numel: int) -> bool:
-    """Return whether a tensor of ``numel`` elements has 8-bit moments instead of float32 ones."""
-    return numel >= _SMALLEST and numel % BLOCK == 0
 
 
 class AdamW8bit(Optimizer):

@@ -65,6 +65,14 @@ def test_each_micro_batch_counts_once(gate, trained, how):
         assert counted(layer) == (3 * TOKENS, 3 * TOKENS if gate == "sigmoid" else None), needs_grad
 
 
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_frozen_layer_counts_once_where_its_input_needs_no_gradient(how):
+    layer, _ = built("random", "head alone")
+    frozen = torch.randn(TOKENS, WIDTH)
+    CHECKPOINTS[how](lambda x: x + layer(frozen))(torch.randn(TOKENS, WIDTH, requires_grad=True)).sum().backward()
+    assert counted(layer)[0] == TOKENS
+
+
 @pytest.mark.parametrize("gate", ["sigmoid", "random"])
 @pytest.mark.parametrize("how", ["none", "other", "other in other"])
 def test_a_backward_pass_that_runs_again_counts_nothing(gate, how):

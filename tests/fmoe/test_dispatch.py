@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from compare import relative_error
+from compare import assert_close, relative_error
 from forks import values
 
 import fmoe
 from fmoe.exchange import EXCHANGES, Cost, build_exchange
 from fmoe.exchange.collectives import PeerError, timeout_of
 from fmoe.exchange.shadow import choose
+from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan, chunk_counts
 from fmoe.routing import Routing
 
@@ -73,6 +74,43 @@ def test_chunks_hold_every_row_once_in_the_order_of_experts(chunks):
             expected += rows[sum(sizes[:chunk]) :][: sizes[chunk]]
     expected += (flat == 3).nonzero().view(-1).tolist()
     assert arranged.perm_N[:kept].tolist() == expected
+
+
+def test_experts_in_no_chunk_come_last_in_the_order_given():
+    expert_TK = torch.tensor([[0, 1], [2, 3], [1, 0], [3, -1]])
+    plan = DispatchPlan.from_routing(Routing(expert_TK, expert_TK), EXPERTS)
+    assert plan.arranged(last=[1, 0]).perm_N.tolist() == [2, 3, 6, 1, 4, 0, 5, 7]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_padded_rows_lie_by_chunk_expert_and_slot(chunks):
+    num_experts, slots = 3, 6
+    generator = torch.Generator().manual_seed(1)
+    expert_TK = torch.tensor([[0, 2], [-1, 0], [2, 0], [1, -1], [2, 0], [0, 2]])
+    x_TD, weight_TK, grad_PD, grad_TD = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(6, 4), (6, 2), (18, 4), (6, 4)]
+    )
+    place_TK, taken = torch.full_like(expert_TK, -1), [0] * num_experts
+    for assignment, expert in enumerate(expert_TK.flatten().tolist()):
+        if expert >= 0:
+            chunk, slot = divmod(taken[expert], slots // chunks)
+            place_TK.view(-1)[assignment] = (chunk * num_experts + expert) * (slots // chunks) + slot
+            taken[expert] += 1
+    put_TKP = torch.nn.functional.one_hot(place_TK + 1, 19)[..., 1:].double()  # 1 where an assignment has its slot
+
+    plan = PaddedPlan(DispatchPlan.from_routing(Routing(expert_TK, weight_TK), num_experts), slots, chunks)
+    x_TD.requires_grad_()
+    rows_PD = plan.permute(x_TD, 18)
+    rows_PD.backward(grad_PD)
+    assert torch.equal(rows_PD, torch.einsum("tkp,td->pd", put_TKP, x_TD))
+    assert_close(x_TD.grad, torch.einsum("tkp,pd->td", put_TKP, grad_PD), 1e-12, "gradient of the tokens")
+    given = [grad_PD.requires_grad_(), weight_TK.requires_grad_()]
+    found, expected = plan.combine(*given), torch.einsum("tkp,pd,tk->td", put_TKP, *given)
+    assert_close(found, expected, 1e-12, "output")
+    for name, a, b in zip(
+        ("rows", "weights"), *(torch.autograd.grad(y, given, grad_TD) for y in (found, expected)), strict=True
+    ):
+        assert_close(a, b, 1e-12, f"gradient of the {name}")
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 12])

@@ -9,6 +9,7 @@ from compare import assert_close
 import fmoe
 from fmoe import kernels, losses
 from fmoe.gates import GATES, HashRouter, SigmoidRouter, TopKRouter, build_gate, register_gate
+from fmoe.gates.router import routes_by_logits
 from fmoe.kernels import reference
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
@@ -168,6 +169,25 @@ def test_expert_choice_ranks_equal_tokens_by_place():
     assert ((expert_TK >= 0).sum(1) == torch.tensor([4, 4, 0, 0, 0, 0, 0, 0])).all()
 
 
+def test_expert_choice_has_a_column_for_each_expert_of_the_busiest_token():
+    gate = build_gate("expert_choice", 8, 4, 1)
+    gate.weight = torch.nn.Parameter(torch.eye(4, 8))
+    x = 9 * torch.eye(8)[torch.arange(16) % 4]  # token t is for expert t % 4
+    mask = torch.arange(16) < 8  # the second group has padding alone
+    assert gate(x, RoutingGroups(2, 8, mask_T=mask)).expert_TK[:8].tolist() == [[t % 4] for t in range(8)]
+
+
+def test_all_gates_but_two_gather_logits_instead_of_tokens():
+    gates = {name: build_gate(name, 8, 4, 1) for name in GATES}
+    assert {name for name, gate in gates.items() if not routes_by_logits(gate)} == {"noisy", "topology"}
+
+
+@pytest.mark.parametrize("name", ["naive", "noisy", "gshard", "swipe", "sigmoid", "topology"])
+def test_default_weights_sum_to_one(name):
+    weight_TK = build_gate(name, 8, 4, 2).eval()(torch.randn(24, 8), RoutingGroups(2, 12)).weight_TK
+    assert_close(weight_TK.sum(1), torch.ones(24), 1e-6, "sums")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_combine_of_few_rows_for_many_places(seed):
     """The sparse path of expert choice, against the reference."""
@@ -196,6 +216,26 @@ def test_group_limited_choice_stays_in_the_kept_groups():
         assert all(len({e // 3 for e in row}) <= 2 for row in expert_TK.tolist())
 
 
+@pytest.mark.parametrize("name", ["naive", "switch", "gshard", "sigmoid"])
+def test_a_rule_replaces_the_gates_own_choice_alone(name):
+    class OtherChoice(GATES[name]):
+        def choose(self, scores, groups):
+            return super().choose(scores, groups)
+
+    class OtherScores(GATES[name]):
+        def scores(self, x_TD, groups):
+            return super().scores(x_TD, groups)
+
+    assert GATES[name](8, 4).rule() is not None
+    assert OtherChoice(8, 4).rule() is None
+    assert OtherScores(8, 4).rule() is None
+
+
+def test_default_weights_of_losses_are_those_of_the_papers():
+    papers = {"balance": 1e-2, "z": 1e-3, "importance": 1e-1, "load": 1e-1, "sequence_balance": 1e-4}
+    assert papers == losses.DEFAULT_LOSS_WEIGHTS
+
+
 def test_losses_of_even_and_extreme_loads():
     even = torch.full((2, 6, 4), 0.25)
     one = torch.zeros(2, 6, 4)
@@ -217,6 +257,14 @@ def test_losses_of_even_and_extreme_loads():
         (lambda: build_gate("hash", 8, 4, 1)(torch.zeros(24, 8), RoutingGroups(2, 12)), "token_ids=ids"),
         (lambda: RoutingGroups(2, 12, token_ids_T=IDS[:5]), "token_ids_T has shape (5,)"),
         (lambda: RoutingGroups(2, 12, mask_T=IDS[:5] > 1), "mask_T has shape (5,)"),
+        (
+            lambda: build_gate("hash", 8, 4, 1)(torch.zeros(5, 8), RoutingGroups(1, 5, token_ids_T=IDS[:5].float())),
+            "torch.float32",
+        ),
+        (
+            lambda: build_gate("hash", 8, 4, 1)(torch.zeros(5, 8), RoutingGroups(1, 5, token_ids_T=IDS[:5] > 1)),
+            "torch.bool",
+        ),
         (lambda: HashRouter(8, 4, 2, table=torch.zeros(5, 1, dtype=torch.int64)), "table has shape (5, 1)"),
         (lambda: HashRouter(8, 4, 1, table=torch.full((5, 1), 4)), "table has experts 4..4, not all in 0..3"),
         (lambda: build_gate("expert_choice", 8, 4, None, capacity_factor=5.0), "capacity_factor=5.0 exceeds"),

@@ -1,12 +1,15 @@
 """The layer's contracts beside its arithmetic."""
 
+import dataclasses
+
 import pytest
 import torch
 from compare import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
-from fmoe.gates import NaiveRouter, SwitchRouter
+from fmoe.gates import NaiveRouter, SwitchRouter, build_gate
+from fmoe.routing import Routing, RoutingGroups, RoutingStats
 
 
 def layer_and_input(*shape, **options):
@@ -72,6 +75,19 @@ def test_routing_groups_make_the_split_of_a_batch_irrelevant():
     assert split_report.losses["balance"] == pytest.approx(whole_report.losses["balance"], rel=1e-5)
 
 
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_are_of_consecutive_tokens_of_a_sequence(sequences, size):
+    groups = RoutingGroups(sequences, 4, size=size, sequence_first=True)
+    in_order = torch.arange(sequences * 4)
+    in_memory = in_order.view(sequences, 4).t().reshape(-1)
+    sizes = [len(part) for part in in_order.split(size)]
+    assert (groups.count, groups.sizes(), groups.padding) == (len(sizes), sizes, len(sizes) * size - len(in_order))
+    assert groups.split(in_memory, pad=-1).flatten().tolist() == in_order.tolist() + [-1] * groups.padding
+    assert torch.equal(groups.join(groups.split(in_memory)), in_memory)
+    assert groups.layout == ((sequences, 4) if sequences > 1 else (1, 4))
+
+
 def test_sequence_first_is_the_transposed_input():
     layer, x = layer_and_input(5, 12, gate="gshard", gate_options={"capacity_factor": 0.5})
     fmoe.random.set_position(0, 0)
@@ -79,6 +95,21 @@ def test_sequence_first_is_the_transposed_input():
     layer.sequence_first = True
     fmoe.random.set_position(0, 0)
     assert torch.allclose(layer(x.transpose(0, 1).contiguous()).transpose(0, 1), expected, atol=1e-6)
+
+
+def test_losses_leave_out_masked_tokens():
+    gate, x = build_gate("naive", 8, 4, 2), torch.randn(8, 8)
+    masked = gate(x, RoutingGroups(1, 8, mask_T=torch.arange(8) < 5)).losses
+    for name, loss in gate(x[:5], RoutingGroups(1, 5)).losses.items():
+        assert_close(masked[name], loss, 1e-6, name)
+
+
+def test_decisions_are_frozen_and_compare_by_identity():
+    for kind, number in ((Routing, 2), (RoutingStats, 4)):
+        one, other = (kind(*[torch.zeros(3, 2)] * number) for _ in range(2))
+        assert one != other and len({one, other}) == 2
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            one.max_load = 1
 
 
 def test_masked_tokens_are_not_routed_and_take_no_capacity():

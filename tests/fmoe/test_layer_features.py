@@ -226,6 +226,23 @@ def test_losses_by_hand_are_those_of_auto():
     assert fmoe.metrics(manual)[""].tokens == 18
 
 
+def test_losses_by_hand_are_the_sum_over_losses_and_passes():
+    layer = build(gate="naive", aux_loss="manual", loss_weights={"balance": 2.0, "z": 3.0})
+    found = []
+    layer.aux.observer = lambda routing: found.append(routing.losses)
+    passes = [layer(tokens(n)).sum() for n in (4, 7)]
+    collected = fmoe.collect_losses(layer)
+    sum(passes).backward()
+    assert len(found) == 2 and found[0]["balance"] != found[1]["balance"]
+    expected = sum(2 * losses["balance"] + 3 * losses["z"] for losses in found)
+    assert_close(collected, expected, 1e-6, "losses")
+
+
+def test_no_losses_by_hand_are_a_zero_of_the_models_device():
+    assert fmoe.collect_losses(nn.Identity()) == 0
+    assert fmoe.collect_losses(nn.Linear(2, 2, device="meta")).is_meta
+
+
 def test_losses_by_hand_that_nobody_collects_are_told_once(caplog):
     layer = build(aux_loss="manual", name="layer 7")
     with caplog.at_level(logging.WARNING, logger="fmoe"):

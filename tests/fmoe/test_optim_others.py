@@ -81,6 +81,20 @@ def test_8_bit_moments_are_close_to_32():
     assert state["step"] == 60
 
 
+@needs_torchao
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_moments_are_made_again_from_their_values_exactly(name):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 256))
+    optimizer = AdamW8bit([weight])
+    for step in range(3):
+        weight.grad = torch.randn(16, 256) * 10.0**-step
+        optimizer.step()
+    moment = optimizer.state[weight][name]
+    again = optimizer.moment_of(weight, name, moment.dequantize())
+    assert torch.equal(again.dequantize(), moment.dequantize())
+
+
 def without_torchao():
     import sys
 

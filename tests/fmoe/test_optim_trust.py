@@ -1,6 +1,7 @@
 """LAMB and LARS equal the papers' algorithms, an expert of a stack is a tensor of its own, a shard a part of it."""
 
 import copy
+import itertools
 
 import optim_reference
 import pytest
@@ -14,6 +15,7 @@ from fmoe import FMoE, FMoELinear, UserError
 from fmoe.experts import FFNExperts
 from fmoe.optim import Blocks, Lamb, Lars, Layout, is_matrix, is_stacked, param_groups
 from fmoe.optim import trust as trust_module
+from fmoe.optim.layout import parts_of
 
 STEPS = 6
 LAMB = {"lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -180,6 +182,23 @@ def test_a_parameter_without_gradient_is_left_alone(kind):
     loss = optimizer.step(lambda: torch.tensor(3.0))
     assert loss == 3.0 and torch.equal(parameters[0], before)
     assert parameters[0] not in optimizer.state
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lars])
+def test_ratios_are_on_the_device_of_the_parameters_or_there_are_none(kind):
+    assert kind([nn.Parameter(torch.ones(2, 2, device="meta"))]).trust_ratios()[0].is_meta
+    assert kind([{"params": []}]).trust_ratios() == []
+
+
+def test_a_flat_range_is_whole_blocks_and_slices_of_blocks():
+    blocks, length = Blocks(30, 6), 5
+    for start, stop in itertools.combinations(range(31), 2):
+        shard = torch.arange(start, stop)
+        parts = list(parts_of(shard, blocks, 100, start, max_numel=2 * length))
+        assert torch.equal(torch.cat([part.of(shard).reshape(-1) for part in parts]), shard)
+        for part in parts:
+            held = [100 + element // length for element in part.of(shard).flatten().tolist()]
+            assert {*range(part.block, part.block + part.count)} == {*held} and len(held) <= 2 * length
 
 
 def sharded_steps(kind, options):

@@ -9,6 +9,8 @@ from forks import values
 
 import fmoe
 from fmoe.gates import GATES
+from fmoe.layout import TokenShards
+from fmoe.routing import RoutingGroups
 
 LENGTH, BATCH, WIDTH, EXPERTS = 8, 3, 16, 4
 OPTIONS = {  # noise, capacity, groups of a sequence's length and of another that no slice is a multiple of
@@ -101,6 +103,31 @@ def test_every_gate_decides_over_the_whole(two_ranks, gate, how):
 @pytest.mark.parametrize("how", ["slice", "sequence"])
 def test_wherever_experts_are(two_ranks, how, spread, expert):
     assert values(two_ranks.run(sliced, "switch", how, spread, 6, expert)) == [True] * 2
+
+
+class Rank:
+    """As much of a process group as a split needs."""
+
+    def __init__(self, rank):
+        self.rank, self.size = (lambda: rank), (lambda: 2)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(
+    ("entries", "sequences", "length", "sequence_first"),
+    [(6, 1, 6, False), (1, 1, 6, False), (4, 4, 4, False), (6, 3, 6, True)],
+    ids=["[T]", "[1, S]", "[B, S]", "[S, B]"],
+)
+def test_a_rank_draws_the_noise_of_its_tokens(entries, sequences, length, sequence_first, size):
+    def noise(shards=None):
+        groups = RoutingGroups(
+            sequences, length, size=size, sequence_first=sequence_first, noise_key=lambda: 7, shards=shards
+        )
+        return groups.local_uniform16(3, "noise", torch.device("cpu"))
+
+    for rank in range(2):
+        shards = TokenShards.of_slices(entries, Rank(rank))
+        assert torch.equal(noise(shards), shards.local(noise(), sequences * length // entries))
 
 
 def wrong():

@@ -31,12 +31,13 @@ def test_a_region_of_no_elements_has_no_boxes():
     "region, shape",
     [
         (Region.of((0,), (2,)), (2, 2)),
+        (Region.of((0,), (2, 2)), (2, 2)),
         (Region.of((1, 0), (2, 2)), (2, 2)),
         (Region.of((-1, 0), (2, 2)), (2, 2)),
         (Region.of((0, 0), (2, 2), 0, 5), (2, 2)),
         (Region.of((0, 0), (2, 2), 3, 2), (2, 2)),
     ],
-    ids=["axes", "beyond", "negative", "range", "backwards"],
+    ids=["axes", "offset", "beyond", "negative", "range", "backwards"],
 )
 def test_misfits_are_told(region, shape):
     assert region.misfit(shape)
@@ -71,6 +72,8 @@ def test_merging_keeps_what_is_held():
     block, elsewhere = ((0, 0), (4, 4)), Region.of((4, 0), (4, 4))
     parts = [Region.of(*block, a, b) for a, b in [(9, 16), (0, 3), (3, 3), (3, 9)]]
     assert merged([elsewhere, *parts]) == [Region.of(*block), elsewhere]
+    halves = [Region.of(elsewhere.offset, elsewhere.block, a, b) for a, b in [(0, 8), (8, 16)]]
+    assert merged([*halves, *parts]) == [Region.of(*block), elsewhere]
     for other in [(2, 9), (4, 9), (3, 8), (0, 9)]:
         regions = [Region.of(*block, 0, 3), Region.of(*block, *other), Region.of(*block, 9, 16)]
         assert len(merged(regions)) > 1
