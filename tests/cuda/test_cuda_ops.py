@@ -483,6 +483,36 @@ def test_gradients_are_added_to_main_grad(variant, dtype):
     assert all(torch.equal(found[name].grad, plain[name].grad) for name in ("x", "w_out"))
 
 
+def test_accumulation_is_measured_without_being_done(monkeypatch):
+    """Into tensors of its own; the gradient is added to main_grad once."""
+    seen = []
+
+    def choose(asked, step, x, num_rows, w_in, w_out, run):
+        if step != "forward":
+            before = w_in.main_grad.clone()
+            run("loop")
+            seen.append((step, torch.equal(w_in.main_grad, before)))
+        return "loop"
+
+    def weights(self, left, right, total=None):
+        totals.append(None if total is None else total.data_ptr())
+        return made(self, left, right, total)
+
+    totals, made = [], gemm.Gemms.weights
+    monkeypatch.setattr(gemm.Gemms, "weights", weights)
+    monkeypatch.setattr(ffn, "choose", choose)
+    plan, weight = plan_of(), draw(T, K, seed=9)
+    w_in, w_out = draw(E, 2 * H, D, seed=1), draw(E, D, H, seed=2)
+    for w in (w_in, w_out):
+        w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+    given = (draw(T, D), w_in, None, w_out, None, None, ACTIVATIONS["silu"], True)
+    y = ffn.expert_ffn(*given, **plan.fused_arguments(weight), gemm="auto", into_main_grad=True)
+    y.backward(draw(T, D, seed=5, requires_grad=False))
+    assert seen == [("backward to main_grad", True)] and w_in.main_grad.any()
+    own = {w_in.main_grad.data_ptr(), w_out.main_grad.data_ptr()}
+    assert len(totals) == 4 and None not in totals and own == set(totals[2:]) and not own & set(totals[:2])
+
+
 def test_what_is_compiled_is_what_is_tested():
     """The instances that the operations call are among those of the emulation, and of the tests that compile all."""
     assert all(set(names) <= set(kernel_list.KERNELS[source]) for source, names in KERNELS.items())

@@ -142,8 +142,8 @@ def _gradients(
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
         found = {name: torch.zeros_like(getattr(batch, name)) for name in here}
     else:
-        timed = functools.partial(step.run, adds=False)
-        found = step.run(choose(gemm, "backward", batch.x, batch.num_rows, batch.w_in, batch.w_out, timed))
+        name = "backward" if sum_in is None and sum_out is None else "backward to main_grad"
+        found = step.run(choose(gemm, name, batch.x, batch.num_rows, batch.w_in, batch.w_out, step.rehearse))
     return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # torch forbids aliases
 
 

@@ -123,7 +123,7 @@ def choose(
     Args:
         requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
             CUDA graph is captured, "auto" is "grouped".
-        step: "forward" or "backward".
+        step: "forward", "backward" or "backward to main_grad"; each is measured apart.
         run: runs the step by a variant, for the measurement.
 
     Raises:

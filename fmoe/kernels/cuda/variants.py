@@ -118,13 +118,19 @@ class Backward:
         """Return a flag for each of `NAMES`: whether `run` returns its gradient."""
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
-    def run(self, variant: str, adds: bool = True) -> dict[str, Tensor]:
-        """Return gradients by name.
+    def rehearse(self, variant: str) -> None:
+        """Do what `run` does, for a measurement: sums are added to tensors that are then dropped."""
+        self.run(
+            variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
+        )
+
+    def run(self, variant: str, sums: dict[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+        """Return the gradients by name, without those that are added to a sum.
 
         Args:
-            adds: whether to add to the sums. In timed runs it is False: the gradients are then returned.
+            sums: float32 sums by name; None for those of the constructor.
         """
-        sums = self._sums if adds else dict.fromkeys(self._sums)
+        sums = self._sums if sums is None else sums
         found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
         batch = self._batch
         if "x" in found:
