@@ -6,7 +6,6 @@ a killed rank) touches no other test. They see no GPU: what is tested with them 
 
 import gc
 import importlib
-import multiprocessing
 import os
 import pickle
 import selectors
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rank_pool import DIED, Raised, die_with_parent
+from rank_pool import DIED, Raised, die_with_parent, warm_context
 
 IMPORTS = ["pretrain.run", "pretrain.models.bert", "pretrain.models.gpt", "pretrain.models.t5", "rich._emoji_codes"]
 TIMEOUT = 240  # seconds for one call: a hang fails the test instead of blocking it
@@ -58,7 +57,7 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path):
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

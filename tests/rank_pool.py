@@ -17,6 +17,13 @@ START = 300  # seconds for the processes to import torch and meet, on a machine 
 READY = "ready"
 
 
+def warm_context() -> Any:
+    """Processes that begin with torch and fmoe imported: forks of one process of this one's, that runs nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "fmoe"])
+    return context
+
+
 def die_with_parent() -> None:
     """SIGKILL for this process when its parent is gone, however it went: a killed test run leaves nobody behind."""
     if sys.platform == "linux":
@@ -39,7 +46,7 @@ class RankPool:
     """
 
     def __init__(self, size: int, folder: Path):
-        context = multiprocessing.get_context("spawn")
+        context = warm_context()
         self._pipes, self._processes, self._sent = [], [], 0
         for rank in range(size):
             ours, theirs = context.Pipe()
