@@ -141,10 +141,10 @@ class Spec:
     def arguments(
         self, *, layout: Callable[..., Layout] = Layout, aux: Callable[..., AuxLosses] = AuxLosses
     ) -> dict[str, Any]:
-        """Return the arguments of `fmoe.MoE`; draws `seed` if it is None.
+        """Draw ``seed`` if it is None, and return the arguments of `fmoe.MoE`.
 
         Args:
-            layout, aux: factories of these two arguments.
+            layout, aux: called to build the arguments of these names.
         """
         exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
         if self.seed is None:

@@ -69,7 +69,7 @@ class Routing:
         weight_TK: combine weights, differentiable, in the router's precision. Weights of dropped assignments are
             ignored.
         losses: unscaled auxiliary losses by name, scalars; empty in evaluation.
-        stats: see `RoutingStats`; None for none.
+        stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
     """
@@ -183,8 +183,10 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def local_uniform16(self, width: int, purpose: str, device: torch.device) -> Tensor:
-        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in steps of 2^-16, the same for a token at
-        every split of the job."""
+        """Return noise in [0, 1) for this rank's tokens, float32 [T, width], in multiples of 2^-16.
+
+        A token gets the same noise however the batch is split over ranks and micro batches.
+        """
         if self.shards is not None:
             return self._uniform16_of(self.shards, width, purpose, device)
         return self._uniform16(width, purpose, device)

@@ -31,7 +31,7 @@ def build_exchange(
     exchange: str = "all_to_all",
     options: Mapping[str, Any] | None = None,
 ) -> Exchange:
-    """Return the exchange of that name for an expert parallel group; `LocalExchange` for one rank or no group.
+    """Return the exchange named ``exchange`` for an expert parallel group; `LocalExchange` for one rank or no group.
 
     Raises:
         UserError: an unknown name or option; the group's size does not divide ``num_experts``.

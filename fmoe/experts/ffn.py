@@ -154,7 +154,8 @@ class FFNExperts(Stacked):
         elif self.backend != "torch":
             if backends.activation_code(self.activation) is None:
                 raise UserError(
-                    f"backend={self.backend!r} has no activation {self.activation!r}, only {', '.join(ACTIVATIONS)}"
+                    f"backend={self.backend!r} does not support activation={self.activation!r}: use one of "
+                    f"{', '.join(ACTIVATIONS)}, or backend='torch'"
                 )
             if self.dropout:
                 raise UserError(f"backend={self.backend!r} has no dropout of hidden units (dropout={self.dropout})")

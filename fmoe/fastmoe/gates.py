@@ -58,7 +58,7 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss is stored."""
+        """True if a loss is stored."""
         return self.loss is not None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -58,7 +58,10 @@ def translate(
         slice_group = None
     gate = NaiveGate if gate is None else gate
     if isinstance(gate, str):
-        raise UserError(f"gate={gate!r} is a name, which needs num_experts= (over all ranks) instead of num_expert=")
+        raise UserError(
+            f"gate={gate!r} needs num_experts=, the number of experts over all ranks: with num_expert=, gate must be a "
+            "class or a module"
+        )
     if top_k is None and not isinstance(gate, nn.Module):
         top_k = getattr(gate, "default_top_k", 2)
     own = {"gate_bias": gate_bias} if isinstance(gate, type) and issubclass(gate, NaiveGate) else {}

@@ -76,9 +76,9 @@ class Region:
     def misfit(self, shape: Sequence[int]) -> str | None:
         """Return why this is not a region of a tensor of ``shape``, or None if it is one."""
         if not len(self.offset) == len(self.block) == len(shape):
-            return f"block {self.block} at {self.offset} differs in number of axes from the tensor {tuple(shape)}"
+            return f"block {self.block} at {self.offset} differs in number of axes from the shape {tuple(shape)}"
         if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(self.offset, self.block, shape, strict=True)):
-            return f"block {self.block} at {self.offset} is outside the tensor {tuple(shape)}"
+            return f"block {self.block} at {self.offset} is outside the shape {tuple(shape)}"
         if not 0 <= self.start <= self.stop <= prod(self.block):
             return f"range [{self.start}, {self.stop}) is outside the block's {prod(self.block)} elements"
         return None

@@ -183,7 +183,10 @@ def _manifest_from_json(document: Mapping[str, Any]) -> Manifest:
     files, tensors = files_from_json(document["files"]), tensors_from_json(document["tensors"])
     for name in files:
         if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
-            raise ValueError(f"{name!r} is not a plain file name")
+            raise ValueError(
+                f"file {name!r} is invalid: a name has only letters, digits, '.', '_' and '-', begins with a letter or "
+                "digit, and is not manifest.json"
+            )
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
             if piece.file not in files:

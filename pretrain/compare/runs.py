@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Run:
         UserError: the folder is not a run's, one of its files is damaged, or it has no validation.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not the folder of a run: it does not exist")
+        raise UserError(f"{folder} is not the folder of a run: it does not exist or is not a folder")
     for name in (CONFIG, METRICS):
         if not (folder / name).is_file():
             raise UserError(f"{folder} is not the folder of a run: it has no {name}")

@@ -129,8 +129,8 @@ class ParallelConfig:
         if self.context > 1:
             divides("2 x parallel.context", 2 * self.context, "model.sequence_length", model.sequence_length)
             raise UserError(
-                f"parallel.context={self.context} is not supported: megatron-core's attention without Transformer "
-                "Engine and layers with experts need 1; cut sequences with parallel.tensor instead"
+                f"parallel.context={self.context} is not supported: layers with experts, and megatron-core's attention "
+                "without Transformer Engine, need parallel.context=1; split sequences with parallel.tensor instead"
             )
         if model.kind == "t5" and self.pipeline > 1:
             raise UserError(f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use 1")

@@ -14,10 +14,10 @@ class DataConfig:
     """Input files. Paths are relative to the current folder."""
 
     tokenizer: str = "data/pylib/out/tokenizer.model"
-    """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; `fmoe data tokenizer`
+    """Tokenizer file: a sentencepiece model, or a tokenizer.json of Hugging Face tokenizers; ``fmoe data tokenizer``
     trains both kinds."""
     train: tuple[str, ...] = ("data/pylib/out/train",)
-    """Training corpora: prefixes of .bin/.idx pairs, which `fmoe data prepare` writes."""
+    """Training corpora: prefixes of .bin/.idx pairs, which ``fmoe data prepare`` writes."""
     weights: tuple[float, ...] = ()
     """Sampling weights of `train`'s corpora, in any unit; empty to join them and sample documents uniformly."""
     validation: tuple[str, ...] = ("data/pylib/out/validation",)

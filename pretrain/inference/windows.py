@@ -66,7 +66,7 @@ class Text:
         return find_sources([path], self._key, format=self._format)
 
     def tokens(self) -> Iterator[np.ndarray]:
-        """Yield the stream in chunks, int64 [any]."""
+        """Yield the stream in chunks of any length, int64 [n]."""
         for part in self._parts:
             yield from self._text(part) if isinstance(part, list) else self._corpus(part)
 

@@ -22,11 +22,11 @@ _IDS = ("tokens", "decoder_tokens", "labels")
 
 
 def collate(samples: Sequence[np.ndarray | dict[str, np.ndarray]], vocab_size: int | None = None) -> Batch:
-    """Collate b samples to a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]; dictionaries
+    """Collate b samples into a micro batch: token arrays [s + 1] become ``tokens`` and ``labels`` [b, s]; dictionaries
     are stacked by name. ``loss_mask`` [b, s], if present, is 1 where a token is predicted.
 
     Raises:
-        UserError: a token id is outside ``0 <= id < vocab_size``, if that is given.
+        UserError: ``vocab_size`` is given, and a token id is outside ``0 <= id < vocab_size``.
     """
     # Only numpy: an operation of torch in another thread would start another pool of OpenMP threads.
     if isinstance(samples[0], dict):

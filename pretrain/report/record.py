@@ -48,7 +48,10 @@ class Curves:
         self._last, self._last_at = np.zeros((2, 0)), np.zeros((2, 0), np.int64)
 
     def add(self, step: int, names: tuple[str, ...], values: Sequence[float]) -> None:
-        """Add the values of a step, in order of steps; a value that is not finite leaves a gap."""
+        """Add the values of a step; call it in ascending order of steps.
+
+        A value that is not finite is a gap if it is the last, or if its span has no finite value.
+        """
         if self._first is None:
             self._first = step
         while (span := (step - self._first) // self.stride) >= self._spans:

@@ -42,7 +42,10 @@ class JsonlTracker:
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             if key in row:
-                raise ValueError(f"metric {key!r} is a duplicate: the step or a nonfinite marker has the same name")
+                raise ValueError(
+                    f"metric {key!r} is a duplicate: the line already has this key, as the step or as KEY_nonfinite of "
+                    "another metric; rename the metric"
+                )
             row.update(_strict(key, value))
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         if os.fstat(self._file).st_nlink == 0:

@@ -178,7 +178,8 @@ def test_expert_choice_has_a_column_for_each_expert_of_the_busiest_token():
 
 
 def test_all_gates_but_two_gather_logits_instead_of_tokens():
-    gates = {name: build_gate(name, 8, 4, 1) for name in GATES}
+    own = [name for name, kind in GATES.items() if kind.__module__.startswith("fmoe.")]  # other tests register more
+    gates = {name: build_gate(name, 8, 4, 1) for name in own}
     assert {name for name, gate in gates.items() if not routes_by_logits(gate)} == {"noisy", "topology"}
 
 

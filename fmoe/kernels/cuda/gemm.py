@@ -131,7 +131,7 @@ def choose(
     """
     if requested == "triton":
         if (wrong := _wrong_with_triton(x.device)) is not None:
-            raise UserError(f"gemm='triton' is unavailable on {x.device}: {wrong}")
+            raise UserError(f"gemm='triton' (or FMOE_GEMM=triton) is unavailable on {x.device}: {wrong}")
         return requested
     first = "grouped" if _can_group(x, w_in_LPD, w_out_LDH) else "loop"
     if requested != "auto":

@@ -109,7 +109,7 @@ def reseal(path, change):
 def test_file_names_outside_the_folder_are_refused(path, name):
     (path.parent / "secret").write_bytes(b"{}")
     reseal(path, lambda document: document["files"].update({name: {"size": 2, "sha256": "0"}}))
-    assert "is not a plain file name" in raised(open_checkpoint, path)
+    assert "malformed: ValueError: file '" in raised(open_checkpoint, path)
 
 
 def test_a_link_is_refused(path):
@@ -137,7 +137,7 @@ def piece_of(document):
         (lambda d: d["tensors"]["w"].update(dtype="int32"), "w differs in shape or dtype from manifest.json"),
         (lambda d: d["tensors"]["w"].update(shape=[64, True]), "malformed"),
         (lambda d: d["tensors"]["w"].update(shape=[64, 9]), "no rank holds 64 of its 576"),
-        (lambda d: d["tensors"]["w"].update(shape=[63, 8]), "is outside the tensor (63, 8)"),
+        (lambda d: d["tensors"]["w"].update(shape=[63, 8]), "tensor w: block (64, 8) at (0, 0)"),
         (lambda d: d["tensors"]["w"]["pieces"].append(piece_of(d)), "both hold the element at (0, 0)"),
         (lambda d: piece_of(d).update(start=0, stop=513), "is outside the block's 512"),
         (lambda d: piece_of(d).update(key="b"), "b differs in shape or dtype from manifest.json"),
