@@ -24,7 +24,7 @@ def test_another_width_on_one_rank_is_named(forks, exchange):
         assert "rank 1 has d_model=20, the others of moe_group have 16" in message
 
 
-@pytest.mark.by_default("hierarchical-0", "hierarchical-1")
+@pytest.mark.by_default("hierarchical-1")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_killed_rank_is_named(forks, exchange, victim):
@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named(forks, exchange, victim):
         assert f"rank {victim} did not answer" in message and "the layer, forward pass 3" in message
 
 
-@pytest.mark.by_default("padded", "all_gather")
+@pytest.mark.by_default("padded")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_stopped_rank_is_named_after_the_timeout(forks, exchange):
     timeout = 2
@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(forks, exchange):
         assert "rank 1 did not answer" in message and "the layer, forward pass 3" in message
 
 
-@pytest.mark.by_default("padded", "all_gather")
+@pytest.mark.by_default("all_gather")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_error_in_one_gate_is_everyones(forks, exchange):
     (first, usable), (second, _) = values(forks.run(2, faults.broken_gate, exchange))
@@ -55,7 +55,7 @@ def test_an_error_in_one_gate_is_everyones(forks, exchange):
     assert first[2] < within(5) and usable in (True, None)
 
 
-@pytest.mark.by_default("padded", "all_gather")
+@pytest.mark.by_default("padded")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_error_in_an_expert_is_everyones(forks, exchange):
     first, second = values(forks.run(2, faults.broken_expert, exchange))
@@ -90,7 +90,7 @@ def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
     assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
 
 
-@pytest.mark.by_default(1, 2)
+@pytest.mark.by_default(1)
 @pytest.mark.parametrize(
     ("fault", "timeout", "limit", "told"),
     [

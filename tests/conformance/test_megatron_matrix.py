@@ -87,12 +87,11 @@ OTHERS = [
     )
     if (model, layout) != ("t5", "PP2xDP2")  # a T5 is not cut into stages
 ]
-OTHERS_IN_CI = {("t5", "TP2xEP2")}
 
 
 @pytest.mark.parametrize(
     "case",
-    [marks(case, case["sequence"] == "on" and (case["model"], case["layout"]) in OTHERS_IN_CI) for case in OTHERS],
+    [marks(case, False) for case in OTHERS],  # by default tests/pretrain/test_run_kinds.py has some
 )
 def test_encoder_decoders_and_encoders_too(forks, alone, case):
     test_a_split_equals_one_process(forks, alone, case)
@@ -115,12 +114,9 @@ MODERN = [
         ("t5, modern", "TP2", "off", False, "selective"),
     )
 ]
-MODERN_IN_CI = {("gpt, modern", "TP2", "off")}
 
 
-@pytest.mark.parametrize(
-    "case", [marks(case, (case["model"], case["layout"], case["sequence"]) in MODERN_IN_CI) for case in MODERN]
-)
+@pytest.mark.parametrize("case", [marks(case, False) for case in MODERN])
 def test_grouped_queries_norms_of_heads_and_shared_experts_too(forks, alone, case):
     """Every key of a modern GPT at once: see `megatron_splits.BUILDERS`."""
     test_a_split_equals_one_process(forks, alone, case)

@@ -87,14 +87,9 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SIGTERM",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGTERM to all", "SIGUSR1 to all")),
-    ],
-)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGTERM to all", "SIGUSR1 to all"])
 def test_fmoe_train_stops_with_its_workers(recipe_file, tmp_path, name):
     """SIGTERM, SIGUSR1: code 75 and a checkpoint. SIGKILL, which nobody can answer: the workers are gone all the same,
     after a checkpoint too."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.by_default(0)
 @pytest.mark.parametrize("moments, at_least", [("calls", 10), ("50", 15)])
 def test_kill_in_mid_save_leaves_the_older_checkpoint(tmp_path, moments, at_least):
     """``at_least``: so many deaths were in the middle of a save, so that the test means something."""

@@ -465,6 +465,7 @@ def test_names_do_nothing(open_page, tmp_path):
     assert opened.page.title().startswith(f"a{NAME}, b{NAME}")
 
 
+@pytest.mark.slow
 def test_runs_that_are_short_dense_or_lost(open_page, tmp_path):
     folders = [
         write_run(tmp_path / "one step", 1, config=False),
@@ -510,6 +511,7 @@ def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
         assert drawn > 3, f"{title} is empty"
 
 
+@pytest.mark.slow
 @pytest.mark.by_default("time")
 @pytest.mark.parametrize("axis", ["tokens", "time"])
 def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
@@ -561,6 +563,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 def test_metrics_and_keys_of_any_name_are_drawn(open_page, tmp_path):
     """Also beside a run that lacks them, in layers, in the recipe, in run.json."""
 
@@ -626,6 +629,7 @@ def sweep(tmp_path_factory):
     return folder / "sweep.html"
 
 
+@pytest.mark.slow
 def test_fifty_runs_are_grouped_by_seed(open_page, sweep):
     opened = open_page(sweep)
     chips, rows = opened.page.locator("#runs button"), opened.page.locator("#final tbody tr")
@@ -715,6 +719,7 @@ def test_a_run_without_a_step_has_a_page(open_page, tmp_path):
     assert "model.gate" in opened.text("#recipe") and opened.page.is_hidden("#loss canvas")
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_open_in_two_seconds(open_page, big_run, tmp_path):
     (tmp_path / "big.html").write_text(page(encode([big_run])))
     limit = patience.within(2)
