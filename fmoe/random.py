@@ -262,10 +262,11 @@ def normal_ends(device: torch.device) -> Tensor:
     The outermost two are as wide as gives a uniform density in them the right variance. Ends are multiples of 2^-20, so
     that they do not depend on a machine's logarithm, and differences of them are exact.
     """
-    found = _normal_ends.get(device)
+    is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode refuse tensors made outside them
+    found = _normal_ends.get(device) if is_plain else None
     if found is None:
         found = torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
-        if type(found) is Tensor:  # not a fake tensor
+        if is_plain:
             _normal_ends[device] = found
     return found
 

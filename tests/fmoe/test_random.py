@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe import random
@@ -136,6 +137,22 @@ def test_initial_weights_have_the_same_bits_on_every_device(method, monkeypatch)
     with Operations() as seen:
         experts.reset_parameters()
     assert seen.names <= EXACT, seen.names - EXACT
+
+
+@pytest.mark.parametrize("method", [None, functools.partial(nn.init.normal_, mean=0.0, std=0.02)])
+def test_experts_are_made_under_fake_tensors_before_and_after_real_ones(method):
+    def made():
+        return FFNExperts(2, 4, 6, init_method=method, output_init_method=method)
+
+    random._normal_ends.clear()
+    with FakeTensorMode():
+        assert isinstance(made().weight_in.data, FakeTensor)
+    expected = made()
+    with FakeTensorMode():
+        assert isinstance(made().weight_in.data, FakeTensor)
+    with torch.inference_mode():
+        made()
+    assert torch.equal(made().weight_in, expected.weight_in)
 
 
 def test_initial_weights_are_those_of_the_keys(monkeypatch):
