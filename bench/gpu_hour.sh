@@ -27,7 +27,7 @@ WHEELS=${WHEELS:-.wheels}
 SITE=${SITE:-/tmp/fmoe-site}
 mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests:$SITE${PYTHONPATH:+:$PYTHONPATH}"
-# The measurements are of the GPU: no time for a C++ compiler. A cache of its own shows what a first start takes.
+# The C++ backend for the CPU is not built: nothing here measures it. The cache folder is new, as at a first start.
 export FMOE_NATIVE=${FMOE_NATIVE:-0} FMOE_CACHE=${FMOE_CACHE:-$SITE/cache}
 mkdir -p "$FMOE_CACHE"
 

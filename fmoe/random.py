@@ -242,8 +242,8 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
     Row g is a pure function of ``keys_G[g]``: its numbers ``start`` to ``start + count``. Half of a hash chooses one of
-    2^16 intervals of equal probability, the other half a place in it. For initial weights; torch.compile cannot trace
-    it.
+    2^16 intervals of equal probability, and the other half chooses a point in that interval. This function is meant for
+    initial weights: torch.compile cannot trace it.
     """
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
@@ -259,8 +259,9 @@ _normal_ends: dict[torch.device, Tensor] = {}
 def normal_ends(device: torch.device) -> Tensor:
     """Return the ends of 2^16 intervals with equal probability under the standard normal distribution, float32.
 
-    The outermost two are as wide as gives a uniform density in them the right variance. Ends are multiples of 2^-20, so
-    that they do not depend on a machine's logarithm, and differences of them are exact.
+    The two outermost intervals, which would be infinite, end where a uniform density in them has the right variance.
+    All ends are rounded to multiples of 2^-20: they do not depend on how a machine computes logarithms, and their
+    differences are exact.
     """
     is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode refuse tensors made outside them
     found = _normal_ends.get(device) if is_plain else None

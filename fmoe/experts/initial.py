@@ -1,7 +1,7 @@
 """Initial weights of stacked experts: drawn on the device of the parameters, with the same bits on every device.
 
-Only operations that IEEE 754 rounds are used, on numbers of a counter-based hash (`fmoe.random`). On the CPU the native
-backend draws several times as fast as torch's operators, with the same bits too.
+The numbers come from a counter-based hash (`fmoe.random`) by operations whose rounding IEEE 754 defines. On the CPU the
+native backend computes the same bits in one pass.
 
 Shape letters: L experts of this rank.
 """

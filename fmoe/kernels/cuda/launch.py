@@ -92,7 +92,7 @@ def at_once(*tensors: Tensor | None) -> int:
 
 class _OfThread(threading.local):
     def __init__(self):
-        self.devices: set[int] = set()  # whose context this thread has had
+        self.devices: set[int] = set()  # devices whose context was made current in this thread
 
 
 class DeviceLauncher:
