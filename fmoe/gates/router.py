@@ -252,8 +252,9 @@ class TopKRouter(Router):
 
     def _takes_16_bits(self) -> bool:
         """Return whether 16-bit tokens are used by `TopKRouter.logits` only, which computes in float32 all the same."""
-        methods = ((cls.logits, cls.router_input) for cls in (type(self), TopKRouter))
-        return routes_by_logits(self) and len(set(methods)) == 1
+        kind, base = type(self), TopKRouter
+        is_plain = kind.logits is base.logits and kind.router_input is base.router_input
+        return is_plain and routes_by_logits(self)
 
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Return scores, choice and the entropy of each token's probabilities."""
