@@ -242,8 +242,8 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     """Return standard normal numbers, float32 [G, count], within 4.62 of zero: the same bits on every device.
 
     Row g is a pure function of ``keys_G[g]``: its numbers ``start`` to ``start + count``. Half of a hash chooses one of
-    2^16 intervals of equal probability, and the other half chooses a point in that interval. Use it for initial weights:
-    torch.compile cannot trace it.
+    2^16 intervals of equal probability, and the other half chooses a point in that interval. Use it for initial
+    weights: torch.compile cannot trace it.
     """
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
