@@ -2,6 +2,7 @@
 
 from fmoe.convert import fmoefy, register_family
 from fmoe.errors import MissingPackageError, UserError
+from fmoe.exchange import register_exchange
 from fmoe.experts import register_expert
 from fmoe.gates import attach_end_step, end_step, register_gate
 from fmoe.kernels.rows import DispatchPlan
@@ -39,6 +40,7 @@ __all__ = [
     "fmoefy",
     "metrics",
     "register_adapter",
+    "register_exchange",
     "register_expert",
     "register_family",
     "register_gate",

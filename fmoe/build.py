@@ -35,6 +35,7 @@ class Spec:
             or a sequence of those or of modules, one for each of the E; None if a subclass assigns the experts.
         expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
         shared_expert: a module, or the hidden width of one, for every token, in parallel with the routed experts.
+        shared_options: keywords of a shared expert given by its width; None for those in ``expert_options``.
         shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
         granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, of which a token gets
             ``m * K`` (DeepSeekMoE, arXiv 2401.06066).
@@ -75,6 +76,7 @@ class Spec:
     expert: str | Callable[..., nn.Module] | Sequence[Any] | None = "ffn"
     expert_options: dict[str, Any] = _UNSET
     shared_expert: nn.Module | int | None = None
+    shared_options: Mapping[str, Any] | None = None
     shared_gate: bool = False
     granularity: int = 1
     moe_group: dist.ProcessGroup | None = None
@@ -183,7 +185,8 @@ class Spec:
                 self.backend,
             )
         if self.shared_expert is not None:
-            options = {**self.expert_options, "backend": self.backend}
+            given = self.expert_options if self.shared_options is None else self.shared_options
+            options = {**given, "backend": self.backend}
             with random.keyed("shared expert", seed):
                 shared = SharedExpert(self.d_model, self.shared_expert, gated_output=self.shared_gate, options=options)
         return {"gate": gate, "experts": experts, "shared": shared}

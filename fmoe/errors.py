@@ -5,9 +5,11 @@ Commands end with that line and exit code 2. All other errors keep their traceba
 
 import difflib
 import importlib
+import inspect
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from types import ModuleType
+from typing import Any
 
 EXIT_USAGE = 2
 
@@ -41,7 +43,51 @@ def known_names(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the known names and the most similar of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"there are {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"there {'are' if known[1:] else 'is'} {', '.join(known) or 'none'}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )
+
+
+def option_names(factory: Any) -> list[str] | None:
+    """Return the names of the parameters of a function, or of a class with those that its ``**options`` pass on to its
+    base classes; None if it takes any name. Of a ``functools.partial``, those of its function."""
+    factory = getattr(factory, "func", factory)
+    calls = [factory]
+    if isinstance(factory, type):
+        calls = [vars(base)["__init__"] for base in factory.__mro__ if "__init__" in vars(base)]
+    names: set[str] = set()
+    for call in calls:
+        parameters = inspect.signature(call).parameters.values()
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            return sorted(names - {"self"})
+    return None
+
+
+def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) -> None:
+    """Register ``entry`` under a new name in a table. Registering a redefined class or function again, as a notebook
+    does when a cell runs twice, replaces it.
+
+    Args:
+        kind: what the table holds, for the message.
+
+    Raises:
+        UserError: the name is not a string, is empty, or belongs to something else.
+    """
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{kind}={name!r} must be a name")
+    if name in table and _defined_as(table[name]) != _defined_as(entry):
+        raise UserError(f"{kind}={name!r} is registered already, as {'.'.join(_defined_as(table[name]))}")
+    table[name] = entry
+
+
+def _defined_as(entry: Any) -> tuple[str, ...]:
+    """Return the names of an entry's module and of the entry in it."""
+    if isinstance(entry, ModuleType):
+        return (entry.__name__,)
+    entry = getattr(entry, "func", entry)  # of a functools.partial
+    entry = entry if hasattr(entry, "__qualname__") else type(entry)
+    return entry.__module__, entry.__qualname__
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

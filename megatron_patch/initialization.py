@@ -58,5 +58,5 @@ def key_output_layer(model: Any, seed: int) -> None:
     )
     whole = torch.empty(weight.shape[0] * size, weight.shape[1], device="cpu", dtype=torch.float32)
     with random.keyed("output layer", seed):
-        model.config.init_method(whole)
+        (model.config.embedding_init_method or model.config.init_method)(whole)
     weight.copy_(whole.chunk(size)[rank])

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from fmoe import MoE, UserError
 from fmoe.build import Spec
-from fmoe.gates import GATES, FixedRouter
+from fmoe.errors import option_names
+from fmoe.experts import taken_options
+from fmoe.gates import GATES
 from fmoe.losses import AuxLosses
 from fmoe.random import key
 from fmoe.routing import Routing
@@ -93,15 +95,17 @@ class MegatronMoE(MoE):
             )
         if _has_router(options.get("gate", "naive")):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
-        if isinstance(options.get("expert", "ffn"), str):
-            expert_options = {
+        if isinstance(expert := options.get("expert", "ffn"), str):
+            of_model = {
                 "activation": config.activation_func,
                 "gated": config.gated_linear_unit,
                 "bias": config.add_bias_linear,
                 "init_method": config.init_method,
                 "output_init_method": config.output_layer_init_method,
-                **(expert_options or {}),
             }
+            if expert != "ffn":
+                options["shared_options"] = of_model
+            expert_options = {**taken_options(expert, of_model), **(expert_options or {})}
         if d_hidden is None:
             d_hidden = config.moe_ffn_hidden_size or config.ffn_hidden_size
         spec = Spec(
@@ -245,9 +249,9 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 
 
 def _has_router(gate: Any) -> bool:
-    """Return whether ``gate`` is the name of a gate that has weights to initialize."""
+    """Return whether ``gate`` is the name of a gate that takes a function to initialize its weights."""
     cls = GATES.get(gate) if isinstance(gate, str) else None
-    return isinstance(cls, type) and not issubclass(cls, FixedRouter)
+    return isinstance(cls, type) and "init_method" in (option_names(cls) or ())
 
 
 def _megatron_loss_scale() -> float | Tensor:

@@ -7,12 +7,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from fmoe.exchange import Exchange
+from fmoe.experts import ModuleExperts
 
 
 def sharded_experts(
     experts: nn.Module, exchange: Exchange, group: dist.ProcessGroup | None, prefix: str, offsets: tuple
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Return each parameter of a layer's experts with its global offset.
+    """Return each parameter of a layer's experts with its global offset or, if experts are separate modules, under its
+    global name.
 
     Args:
         group: expert tensor parallel group; None for one rank.
@@ -26,6 +28,13 @@ def sharded_experts(
         if not isinstance(value, Tensor):
             continue
         key = f"{prefix}{name}"
+        if isinstance(experts, ModuleExperts):  # each has tensors of its own, named by the global id of the expert
+            local, _, rest = name.partition(".")
+            whole = f"{prefix}{exchange.ep_rank * exchange.num_local_experts + int(local)}.{rest}"
+            sharded[key] = ShardedTensor.from_rank_offsets(
+                whole, value, *offsets, replica_id=(0, 0, copy), prepend_axis_num=axis
+            )
+            continue
         hidden = {"weight_in": 1, "bias_in": 1, "weight_out": 2}.get(name)
         if group is None or hidden is None:
             part = 0 if group is None else group.rank()

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from fmoe.cli import run, unknown_option
 from fmoe.errors import EXIT_USAGE, UserError
 from pretrain import process, torchrun
-from pretrain.config.load import is_recipe, read_recipe, recipe_keys, shipped_recipes, split_overrides
+from pretrain.config.imports import import_plugins
+from pretrain.config.load import find_recipe, is_recipe, read_recipe, recipe_keys, shipped_recipes, split_overrides
 from pretrain.config.reference import options_help
 from pretrain.process import EXIT_DIVERGED, Diverged
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     torchrun.join()
     try:
         arguments, overrides = parse(argv, "python -m pretrain")
-        recipe = read_recipe(arguments.recipe, overrides)
+        recipe = import_plugins(read_recipe(arguments.recipe, overrides), find_recipe(arguments.recipe).parent)
         recipe.check()
         recipe.check_world_size(process.world_size())
         from pretrain.run import train  # imports megatron-core

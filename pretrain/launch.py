@@ -23,7 +23,8 @@ from pretrain import lock, process, torchrun
 from pretrain.__main__ import main as train
 from pretrain.__main__ import parse
 from pretrain.config import Recipe
-from pretrain.config.load import read_recipe
+from pretrain.config.imports import import_plugins
+from pretrain.config.load import find_recipe, read_recipe
 from pretrain.process import EXIT_DIVERGED, EXIT_REQUEUE
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     given = argv
     options, argv = split_options(argv)
     arguments, overrides = parse(argv, "fmoe train", _USAGE, _ABOUT)
-    recipe = read_recipe(arguments.recipe, overrides)
+    recipe = import_plugins(read_recipe(arguments.recipe, overrides), find_recipe(arguments.recipe).parent)
     recipe.check()
     nodes, here = spread(options, recipe)
     if options.dry_run:
@@ -218,10 +219,12 @@ def check(recipe: Recipe, resume: str | None, fallback: bool = False) -> bool:
         True, after printing the run's summary, if the run is finished already. Always False with ``fallback``: then the
         ranks decide, after verifying checkpoints.
     """
-    from pretrain.engine.model import check_parts  # imports megatron-core, like the next line
+    from pretrain.callbacks import build_callbacks  # imports megatron-core, like the next lines
+    from pretrain.engine.model import check_parts
     from pretrain.run import find_checkpoint, is_finished, open_inputs, open_weights, summarize
 
     check_parts(recipe)
+    build_callbacks(recipe)
     inputs = open_inputs(recipe)
     checkpoint = find_checkpoint(Path(recipe.run.folder), resume, fallback=fallback)
     if checkpoint is None:

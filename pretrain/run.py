@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -27,9 +28,11 @@ from pretrain.callbacks import (
     TrustRatios,
     Validation,
     Watchdog,
+    build_callbacks,
 )
 from pretrain.checkpoint import Checkpoint, latest, open_checkpoint
 from pretrain.config import Recipe, write_recipe
+from pretrain.config.imports import digests
 from pretrain.data.inputs import Inputs, open_inputs, with_counts
 from pretrain.engine import init_parallel
 from pretrain.engine.model import check_parts
@@ -86,16 +89,23 @@ def train(recipe: Recipe, resume: str | None, *, fallback: bool = False) -> int:
     cpu.install()
     folder = Path(recipe.run.folder)
     check_parts(recipe)
+    own = build_callbacks(recipe)
     inputs = open_inputs(recipe)
     check_exists(folder, resume)
     meeting = process.meet(process.timeout(recipe.guard.hang_minutes))
     with contextlib.ExitStack() as stack:
         meeting.first(lambda: stack.enter_context(lock.hold(folder)))
-        return _train(recipe, inputs, folder, meeting, resume, fallback)
+        return _train(recipe, inputs, own, folder, meeting, resume, fallback)
 
 
 def _train(
-    recipe: Recipe, inputs: Inputs, folder: Path, meeting: process.Meeting, resume: str | None, fallback: bool
+    recipe: Recipe,
+    inputs: Inputs,
+    own: Sequence[Callback],
+    folder: Path,
+    meeting: process.Meeting,
+    resume: str | None,
+    fallback: bool,
 ) -> int:
     checkpoint = find_checkpoint(folder, resume, fallback=fallback)
     weights = open_weights(recipe) if checkpoint is None else None
@@ -121,6 +131,7 @@ def _train(
         callbacks.append(Validation(recipe.train.validation_every, recipe.train.validation_sequences))
     if recipe.optimizer.has_trust_ratios and recipe.tracking.trust_every:
         callbacks.append(TrustRatios(recipe.tracking.trust_every))
+    callbacks += own  # before tracking, which logs their metrics
     callbacks.append(
         Tracking(
             lambda: build_trackers(
@@ -263,6 +274,7 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
             "train": trainer.inputs.fingerprints,
             "validation": trainer.inputs.validation_fingerprints,
         },
+        "imports": digests(recipe),
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }

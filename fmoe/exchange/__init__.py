@@ -1,12 +1,11 @@
 """Exchanges: how rows travel to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from fmoe.errors import UserError, known_names
+from fmoe.errors import UserError, add_name, known_names, option_names
 from fmoe.exchange.all_gather import AllGatherExchange
 from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.base import Exchange, GroupExchange
@@ -25,6 +24,16 @@ EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
 """Factories of exchanges by name, called as ``(group, num_experts, **exchange_options)``."""
 
 
+def register_exchange(name: str, factory: Callable[..., GroupExchange]) -> None:
+    """Register an exchange under a new name, for the option ``exchange`` of a layer and ``parallel.exchange`` of a
+    recipe.
+
+    Raises:
+        UserError: the name belongs to another exchange.
+    """
+    add_name(EXCHANGES, "exchange", name, factory)
+
+
 def build_exchange(
     group: dist.ProcessGroup | None,
     num_experts: int,
@@ -38,24 +47,16 @@ def build_exchange(
     """
     if exchange not in EXCHANGES:
         raise UserError(f"exchange={exchange!r} is not known; {known_names(exchange, sorted(EXCHANGES))}")
-    known = _options_of(EXCHANGES[exchange])
+    known = option_names(EXCHANGES[exchange])
     for name in options or {}:
         if known is not None and name not in known:
+            known = sorted(set(known) - {"group", "num_experts"})
             raise UserError(f"exchange_options: {exchange} has no {name!r}; {known_names(name, known)}")
     if group is None or group.size() == 1:
         return LocalExchange(num_experts)
     if num_experts % group.size():
         raise UserError(f"num_experts={num_experts} is not divisible by the {group.size()} ranks of moe_group")
     return EXCHANGES[exchange](group, num_experts, **(options or {}))
-
-
-def _options_of(factory: Callable[..., GroupExchange]) -> list[str] | None:
-    """Return the names of a factory's options; None for a function, which may take any."""
-    if not isinstance(factory, type):
-        return None
-    constructors = [vars(base)["__init__"] for base in factory.__mro__[:-1] if "__init__" in vars(base)]
-    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
-    return sorted(names - {"self", "group", "num_experts", "options"})
 
 
 __all__ = [
@@ -70,4 +71,5 @@ __all__ = [
     "PaddedExchange",
     "PeerError",
     "build_exchange",
+    "register_exchange",
 ]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe import random
-from fmoe.errors import UserError, known_names
+from fmoe.errors import UserError, add_name, known_names, option_names
 from fmoe.experts.ffn import BACKENDS, FFNExperts, Stacked
 from fmoe.experts.modules import ModuleExperts
 from fmoe.experts.shared import SharedExpert
@@ -28,9 +28,47 @@ EXPERTS: dict[str, Callable[..., nn.Module]] = {
 """Factories of stacked experts, called as ``(num_experts, d_model, d_hidden, first_expert=, seed=, **options)``."""
 
 
-def register_expert(name: str, factory: Callable[..., nn.Module]) -> None:
-    """Register a factory of stacked experts under a name, for the option ``expert`` of a layer."""
-    EXPERTS[name] = factory
+def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bool = True) -> None:
+    """Register experts under a new name, for the option ``expert`` of a layer and ``model.expert`` of a recipe.
+
+    Args:
+        factory: returns all experts of a rank as one module, called as in `EXPERTS`.
+        stacked: False if ``factory(d_model, d_hidden, **options)`` returns a single expert, which maps rows [n, D] to
+            [n, D]. It is called once per expert, each with its own random numbers.
+
+    Raises:
+        UserError: the name belongs to other experts.
+    """
+    add_name(EXPERTS, "expert", name, factory if stacked else _Singles(factory))
+
+
+def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a model's options that the experts of a name take and do not fix themselves, as swiglu does its
+    activation."""
+    factory = EXPERTS.get(name)
+    taken, fixed = option_names(factory), getattr(factory, "keywords", {})
+    return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
+
+
+class _Singles:
+    """Factory of a list of single experts, called as in `EXPERTS`."""
+
+    def __init__(self, func: Callable[..., nn.Module]):
+        self.func = func
+
+    def __call__(
+        self, num_experts: int, d_model: int, d_hidden: int, *, first_expert: int = 0, seed: int = 0, **options: Any
+    ) -> ModuleExperts:
+        return _keyed(lambda _: self.func(d_model, d_hidden, **options), first_expert, num_experts, seed)
+
+
+def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
+    """Return ``count`` modules, each made from its global id, with random numbers of its own."""
+    modules = []
+    for index in range(first, first + count):
+        with random.keyed("expert", seed, index):
+            modules.append(make(index))
+    return ModuleExperts(modules, first_expert=first, seed=seed)
 
 
 @torch.no_grad()
@@ -101,12 +139,8 @@ def build_experts(
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
         raise UserError(f"expert has {len(sources)} entries; it must have num_experts={num_experts}")
-    modules = []
-    for index in range(local.start, local.stop):
-        source = sources[index]
-        with random.keyed("expert", seed, index):
-            modules.append(source if isinstance(source, nn.Module) else source(d_model))
-    return ModuleExperts(modules, first_expert=local.start, seed=seed)
+    ready = [isinstance(source, nn.Module) for source in sources]
+    return _keyed(lambda i: sources[i] if ready[i] else sources[i](d_model), local.start, count, seed)
 
 
 __all__ = [
@@ -118,5 +152,6 @@ __all__ = [
     "Stacked",
     "build_experts",
     "register_expert",
+    "taken_options",
     "truncated_normal_",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fmoe.errors import UserError, known_names
+from fmoe.errors import UserError, add_name, known_names
 from fmoe.gates.base_layers import BaseRouter
 from fmoe.gates.expert_choice import ExpertChoiceRouter
 from fmoe.gates.fixed import HashRouter, RandomRouter, ZeroRouter
@@ -49,8 +49,13 @@ GATES: dict[str, type[nn.Module] | Gate] = {
 
 
 def register_gate(name: str, gate: type[nn.Module] | Gate) -> None:
-    """Register a class or a function under a name, for the option ``gate`` of a layer."""
-    GATES[name] = gate
+    """Register a class or a function under a new name, for the option ``gate`` of a layer and ``model.gate`` of a
+    recipe.
+
+    Raises:
+        UserError: the name belongs to another gate.
+    """
+    add_name(GATES, "gate", name, gate)
 
 
 def build_gate(

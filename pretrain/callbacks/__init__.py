@@ -1,6 +1,6 @@
-"""Callbacks of the trainer. The loop calls them in order; each has its own state."""
+"""Callbacks of the trainer. The loop calls them in order; each has its own state. `register_callback` adds one."""
 
-from pretrain.callbacks.base import Callback
+from pretrain.callbacks.base import Callback, build_callbacks, register_callback
 from pretrain.callbacks.checkpointing import Checkpointing
 from pretrain.callbacks.collapse import CollapseWarning
 from pretrain.callbacks.events import Events
@@ -22,4 +22,6 @@ __all__ = [
     "TrustRatios",
     "Validation",
     "Watchdog",
+    "build_callbacks",
+    "register_callback",
 ]

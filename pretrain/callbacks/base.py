@@ -1,7 +1,9 @@
 """Base class of callbacks, and the loop as they see it."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from fmoe.errors import UserError, add_name, known_names, option_names
 from pretrain.checkpoint import Snapshot
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.config import Recipe
@@ -65,3 +67,54 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned; not called for a checkpoint without this callback's state."""
+
+
+CALLBACKS: dict[str, Callable[..., Callback]] = {}
+"""Registered callbacks by name."""
+
+
+def register_callback(name: str, factory: Callable[..., Callback]) -> None:
+    """Register a callback under a new name, for ``run.callbacks`` of a recipe.
+
+    Args:
+        factory: a class, or a function that returns the callback; called with the recipe, and the options in
+            ``run.callback_options`` as keywords, once in every process that checks or runs the recipe.
+
+    Raises:
+        UserError: the name belongs to another callback.
+    """
+    add_name(CALLBACKS, "callback", name, factory)
+
+
+def build_callbacks(recipe: Recipe) -> list[Callback]:
+    """Return the callbacks of ``run.callbacks``, in their order.
+
+    Raises:
+        UserError: an unknown callback; options of a callback that is not in the list, or that it refuses.
+    """
+    names, options = recipe.run.callbacks, recipe.run.callback_options
+    for name in options:
+        if name not in names:
+            raise UserError(f"run.callback_options.{name} is set, but run.callbacks={list(names)} lacks {name}")
+    built = []
+    for name in names:
+        if name not in CALLBACKS:
+            raise UserError(f"run.callbacks={name} is not known; {known_names(name, sorted(CALLBACKS))}")
+        if names.count(name) > 1:
+            raise UserError(f"run.callbacks={list(names)} has {name} twice")
+        given, known = options.get(name, {}), option_names(CALLBACKS[name])
+        if not isinstance(given, Mapping):
+            raise UserError(f"run.callback_options.{name}={given!r} must be a table")
+        for option, value in given.items():
+            if known is not None and option not in known:
+                raise UserError(
+                    f"run.callback_options.{name}.{option}={value} is not an option of it; "
+                    f"{known_names(option, [other for other in known if other != 'recipe'])}"
+                )
+        try:
+            built.append(CALLBACKS[name](recipe, **given))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"run.callbacks={name} refuses its options: {' '.join(str(error).split())}") from error
+        if not isinstance(built[-1], Callback):
+            raise UserError(f"run.callbacks={name} is a {type(built[-1]).__name__}, not a pretrain.callbacks.Callback")
+    return built

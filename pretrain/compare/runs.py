@@ -148,7 +148,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 def _meaning(recipe: Recipe) -> list[str]:
     """Return the recipe keys that define the predicted tokens and their context."""
     keys = {"gpt": ["data.document_mask"], "bert": ["data.noise_density"]}
-    return ["model.kind", *keys.get(recipe.model.kind, ["data.noise_density", "data.mean_span"])]
+    return ["model.kind", *keys.get(recipe.model.objective, ["data.noise_density", "data.mean_span"])]
 
 
 def _incomparable(first: Run, run: Run, why: str) -> UserError:

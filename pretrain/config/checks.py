@@ -3,6 +3,7 @@
 import math
 import os
 import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,20 @@ from typing import Any
 from fmoe.errors import UserError
 
 PATHS = ("run.folder", "data.tokenizer", "data.train", "data.validation", "train.init_from")
-NOT_EMPTY = ("run.folder", "data.train", "data.validation", "train.init_from", "model.gate", "tracking.project")
+NOT_EMPTY = (
+    "run.folder",
+    "run.imports",
+    "run.callbacks",
+    "data.train",
+    "data.validation",
+    "train.init_from",
+    "model.kind",
+    "model.gate",
+    "model.expert",
+    "parallel.exchange",
+    "optimizer.name",
+    "tracking.project",
+)
 MAX_INT = 2**31 - 1
 # Upper bounds on values that size a list or enter arithmetic that could overflow. Other integers are at most `MAX_INT`.
 LIMITS = {
@@ -51,6 +65,7 @@ POSITIVE = {
         "dense_ffn_hidden_size",
         "sequence_length",
         "vocab_size",
+        "granularity",
         "top_k",
         "group_size",
     ),
@@ -108,11 +123,12 @@ def check_values(recipe: Any) -> None:
     for section in fields(recipe):
         for entry in fields(config := getattr(recipe, section.name)):
             key, value = f"{section.name}.{entry.name}", getattr(config, entry.name)
-            for item in value if isinstance(value, tuple) else (value,):
+            is_table = isinstance(value, Mapping)  # its readers know the limits of its options
+            for item in _leaves(value):
                 if isinstance(item, float) and not math.isfinite(item) and (key not in MAY_BE_INFINITE or item < 0):
                     raise UserError(f"{key}={item} is not a finite number")
                 if isinstance(item, int | float) and not isinstance(item, bool):
-                    limit = LIMITS.get(key, MAX_INT if isinstance(item, int) else math.inf)
+                    limit = LIMITS.get(key, MAX_INT if isinstance(item, int) and not is_table else math.inf)
                     if item > limit:
                         raise UserError(f"{key}={item} exceeds {limit}")
                 if isinstance(item, str):
@@ -127,6 +143,19 @@ def check_values(recipe: Any) -> None:
             value = getattr(getattr(recipe, part), name)
             if value is not None and not value >= 0:  # NaN too
                 raise UserError(f"{part}.{name}={value} is not 0 or more")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values and names in a list or table."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def divides(name: str, value: int, of_name: str, of: int) -> None:

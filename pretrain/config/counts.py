@@ -3,10 +3,10 @@
 Symbols: h is the hidden size, s the tokens per sequence (in a T5's encoder), t the tokens in a T5's decoder.
 """
 
-from pretrain.config.model import ModelConfig
+import math
 
-# Number of router matrices [num_experts, h] by gate; 1 for gates that are not listed.
-_ROUTER_MATRICES = {"hash": 0, "random": 0, "zero": 0, "noisy": 2}
+from pretrain.config.layer import expert_shapes, router_shapes
+from pretrain.config.model import ModelConfig
 
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:
@@ -17,7 +17,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     """
     width = model.hidden_size
     total = model.vocab_size * width
-    total += sum(_matrices(model, number, experts) + _norms(model, number) for number in model.layer_numbers)
+    total += sum(map(sum, _layers(model, experts))) + sum(_norms(model, number) for number in model.layer_numbers)
     if model.position == "learned_absolute":
         total += max(model.sequence_length, decoder_length) * width
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
@@ -37,7 +37,7 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     mean over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * model.head_width
-    layers = [_matrices(model, number, model.top_k) for number in model.layer_numbers]
+    layers = [matrices for matrices, _ in _layers(model, model.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
         return 6.0 * (sum(layers) + output) + 12.0 * model.num_layers * heads * length
@@ -48,18 +48,35 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     return (flops + 12.0 * heads * scores) / (length + decoder_length)
 
 
-def _matrices(model: ModelConfig, number: int, experts: int) -> int:
-    """Return the number of matrix parameters of a layer."""
+def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
+    """Return the number of matrix parameters and of other parameters, without norms, of each layer."""
+    sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
+    dense = (_block(model, model.dense_width), 0)
+    layers = []
+    for number in model.layer_numbers:
+        matrices, others = sparse if number in model.layers_with_experts else dense
+        layers.append((matrices + _attention(model, number), others))
+    return layers
+
+
+def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
+    """Return the parameters of a router, ``experts`` routed experts and all shared ones: in matrices, and others."""
+    shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    shared = model.num_shared_experts * _block(model, model.ffn_hidden_size)
+    return matrices + shared, sum(map(math.prod, shapes)) - matrices
+
+
+def _block(model: ModelConfig, hidden: int) -> int:
+    """Return the parameters of a feed-forward block."""
+    return (3 if model.gated else 2) * model.hidden_size * hidden
+
+
+def _attention(model: ModelConfig, number: int) -> int:
+    """Return the parameters of queries and output, keys and values; a decoder also attends to the encoder's output."""
     width, head = model.hidden_size, model.head_width
-    # Queries and output, keys and values; a decoder also attends to the encoder's output.
     attention = 2 * width * head * (model.num_heads + model.query_groups)
-    if _is_decoder(model, number):
-        attention += 4 * width * head * model.num_heads
-    of_hidden_unit = (3 if model.gated else 2) * width
-    if number not in model.layers_with_experts:
-        return attention + of_hidden_unit * model.dense_width
-    router = _ROUTER_MATRICES.get(model.gate, 1) * model.num_experts * width
-    return attention + (experts + model.num_shared_experts) * of_hidden_unit * model.ffn_hidden_size + router
+    return attention + (4 * width * head * model.num_heads if _is_decoder(model, number) else 0)
 
 
 def _norms(model: ModelConfig, number: int) -> int:

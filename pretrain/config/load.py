@@ -62,9 +62,19 @@ def read_recipe(name: str, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
         raise UserError(f"recipe {path} cannot be read: {error}") from error
     recipe = build_recipe(values)
     for key, value in overrides:
-        section, _, name = key.partition(".")
-        recipe = replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
+        section, name, *inner = key.split(".")
+        config = getattr(recipe, section)
+        value = _with_option(getattr(config, name), inner, value)
+        recipe = replace(recipe, **{section: replace(config, **{name: value})})
     return recipe
+
+
+def _with_option(table: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a table with the entry at ``path`` set; the value itself for an empty path."""
+    if not path:
+        return value
+    table = table if isinstance(table, Mapping) else {}
+    return {**table, path[0]: _with_option(table.get(path[0]), path[1:], value)}
 
 
 def build_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -111,10 +121,27 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         if not isinstance(value, list | tuple):
             raise UserError(f"{key}={value!r} must be a list")
         return tuple(_convert(item, arguments[0], key) for item in value)
+    if hint == _TABLE:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value!r} must be a table")
+        return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{key}={value!r} must be of type {hint.__name__}")
+    return value
+
+
+def _option(value: Any, key: str) -> Any:
+    """Return a value of a table of options, whose types its reader knows: a number, bool, text, list or table."""
+    if isinstance(value, Mapping):
+        return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_option(item, key) for item in value]
+    if value in (None, "none", "None"):
+        return None
+    if not isinstance(value, bool | int | float | str):
+        raise UserError(f"{key}={value} must be a number, a bool, a text, a list or a table")
     return value
 
 
@@ -147,7 +174,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
     """Split a command line into ``--section.key value`` options, as (key, value) in order, and the remaining words.
 
     ``_`` and ``-`` are equivalent; ``--section.key=value`` and, for a bool, ``--section.key`` and
-    ``--section.no-key`` are alternatives. A list takes all words up to the next option.
+    ``--section.no-key`` are alternatives. A list takes all words up to the next option. An option within a table is
+    ``--section.table.option``.
 
     Raises:
         UserError: an unknown key, a missing or invalid value.
@@ -161,11 +189,12 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
             rest.append(word)
             continue
         key, text = found[1].replace("-", "_"), found[2]
-        is_negated = key not in known and ".no_" in key
+        is_in_table = known.get(".".join(key.split(".")[:2])) == _TABLE and key not in known
+        is_negated = key not in known and ".no_" in key and not is_in_table
         key = key.replace(".no_", ".", 1) if is_negated else key
-        if key not in known:
+        if key not in known and not is_in_table:
             raise UserError(_unknown(key, known))
-        hint = known[key]
+        hint = Any if is_in_table else known[key]
         is_bool = hint is bool or bool in typing.get_args(hint)
         if is_negated and (not is_bool or text is not None):
             raise UserError(f"{word}: {'a negated bool takes no value' if is_bool else f'{key} is not a bool'}")
@@ -183,6 +212,9 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[st
     return overrides, rest
 
 
+_TABLE = Mapping[str, Any]  # type of a key that is a table of options
+
+
 def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
     """Parse the value of an option from the words after it."""
     if typing.get_origin(hint) is tuple:
@@ -190,6 +222,12 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
     if not words:
         raise UserError(f"--{key.replace('_', '-')} needs a value")
     (word,) = words
+    if hint in (Any, _TABLE):
+        try:
+            value = tomllib.loads(f"value = {word}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = word  # a text without quotes
+        return _option(value, key) if hint is Any else _convert(value, hint, key)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in kinds and word in ("none", "None"):
         return None
@@ -232,6 +270,12 @@ def to_toml(value: Any) -> str:
     if isinstance(value, str):
         # A JSON string is a TOML basic string, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(to_toml, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(name)} = {to_toml(item)}" for name, item in value.items()) + "}"
     return repr(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else to_toml(name)

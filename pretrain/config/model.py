@@ -1,8 +1,9 @@
 """The section ``[model]`` of a recipe."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
@@ -12,9 +13,9 @@ from pretrain.config.checks import divides
 class ModelConfig:
     """The transformer and its experts."""
 
-    kind: Literal["gpt", "t5", "bert"] = "gpt"
+    kind: str = "gpt"
     """Architecture and objective: gpt predicts the next token, t5 (encoder and decoder) predicts masked spans, bert
-    predicts masked tokens."""
+    predicts masked tokens; or a registered kind, which predicts the next token."""
     num_layers: int = 4
     """Transformer layers; for t5, those of the encoder."""
     num_decoder_layers: int | None = None
@@ -55,8 +56,11 @@ class ModelConfig:
     token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
+    init: Literal["normal", "switch"] = "normal"
+    """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
+    truncated normal, with standard deviation sqrt(0.1 / inputs) for all matrices but embeddings and output layer."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; for the output layers of blocks, divided by sqrt(2 num_layers)."""
+    """Standard deviation of normal initial weights; for the output layers of blocks, divided by sqrt(2 num_layers)."""
 
     num_experts: int = 8
     """Number of experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
@@ -66,10 +70,19 @@ class ModelConfig:
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
     """Experts per token."""
+    expert: str = "ffn"
+    """Name of the experts: ffn (of `activation` and `gated`), swiglu, geglu, or registered ones."""
+    expert_options: Mapping[str, Any] = field(default_factory=dict)
+    """Table of further options of the experts, such as dropout: see the last table of this page."""
+    granularity: int = 1
+    """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity; a token
+    gets granularity x top_k of them (DeepSeekMoE)."""
     num_shared_experts: int = 0
     """Number of experts that process every token in addition, each of width ffn_hidden_size (DeepSeekMoE)."""
     gate: str = "switch"
     """Name of a gate: naive, switch, gshard, sigmoid, ... (docs/gates.md), or a registered one."""
+    gate_options: Mapping[str, Any] = field(default_factory=dict)
+    """Table of further options of the gate, such as expert_groups: see the last table of this page."""
     score: Literal["softmax", "sigmoid"] | None = None
     """Activation of the router's logits, for gates with this option (naive, sigmoid); None for the gate's default."""
     normalize: bool | None = None
@@ -90,8 +103,18 @@ class ModelConfig:
     """Tokens per routing group; None for one sequence."""
     balance_loss: float = 0.01
     """Factor of the load balancing loss."""
+    balance_scope: Literal["routing_group", "data_parallel"] = "routing_group"
+    """Tokens over which the balance loss counts loads: those of a routing group, or of the micro batches of all data
+    parallel ranks together (global-batch balance, arXiv 2501.11873)."""
     z_loss: float = 0.001
     """Factor of the router z-loss."""
+    loss_weights: Mapping[str, Any] = field(default_factory=dict)
+    """Table of the factors of other auxiliary losses: see the last table of this page."""
+
+    @property
+    def objective(self) -> str:
+        """What the model predicts, as a kind: gpt, t5 or bert. Registered kinds predict what a GPT does."""
+        return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
     def head_width(self) -> int:
@@ -107,6 +130,21 @@ class ModelConfig:
     def dense_width(self) -> int:
         """Hidden width of the feed-forward blocks of layers without experts."""
         return self.ffn_hidden_size if self.dense_ffn_hidden_size is None else self.dense_ffn_hidden_size
+
+    @property
+    def routed_experts(self) -> int:
+        """Number of routed experts of a layer, after the split by `granularity`."""
+        return self.num_experts * self.granularity
+
+    @property
+    def chosen_experts(self) -> int:
+        """Number of routed experts of a token, after the split by `granularity`."""
+        return self.top_k * self.granularity
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of a routed expert."""
+        return self.ffn_hidden_size // self.granularity
 
     @property
     def decoder_layers(self) -> int:
@@ -163,6 +201,7 @@ class ModelConfig:
     def _check_experts(self) -> None:
         if self.top_k > self.num_experts:
             raise UserError(f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}")
+        divides("model.granularity", self.granularity, "model.ffn_hidden_size", self.ffn_hidden_size)
         for number in self.moe_layers:
             if self.moe_layers.count(number) > 1:
                 raise UserError(f"model.moe_layers={self.moe_layers} has {number} twice")

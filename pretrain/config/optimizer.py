@@ -21,8 +21,9 @@ _DYNAMIC_SCALE = {"initial_loss_scale": 2.0**16, "min_loss_scale": 1.0, "loss_sc
 class OptimizerConfig:
     """The optimizer and its schedule (docs/large-batch.md)."""
 
-    name: Literal["adamw", "lamb", "lars", "adafactor", "adamw8bit", "sgd"] = "adamw"
-    """Optimizer. lamb and lars compute one trust ratio per expert; adamw8bit is torchao's AdamW with 8-bit moments."""
+    name: str = "adamw"
+    """Optimizer: adamw, lamb, lars, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one trust
+    ratio per expert; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
     """Peak learning rate at base_batch."""
     min_lr: float = 2e-4

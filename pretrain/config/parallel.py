@@ -1,7 +1,8 @@
 """The section ``[parallel]`` of a recipe: the split of a job over ranks, and its checks."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
@@ -45,8 +46,9 @@ class ParallelConfig:
     overlap_parameters: bool = False
     """Overlap the gathering of updated parameters with the forward pass; needs optimizer.distributed and
     overlap_gradients."""
-    exchange: Literal["all_to_all", "padded", "all_gather", "hierarchical"] = "all_to_all"
-    """Communication scheme that brings tokens to their experts (docs/parallelism.md); does not change results."""
+    exchange: str = "all_to_all"
+    """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical
+    (docs/parallelism.md), or a registered one; does not change results."""
     chunks: int = 1
     """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None
@@ -56,6 +58,8 @@ class ParallelConfig:
     """Maximum number of hot experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None
     """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
+    exchange_options: Mapping[str, Any] = field(default_factory=dict)
+    """Table of further options of the exchange, such as slots of padded: see the last table of this page."""
     wire: Literal["fp32", "bf16"] | None = None
     """Precision of the exchanged rows; None for the model's."""
 
@@ -145,7 +149,8 @@ class ParallelConfig:
         name += " x parallel.virtual_pipeline" if self.model_chunks > 1 else ""
         divides(name, stages, "model.num_layers", model.num_layers)
         if model.num_experts:
-            divides("parallel.expert", self.expert, "model.num_experts", model.num_experts)
+            name = "model.num_experts" + (" x model.granularity" if model.granularity > 1 else "")
+            divides("parallel.expert", self.expert, name, model.routed_experts)
         elif self.expert > 1:
             raise UserError(f"parallel.expert={self.expert} needs model.num_experts > 0")
         if self.expert_tensor > 1:
@@ -155,7 +160,8 @@ class ParallelConfig:
                 )
             if not model.num_experts:
                 raise UserError(f"parallel.expert_tensor={self.expert_tensor} needs model.num_experts > 0")
-            divides("parallel.expert_tensor", self.expert_tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
+            name = "model.ffn_hidden_size" + (" / model.granularity" if model.granularity > 1 else "")
+            divides("parallel.expert_tensor", self.expert_tensor, name, model.expert_width)
             for key in ("max_rows", "shadow"):
                 if getattr(self, key):
                     raise UserError(

@@ -109,7 +109,7 @@ class Recipe:
         decoder_layers = model.num_decoder_layers
         if model.kind != "t5" and decoder_layers is not None:
             raise UserError(f"model.num_decoder_layers={decoder_layers} needs model.kind=t5, not {model.kind}")
-        if model.kind != "gpt" and data.document_mask:
+        if model.objective != "gpt" and data.document_mask:
             raise UserError(f"data.document_mask=true needs model.kind=gpt, not {model.kind}")
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")

@@ -11,12 +11,18 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import Field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from fmoe.errors import option_names
+from fmoe.exchange import EXCHANGES
+from fmoe.experts import EXPERTS
+from fmoe.gates import GATES
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from pretrain.config.checks import NOT_NEGATIVE, POSITIVE
+from pretrain.config.layer import HOMES, OF_LAYER
 from pretrain.config.load import to_toml
 from pretrain.config.recipe import Recipe
 
@@ -32,11 +38,51 @@ Every key of a recipe. In the file, a key belongs to a section; on the command l
 This page is written by `python -m pretrain.config.reference`.
 """
 
+_OPTIONS = """\
+## Options of gates, experts, exchanges and losses
+
+Each option of the library's parts, and the key of a recipe that sets it. A key of a table, such as
+`model.gate_options.expert_groups`, is set in the file by
+
+```toml
+[model]
+gate_options = { expert_groups = 8, kept_groups = 4 }
+```
+
+and on the command line by `--model.gate-options.expert-groups 8`. The option's class documents its meaning and default
+([gates](gates.md), [experts](experts.md), [exchanges](parallelism.md), [losses](losses.md)). Options of
+[registered parts](plugins.md) are set in the same tables.
+
+| part | option | of | key |
+|---|---|---|---|"""
+
 
 def reference() -> str:
     """Return the text of docs/recipe-reference.md."""
     hints = typing.get_type_hints(Recipe)
-    return "\n".join([_HEAD, *(_section(field.name, hints[field.name]) for field in fields(Recipe))])
+    sections = [_section(field.name, hints[field.name]) for field in fields(Recipe)]
+    return "\n".join([_HEAD, *sections, _OPTIONS, *_options(), ""])
+
+
+def _options() -> Iterator[str]:
+    """Yield the rows of the table of options: each option of the library's gates, experts, exchanges and losses, and
+    the key that sets it."""
+    tables: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+        ("gate", "model.gate_options", GATES),
+        ("experts", "model.expert_options", EXPERTS),
+        ("exchange", "parallel.exchange_options", EXCHANGES),
+    )
+    for part, table, registry in tables:
+        owners: dict[str, list[str]] = {}
+        for name, factory in registry.items():
+            for option in option_names(factory) or []:
+                if option not in OF_LAYER or (option, part) == ("seed", "gate"):
+                    owners.setdefault(option, []).append(name)
+        for option, names in sorted(owners.items()):
+            where = "all" if len(names) == len(registry) else ", ".join(names)
+            yield f"| {part} | `{option}` | {where} | {HOMES[part].get(option, f'`{table}.{option}`')} |"
+    for loss in DEFAULT_LOSS_WEIGHTS:
+        yield f"| loss | `{loss}` | | {HOMES['loss'].get(loss, f'`model.loss_weights.{loss}`')} |"
 
 
 def options_help(recipe: Recipe, program: str) -> str:
@@ -64,9 +110,13 @@ def _section(name: str, cls: type) -> str:
     lines = [f"## [{name}]", "", _text(str(inspect.getdoc(cls))), "", "| key | type | default | |", "|---|---|---|---|"]
     for field in fields(cls):
         kind = ", ".join([_type(hints[field.name]), *_limits(name, field)])
-        row = (f"`{field.name}`", kind, f"`{to_toml(field.default)}`", _text(texts[field.name]))
+        row = (f"`{field.name}`", kind, f"`{to_toml(_default(field))}`", _text(texts[field.name]))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join([*lines, ""])
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -95,6 +145,8 @@ def _type(hint: Any) -> str:
         return ", ".join(f"`{to_toml(value)}`" for value in arguments)
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
+    if origin is Mapping:
+        return "table"
     return hint.__name__
 
 

@@ -1,7 +1,8 @@
 """The recipe's sections about data, training, checkpoints, guards, tracking and the run's folder."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
@@ -142,7 +143,14 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The folder of the run."""
+    """The folder of the run, and the user's own code (docs/plugins.md)."""
 
     folder: str = "runs/default"
     """Folder of all files that the run writes."""
+    imports: tuple[str, ...] = ()
+    """Python files or modules to import, which register gates, experts, callbacks and more by name. Paths are relative
+    to the current folder, or to that of the recipe's file."""
+    callbacks: tuple[str, ...] = ()
+    """Names of registered callbacks to run, in this order, after the trainer's own ones and before tracking."""
+    callback_options: Mapping[str, Any] = field(default_factory=dict)
+    """Table of a callback's options, by its name: `callback_options.NAME.OPTION`."""

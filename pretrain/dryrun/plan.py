@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_patch import cpu
+from pretrain.callbacks import build_callbacks
 from pretrain.config import Recipe
 from pretrain.dryrun.holding import Groups, Holding, build, groups, hold
 from pretrain.engine.meta import as_rank
@@ -85,6 +86,7 @@ def make_plan(recipe: Recipe, nodes: int = 1) -> Plan:
     """
     cpu.install()
     check_parts(recipe)
+    build_callbacks(recipe)
     parallel, train = recipe.parallel, recipe.train
     size = parallel.world_size
     kinds: list[RankKind] = []

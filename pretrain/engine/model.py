@@ -1,22 +1,23 @@
 """Megatron-core's model of a recipe, with experts in its feed-forward blocks."""
 
-import inspect
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import nn
 
 from fmoe.errors import UserError
 from fmoe.exchange import build_exchange
-from fmoe.gates import GATES, build_gate
+from fmoe.gates import build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
-from pretrain.config import ModelConfig, ParallelConfig, Recipe
+from pretrain.config import ModelConfig, Recipe
+from pretrain.config.layer import exchange_options, expert_options, expert_shapes, gate_options, loss_weights
+from pretrain.engine.optimizer import check_optimizer
 from pretrain.models import kind_of
-
-# Keys of [model] that only some gates accept, under the same names.
-_OF_SOME = ("score", "normalize", "routed_scale", "bias_step")
 
 
 def build_model(
@@ -32,14 +33,16 @@ def build_model(
     if model.num_experts:
         fmoefy(
             module,
-            model.num_experts,
+            model.routed_experts,
             layers=model.layers_with_experts,
-            d_hidden=model.ffn_hidden_size,
+            d_hidden=model.expert_width,
+            expert=model.expert,
+            expert_options=expert_options(model),
             shared_expert=model.num_shared_experts * model.ffn_hidden_size or None,
-            top_k=model.top_k,
+            top_k=model.chosen_experts,
             gate=model.gate,
-            gate_options=gate_options(model),
-            loss_weights={"balance": model.balance_loss, "z": model.z_loss},
+            gate_options=gate_options(model) | _balance_group(model),
+            loss_weights=loss_weights(model),
             group_size=model.group_size,
             exchange=recipe.parallel.exchange,
             exchange_options=exchange_options(recipe.parallel),
@@ -49,57 +52,35 @@ def build_model(
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raise UserError for an invalid gate or exchange."""
-    model = recipe.model
-    if model.num_experts:
-        options = gate_options(model)
-        try:
-            build_gate(model.gate, model.hidden_size, model.num_experts, model.top_k, **options)
-        except UserError as error:
-            raise UserError(f"model.{error}") from error
-        try:
-            build_exchange(None, model.num_experts, recipe.parallel.exchange, exchange_options(recipe.parallel))
-        except UserError as error:
-            raise UserError(f"parallel.{error}") from error
+    """Raise UserError if a named part is unknown or invalid: kind of model, optimizer, gate, experts, exchange."""
+    model, parallel = recipe.model, recipe.parallel
+    kind_of(recipe)
+    check_optimizer(recipe)
+    if not model.num_experts:
+        return
+    with _refusing("model", f"gate={model.gate}"):
+        build_gate(model.gate, model.hidden_size, model.routed_experts, model.chosen_experts, **gate_options(model))
+        loss_weights(model)
+    with _refusing("model", f"expert={model.expert}"):
+        expert_shapes(model)
+        if parallel.expert_tensor > 1 and model.expert not in ("ffn", "swiglu", "geglu"):
+            raise UserError(f"expert={model.expert} needs parallel.expert_tensor=1, not {parallel.expert_tensor}")
+    with _refusing("parallel", f"exchange={parallel.exchange}"):
+        build_exchange(None, model.routed_experts, parallel.exchange, exchange_options(parallel))
 
 
-def gate_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the keywords of the gate: its capacity factors, and the options that the recipe sets.
-
-    Raises:
-        UserError: the gate has no such option.
-    """
-    known = _keywords(GATES.get(model.gate))
-    options: dict[str, Any] = {
-        "capacity_factor": model.capacity_factor,
-        "eval_capacity_factor": model.eval_capacity_factor,
-    }
-    if "jitter" in known:
-        options["jitter"] = model.jitter
-    for name in _OF_SOME:
-        value = getattr(model, name)
-        if value == getattr(ModelConfig, name):
-            continue
-        if name not in known:
-            gates = ", ".join(gate for gate in sorted(GATES) if name in _keywords(GATES[gate]))
-            raise UserError(f"model.{name}={value} is not an option of model.gate={model.gate}; use it with {gates}")
-        options[name] = value
-    return options
+@contextlib.contextmanager
+def _refusing(section: str, part: str) -> Iterator[None]:
+    """Name the section in a constructor's errors, and turn its refusal of an option's type into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise (error if str(error).startswith(f"{section}.") else UserError(f"{section}.{error}")) from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{section}.{part} refuses its options: {' '.join(str(error).split())}") from error
 
 
-def _keywords(gate: Any) -> set[str]:
-    """Return the parameter names of a gate's constructor, including those passed on to base classes."""
-    if not isinstance(gate, type):
-        return set()
-    return {name for cls in gate.__mro__ if "__init__" in vars(cls) for name in inspect.signature(cls).parameters}
-
-
-def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords that the recipe sets to other values than the defaults: not every exchange has all
-    of them."""
-    names = ("chunks", "max_rows", "shadow", "node_size")
-    options = {name: getattr(parallel, name) for name in names}
-    options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}
-    if parallel.wire is not None:
-        options["wire_dtype"] = {"fp32": torch.float32, "bf16": torch.bfloat16}[parallel.wire]
-    return options
+def _balance_group(model: ModelConfig) -> dict[str, Any]:
+    if model.balance_scope == "routing_group":
+        return {}
+    return {"balance_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

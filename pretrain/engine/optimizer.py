@@ -10,10 +10,58 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fmoe import optim
+from fmoe.errors import UserError, add_name, known_names
 from fmoe.optim import Adafactor, AdamW8bit, Lars, is_matrix
-from fmoe.optim.trust import TrustOptimizer
 from megatron_patch.optimizer import Shard
 from pretrain.config import Recipe
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {}
+"""Registered optimizers by name."""
+
+SHIPPED = ("adamw", "lamb", "lars", "adafactor", "adamw8bit", "sgd")
+
+
+def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
+    """Register an optimizer under a new name, for ``optimizer.name`` of a recipe.
+
+    Args:
+        factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``. Returns an
+            optimizer whose ``state_names`` are the names of a parameter's state tensors, each of the parameter's
+            shape; its count of steps, if it has one, is the state ``step``. ``is_elementwise = True`` says that an
+            element's update depends on this element alone, which ``optimizer.distributed`` needs.
+
+    Raises:
+        UserError: the name belongs to another optimizer.
+    """
+    if name in SHIPPED:
+        raise UserError(f"optimizer.name={name!r} is registered already, by fmoe")
+    add_name(OPTIMIZERS, "optimizer.name", name, factory)
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Raise UserError if the optimizer is unknown, or registered and unable to do what the recipe asks for."""
+    own = recipe.optimizer
+    if own.name in SHIPPED:
+        return
+    if own.name not in OPTIMIZERS:
+        raise UserError(
+            f"optimizer.name={own.name!r} is not known; {known_names(own.name, [*SHIPPED, *sorted(OPTIMIZERS)])}"
+        )
+    optimizer = _registered(recipe, [{"params": [torch.zeros(2, 2, dtype=torch.float32, device="cpu")]}])
+    if not isinstance(getattr(optimizer, "state_names", None), tuple):
+        raise UserError(
+            f"optimizer.name={own.name}: {type(optimizer).__name__} has no tuple state_names, which checkpoints need"
+        )
+    if own.distributed and not getattr(optimizer, "is_elementwise", False):
+        raise UserError(
+            f"optimizer.name={own.name} needs optimizer.distributed=false: {type(optimizer).__name__} does not have "
+            "is_elementwise = True"
+        )
+
+
+def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
+    own = recipe.optimizer
+    return OPTIMIZERS[own.name](groups, recipe, lr=recipe.max_lr, weight_decay=own.weight_decay)
 
 
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
@@ -23,6 +71,8 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
     it uses torch's AdamW that is not fused, which reads and writes each tensor ten times; the fused one does so once.
     """
     own = recipe.optimizer
+    if own.name in OPTIMIZERS:
+        return lambda groups: _registered(recipe, groups)
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
     trust = {"max_trust": own.max_trust}
     kinds: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
@@ -63,8 +113,8 @@ class StateTensor:
 def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     """Return the tensors that the optimizer keeps for a shard, without the step count."""
     optimizer = shard.optimizer
-    if isinstance(optimizer, TrustOptimizer):
-        return tuple(map(StateTensor, optimizer.state_names))
+    if isinstance(names := getattr(optimizer, "state_names", None), tuple):
+        return tuple(map(StateTensor, names))
     if isinstance(optimizer, torch.optim.SGD):
         return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
     if isinstance(optimizer, Adafactor):

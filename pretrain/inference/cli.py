@@ -120,6 +120,12 @@ def evaluate(argv: list[str]) -> int:
 
 def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="new location of the run's data.tokenizer")
+    parser.add_argument(
+        "--imports",
+        nargs="+",
+        metavar="FILE_OR_MODULE",
+        help="import these instead of the run's run.imports, e.g. after its files have moved",
+    )
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
@@ -133,7 +139,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         name, rest = str(error).split("=", 1)
         raise UserError(f"--{name.replace('_', '-')} {rest}") from None
     prompt = _prompt(arguments.prompt)
-    trained = open_run(arguments.run, arguments.step, arguments.tokenizer)
+    trained = open_run(arguments.run, arguments.step, arguments.tokenizer, arguments.imports)
     recipe, tokenizer = trained.recipe, trained.tokenizer
     is_t5 = recipe.model.kind == "t5"
     ids = _prompt_ids(prompt, trained)
@@ -293,7 +299,7 @@ def _generated(
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    runs = [open_run(path, arguments.step, arguments.tokenizer) for path in arguments.runs]
+    runs = [open_run(path, arguments.step, arguments.tokenizer, arguments.imports) for path in arguments.runs]
     seen: set[Path] = set()
     for trained in runs:
         if (place := trained.checkpoint.path.resolve()) in seen:
@@ -329,7 +335,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _byte_lengths(trained: Trained) -> np.ndarray | None:
     """Return the UTF-8 bytes of every token's text; None for a model that does not predict whole texts."""
-    if trained.recipe.model.kind != "gpt":
+    if trained.recipe.model.objective != "gpt":
         return None
     lengths = trained.tokenizer.byte_lengths
     return np.pad(lengths, (0, trained.recipe.model.vocab_size - len(lengths)))

@@ -1,7 +1,7 @@
 """Loading the whole model of a run or checkpoint into this process."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from pretrain import process
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
+from pretrain.config.imports import check_stored, import_plugins
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
@@ -37,20 +38,24 @@ class Trained:
     run_data: dict[str, Any]
 
 
-def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None) -> Trained:
+def open_run(
+    path: Path, step: int | None = None, tokenizer: Path | None = None, imports: Sequence[str] | None = None
+) -> Trained:
     """Open a run's newest complete checkpoint, or that of a given step.
 
     Args:
         path: folder of a run, of its checkpoints, or of one checkpoint.
         step: step of the checkpoint; None for the newest complete one, or the one that ``path`` is.
         tokenizer: new location of ``data.tokenizer``; None if it has not moved.
+        imports: files or modules to import instead of ``run.imports``; None if they have not moved.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged; the tokenizer is missing or is not the run's.
+        UserError: there is no such checkpoint, or it is damaged; the tokenizer is missing or is not the run's; a plugin
+            of the run cannot be imported.
     """
     checkpoint = _open(path, step)
     try:
-        recipe = build_recipe(checkpoint.state["recipe"])
+        recipe = _with_plugins(build_recipe(checkpoint.state["recipe"]), checkpoint.path, imports)
     except KeyError:
         raise UserError(f"{checkpoint.path} has no recipe in its state: it is not the checkpoint of a run") from None
     except UserError as error:
@@ -63,6 +68,16 @@ def open_run(path: Path, step: int | None = None, tokenizer: Path | None = None)
     except UserError as error:
         raise UserError(f"{path}: {error}{'' if tokenizer else '; pass its file with --tokenizer'}") from error
     return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
+
+
+def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> Recipe:
+    if imports is not None:
+        return import_plugins(replace(recipe, run=replace(recipe.run, imports=tuple(imports))))
+    check_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
+    try:
+        return import_plugins(recipe)
+    except UserError as error:
+        raise UserError(f"{error}; if it has moved, pass its new path with --imports") from error
 
 
 def _open(path: Path, step: int | None) -> Checkpoint:

@@ -64,7 +64,7 @@ def open_source(
         if max_sequences is not None:
             num = min(max_sequences, samples.samples_per_epoch)
         return Source(recipe.data.validation, num, (samples[n] for n in range(num)))
-    if stride is not None and model.kind != "gpt":
+    if stride is not None and model.objective != "gpt":
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
     if stride is not None and stride > model.sequence_length:
         raise UserError(

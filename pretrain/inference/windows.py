@@ -99,7 +99,7 @@ def samples_of(recipe: Recipe, tokenizer: Tokenizer, text: Text, stride: int | N
     Raises:
         UserError: no text.
     """
-    samples = _gpt_samples if recipe.model.kind == "gpt" else _corrupted_samples
+    samples = _gpt_samples if recipe.model.objective == "gpt" else _corrupted_samples
     is_empty = True
     for sample in samples(recipe, tokenizer, text, stride):
         is_empty = False

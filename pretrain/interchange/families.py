@@ -103,6 +103,10 @@ _DEMANDS = (
     Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "0 with model.gate=switch, or model.gate=naive"),
     Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
     Demand("routed_scale", lambda m: m.routed_scale == 1, "1"),
+    Demand("gate_options", lambda m: not m.gate_options, "none of them"),
+    Demand("expert", lambda m: m.expert == "ffn", "ffn"),
+    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+    Demand("granularity", lambda m: m.granularity == 1, "1, with the sizes of the finer experts"),
     Demand("num_shared_experts", lambda m: m.num_shared_experts == 0, "0"),
     Demand(
         "eval_capacity_factor",

@@ -9,14 +9,58 @@
     ``model`` may be wrapped for the schedule, or bare.
 
 `pretrain.engine.model.build_model` inserts the experts. `pretrain.data.inputs` opens the samples for a kind of model.
+`register_model` adds a kind.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any, Protocol
 
+from torch import Tensor, nn
+
+from fmoe.errors import UserError, add_name, known_names
 from pretrain.config import Recipe
+from pretrain.models.batch import Batch
 
 
-def kind_of(recipe: Recipe) -> ModuleType:
-    """Return the module of ``recipe.model.kind``."""
-    return importlib.import_module(f"pretrain.models.{recipe.model.kind}")
+class Kind(Protocol):
+    """A kind of model: a module or an object with these functions."""
+
+    def build(
+        self, recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module: ...
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+
+SHIPPED = ("gpt", "t5", "bert")
+
+MODELS: dict[str, Kind] = {}
+"""Registered kinds of models by name."""
+
+
+def register_model(name: str, kind: Kind) -> None:
+    """Register a kind of model under a new name, for ``model.kind`` of a recipe.
+
+    Its samples, and the keys of the recipe that it accepts, are those of a GPT. It must be one of Megatron-core's
+    models that `megatron_patch.fmoefy` takes, or derive from one.
+
+    Raises:
+        UserError: the name belongs to another kind.
+    """
+    if name in SHIPPED:
+        raise UserError(f"model.kind={name!r} is registered already, as pretrain.models.{name}")
+    add_name(MODELS, "model.kind", name, kind)
+
+
+def kind_of(recipe: Recipe) -> Any:
+    """Return the kind that ``recipe.model.kind`` names.
+
+    Raises:
+        UserError: no kind has this name.
+    """
+    name = recipe.model.kind
+    if name in SHIPPED:
+        return importlib.import_module(f"pretrain.models.{name}")
+    if name not in MODELS:
+        raise UserError(f"model.kind={name!r} is not known; {known_names(name, [*SHIPPED, *sorted(MODELS)])}")
+    return MODELS[name]

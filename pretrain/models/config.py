@@ -10,7 +10,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
 
+from fmoe.experts import truncated_normal_
 from pretrain.config import ModelConfig, Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,6 +94,10 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         attention_dropout=model.dropout,
         hidden_dropout=model.dropout,
         init_method_std=model.init_std,
+        # None for normal ones; embeddings and output layer always are.
+        init_method=truncated_normal_ if model.init == "switch" else None,
+        output_layer_init_method=truncated_normal_ if model.init == "switch" else None,
+        embedding_init_method=init_method_normal(model.init_std),
         # Initialise whole matrices, which ranks then slice: the same weights at every split and on every device.
         use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,

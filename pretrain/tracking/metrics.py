@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fmoe.errors import UserError
 from fmoe.metrics import LayerReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
@@ -137,6 +138,22 @@ DECLARED: list[Metric] = [
         for name, text in (("min", "lowest"), ("median", "median"), ("max", "highest"))
     ),
 ]  # fmt: skip
+_SHIPPED = len(DECLARED)
+
+
+def register_metric(metric: Metric) -> None:
+    """Declare a metric of one's own: a callback's, or with ``reduce`` one of each layer with experts.
+
+    Raises:
+        UserError: another metric has this name.
+    """
+    for index, declared in enumerate(DECLARED):
+        if declared.name == metric.name:
+            if index < _SHIPPED or (declared.unit, declared.doc) != (metric.unit, metric.doc):
+                raise UserError(f"metric={metric.name!r} is declared already: {declared.doc}")
+            DECLARED[index] = metric
+            return
+    DECLARED.append(metric)
 
 
 def routing_metrics(reports: Mapping[int, LayerReport]) -> dict[str, float | list[float]]:

@@ -207,7 +207,12 @@ def test_flops_of_a_t5_by_hand():
 def test_every_key_comes_back_from_the_file(tmp_path):
     """No value is the default's."""
     recipe = Recipe(
-        run=RunConfig(folder='runs/"odd" \\ näme\t\n世界'),
+        run=RunConfig(
+            folder='runs/"odd" \\ näme\t\n世界',
+            imports=("gates", "a/b c.py"),
+            callbacks=("x",),
+            callback_options={"x": {"every": 2, "näme": [1.5, "\n", None, True]}},
+        ),
         model=ModelConfig(
             kind="t5",
             num_layers=3,
@@ -230,12 +235,17 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             norm_eps=1e-6,
             dropout=0.1,
             tie_embeddings=False,
+            init="switch",
             init_std=1e-3,
             num_experts=6,
             moe_layers=(1, 3),
             top_k=2,
+            expert="swiglu",
+            expert_options={"dropout": 0.1},
+            granularity=4,
             num_shared_experts=1,
             gate="gshard",
+            gate_options={"random_routing": False},
             score="softmax",
             normalize=False,
             routed_scale=2.5,
@@ -245,7 +255,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             jitter=0.25,
             group_size=32,
             balance_loss=1e-7,
+            balance_scope="data_parallel",
             z_loss=0.0,
+            loss_weights={"load": 0.5},
         ),
         data=DataConfig(
             tokenizer="none",
@@ -275,6 +287,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             max_rows=999,
             shadow=1,
             node_size=3,
+            exchange_options={"cost": 1},
             wire="bf16",
         ),
         optimizer=OptimizerConfig(

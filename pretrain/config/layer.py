@@ -1,0 +1,170 @@
+"""The options of a recipe's MoE layers: the keywords of gate, experts, exchange and losses, and the sizes of their
+parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmoe import random
+from fmoe.errors import UserError, known_names, option_names
+from fmoe.exchange import EXCHANGES
+from fmoe.experts import EXPERTS, build_experts, taken_options
+from fmoe.gates import GATES, build_gate
+from fmoe.losses import DEFAULT_LOSS_WEIGHTS
+from pretrain.config.model import ModelConfig
+from pretrain.config.parallel import ParallelConfig
+
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Options of gates that have a key of [model], under the same name. Those of `_ALWAYS` are passed to each gate that has
+# them, the others only if the recipe sets them.
+_ALWAYS = ("capacity_factor", "eval_capacity_factor", "jitter")
+_IF_SET = ("score", "normalize", "routed_scale", "bias_step")
+# Options of exchanges that have a key of [parallel], under the same name.
+_OF_EXCHANGE = ("chunks", "max_rows", "shadow", "node_size")
+
+HOMES: dict[str, dict[str, str]] = {
+    "gate": {
+        **{name: f"`model.{name}`" for name in (*_ALWAYS, *_IF_SET)},
+        "balance_group": "`model.balance_scope`",
+        "init_method": "`model.init`",
+        "node_of": "none: a function; register a gate that has it",
+        "table": "none: a tensor computed from the training data; register a gate that reads it",
+    },
+    "experts": {"init_method": "`model.init`", "output_init_method": "`model.init`"},
+    "exchange": {
+        **{name: f"`parallel.{name}`" for name in _OF_EXCHANGE},
+        "wire_dtype": "`parallel.wire`",
+        "cost": "none: a measurement, which does not change results",
+        "groups": "none: process groups, made from `parallel.node_size`",
+    },
+    "loss": {"balance": "`model.balance_loss`", "z": "`model.z_loss`"},
+}
+"""Options that are not in a table of options, by part: the key that sets one, or why there is none."""
+
+OF_LAYER = ("d_model", "num_experts", "top_k", "d_hidden", "first_expert", "seed", "group")
+"""Arguments that the layer passes itself. A gate's ``seed`` is an option."""
+
+
+def gate_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
+
+    Raises:
+        UserError: the gate has no such option, or another key sets it.
+    """
+    if model.gate not in GATES:
+        raise UserError(f"model.gate={model.gate!r} is not known; {known_names(model.gate, sorted(GATES))}")
+    gate = GATES[model.gate]
+    known = option_names(gate) if isinstance(gate, type) else []
+    options = {name: getattr(model, name) for name in _ALWAYS if name in (known or ())}
+    for name in _IF_SET:
+        value = getattr(model, name)
+        if value != getattr(ModelConfig, name):
+            if name not in (known or ()):
+                gates = ", ".join(other for other in sorted(GATES) if name in (option_names(GATES[other]) or ()))
+                raise UserError(
+                    f"model.{name}={value} is not an option of model.gate={model.gate}; use it with {gates}"
+                )
+            options[name] = value
+    if model.balance_scope != "routing_group" and "balance" not in getattr(gate, "common_losses", ()):
+        raise UserError(
+            f"model.balance_scope={model.balance_scope} needs a gate with the balance loss, not model.gate={model.gate}"
+        )
+    known = None if known is None else [name for name in known if name not in ("d_model", "num_experts", "top_k")]
+    return options | _from_table("gate", "model.gate_options", model.gate_options, model.gate, known)
+
+
+def expert_options(model: ModelConfig) -> dict[str, Any]:
+    """Return ``model.expert_options``, checked.
+
+    Raises:
+        UserError: the experts are unknown or have no such option.
+    """
+    if model.expert not in EXPERTS:
+        raise UserError(f"model.expert={model.expert} is not known; {known_names(model.expert, sorted(EXPERTS))}")
+    known = option_names(EXPERTS[model.expert])
+    known = None if known is None else [name for name in known if name not in OF_LAYER]
+    return _from_table("experts", "model.expert_options", model.expert_options, model.expert, known)
+
+
+def loss_weights(model: ModelConfig) -> dict[str, float]:
+    """Return the factors of the auxiliary losses that the recipe sets.
+
+    Raises:
+        UserError: an unknown loss, or a factor that is not 0 or more.
+    """
+    is_own = model.gate not in GATES or not str(getattr(GATES[model.gate], "__module__", "")).startswith("fmoe.")
+    known = None if is_own else list(DEFAULT_LOSS_WEIGHTS)  # a user's gate may have losses of its own
+    options = _from_table("loss", "model.loss_weights", model.loss_weights, model.gate, known)
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise UserError(f"model.loss_weights.{name}={value} is not 0 or more")
+    return {"balance": model.balance_loss, "z": model.z_loss, **options}
+
+
+def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the exchange's keywords that the recipe sets to other values than the defaults: not every exchange has all
+    of them.
+
+    Raises:
+        UserError: an unknown exchange, or an option that it does not have.
+    """
+    if parallel.exchange not in EXCHANGES:
+        names = known_names(parallel.exchange, sorted(EXCHANGES))
+        raise UserError(f"parallel.exchange={parallel.exchange!r} is not known; {names}")
+    options = {name: getattr(parallel, name) for name in _OF_EXCHANGE}
+    options = {name: value for name, value in options.items() if value != getattr(ParallelConfig, name)}
+    if parallel.wire is not None:
+        options["wire_dtype"] = WIRE[parallel.wire]
+    known = option_names(EXCHANGES[parallel.exchange])
+    known = None if known is None else [name for name in known if name not in OF_LAYER]
+    table = parallel.exchange_options
+    return options | _from_table("exchange", "parallel.exchange_options", table, parallel.exchange, known)
+
+
+def _from_table(
+    part: str, table: str, options: Mapping[str, Any], owner: str, known: list[str] | None
+) -> dict[str, Any]:
+    """Return a table of options after a check of their names.
+
+    Args:
+        owner: name of the gate, experts or exchange.
+        known: options that the owner takes; None if it takes any.
+    """
+    homes = HOMES[part]
+    for name, value in options.items():
+        if name in homes:
+            why = homes[name].removeprefix("none: ")
+            why = f"use the key {why}" if why == homes[name] else f"it is {why}"
+            raise UserError(f"{table}.{name}={value} is not an option of a recipe's table: {why}")
+        if known is not None and name not in known:
+            free = [other for other in known if other not in homes]
+            raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
+    return dict(options)
+
+
+def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of the gate's parameters. For a gate that is not imported, or that refuses its options, those
+    of one matrix."""
+    sizes = model.hidden_size, model.routed_experts, model.chosen_experts
+    try:
+        with torch.device("meta"), random.keyed("sizes"):
+            return _shapes(build_gate(model.gate, *sizes, **gate_options(model)))
+    except UserError:
+        return [(model.routed_experts, model.hidden_size)]
+
+
+def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of one routed expert. For experts that are not imported, those of the
+    feed-forward block with the recipe's activation."""
+    name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
+    of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
+    options = {**taken_options(name, of_model), **given}
+    with torch.device("meta"), random.keyed("sizes"):
+        experts = build_experts(name, 1, slice(0, 1), model.hidden_size, model.expert_width, 0, options)
+    return _shapes(experts)
+
+
+def _shapes(module: Any) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in module.parameters()] if hasattr(module, "parameters") else []

@@ -1,0 +1,366 @@
+"""A user's own parts: those of docs/plugins.md train, resume, are planned, compared and evaluated."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from forks import only, values
+from test_run_split_engine import RECIPE, engine_of, train
+from test_run_training import steps
+
+from fmoe.errors import UserError
+from pretrain.compare.cli import main as compare
+from pretrain.config import Recipe, build_recipe
+from pretrain.config.imports import check_stored, import_plugins
+from pretrain.config.layer import HOMES
+from pretrain.config.load import load_recipe, read_recipe, recipe_text, split_overrides
+
+PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+PARTS = [
+    *("--run.imports", "my_gates", "my_experts.py", "my_callbacks.py", "my_optimizers.py"),
+    *("--run.callbacks", "router_norm", "--run.callback-options.router-norm.every", "2"),
+    *("--model.gate", "cosine", "--model.gate-options.temperature", "0.3", "--model.expert", "bilinear"),
+    *("--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--optimizer.min-lr", "1e-4"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files of the page."""
+    folder = tmp_path_factory.mktemp("plugins")
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        (folder / re.match(r'"""(\w+\.py): ', code)[1]).write_text(code)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(forks, folder, write_tiny_recipe):
+    """``run(name, *options)`` trains the page's parts in ``folder/name``, and returns how each process ended."""
+    recipe = write_tiny_recipe(folder / "recipe.toml", checkpoint={"every": 2})
+
+    def start(name, *options, size=1, parts=PARTS):
+        argv = [recipe, *parts, "--run.folder", folder / name, *options]
+        return forks.command("pretrain", *argv, size=size, folder=folder)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(run, folder):
+    ends = run("whole")
+    assert [end.code for end in ends] == [0], ends
+    return folder / "whole"
+
+
+def test_the_pages_parts_train(whole, folder):
+    rows = steps(whole)
+    assert "router_norm" in rows[2] and "router_norm" in rows[4] and "router_norm" not in rows[3]
+    stored = load_recipe(str(whole / "config.toml"))
+    names = ("my_gates.py", "my_experts.py", "my_callbacks.py", "my_optimizers.py")
+    assert stored.run.imports == tuple(str((folder / name).resolve()) for name in names)
+    assert stored.model.gate_options == {"temperature": 0.3}
+    told = json.loads((whole / "run.json").read_text())
+    assert set(told["imports"]) == set(stored.run.imports)
+    assert all(len(digest) == 64 for digest in told["imports"].values())
+    # Per layer of 4 experts: a router with a temperature, and three matrices without biases per expert.
+    assert told["params"] - told["active_params"] == 2 * 3 * 3 * 32 * 32
+    plain = replace(stored, model=replace(stored.model, gate="naive", gate_options={}, expert="ffn", gated=True))
+    assert told["params"] - plain.num_params() == 2
+
+
+def test_two_processes_and_a_resume_at_another_split_equal_one(run, whole, folder):
+    options = ["--parallel.expert", "2", "--train.steps", "2", "--optimizer.decay-steps", "4"]
+    ends = run("split", *options, size=2)
+    assert [end.code for end in ends] == [0, 0], ends
+    ends = run("resumed", "--resume", folder / "split", "--optimizer.decay-steps", "4")
+    assert [end.code for end in ends] == [0], ends
+    found = {**steps(folder / "split"), **steps(folder / "resumed")}
+    for step, row in steps(whole).items():
+        for name in {"loss", "val/loss", "router_norm", "moe/load_cv"} & row.keys():
+            if name in found[step]:
+                assert found[step][name] == pytest.approx(row[name], rel=1e-5), (step, name)
+    assert "val/loss" in found[4]
+
+
+def test_the_optimizers_state_is_sharded_and_resumes_bit_for_bit(run, folder):
+    split = ["--parallel.data", "2", "--optimizer.distributed", "--optimizer.decay-steps", "4"]
+    for name, options in {"a": [], "b": ["--train.steps", "2"], "c": ["--resume", folder / "b"]}.items():
+        ends = run(name, *split, *options, size=2)
+        assert [end.code for end in ends] == [0, 0], ends
+    assert steps(folder / "c")[4]["loss"] == steps(folder / "a")[4]["loss"]
+    assert steps(folder / "c")[4]["val/loss"] == steps(folder / "a")[4]["val/loss"]
+
+
+def test_they_are_evaluated_compared_and_planned(forks, whole, run, folder, capsys):
+    (end,) = forks.command("fmoe", "evaluate", whole, "--json", folder=folder)
+    assert end.code == 0, end
+    assert json.loads(end.out)["runs"][0]["loss"] == pytest.approx(steps(whole)[4]["val/loss"], rel=1e-6)
+    assert run("other", "--train.seed", "5")[0].code == 0
+    assert compare([str(whole), str(folder / "other")]) == 0
+    told = json.loads((whole / "run.json").read_text())
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\| .* \| 2 +\| 4 ", line)]
+    assert f"{told['active_params'] / 1000:.1f} k" in row, row
+    (end,) = forks.command("pretrain.launch", folder / "recipe.toml", *PARTS, "--dry-run", "--json", folder=folder)
+    assert end.code == 0, end
+    plan = json.loads(end.out)
+    assert (plan["parameters"], plan["active_parameters"]) == (told["params"], told["active_params"])
+
+
+def registered_kind_and_exchange(recipe):
+    """Train a registered kind of model through a registered exchange: shipped ones by another name."""
+    import fmoe
+    from fmoe.exchange.all_gather import AllGatherExchange
+    from pretrain.engine.model import check_parts
+    from pretrain.models import gpt, register_model
+
+    class Mine(AllGatherExchange):
+        """Exchange under a user's name."""
+
+    fmoe.register_exchange("mine", Mine)
+    register_model("own_gpt", gpt)
+    check_parts(recipe)
+    return train(recipe)
+
+
+def test_a_registered_kind_and_exchange_train(forks):
+    alone = only(forks.run(1, train, RECIPE))
+    recipe = replace(
+        RECIPE,
+        model=replace(RECIPE.model, kind="own_gpt"),
+        parallel=replace(RECIPE.parallel, expert=2, exchange="mine"),
+    )
+    for rank in values(forks.run(2, registered_kind_and_exchange, recipe)):
+        assert rank["validation"] == pytest.approx(alone["validation"], rel=1e-5)
+
+
+ERRORS = {
+    "a module that is missing": (["--run.imports", "nowhere"], "run.imports=nowhere", "not an installed module"),
+    "a file that is missing": (["--run.imports", "./nowhere.py"], "run.imports=./nowhere.py", "not a file"),
+    "a file that raises": (["--run.imports", "raises.py"], "raises.py raised ZeroDivisionError", "raises.py:2"),
+    "a file that exits": (["--run.imports", "exits.py"], "exits.py raised SystemExit", "exits.py:1"),
+    "a name that exists": (["--run.imports", "taken.py"], "gate='naive'", "fmoe.gates.naive.NaiveRouter"),
+    "a metric that exists": (["--run.imports", "metric.py"], "metric='loss'", "declared already"),
+    "an unknown gate": (["--model.gate", "cosine"], "model.gate='cosine'", "sigmoid"),
+    "an option that the gate lacks": (
+        ["--run.imports", "my_gates", "--model.gate", "cosine", "--model.gate-options.temprature", "1"],
+        "model.gate_options.temprature=1",
+        "did you mean 'temperature'",
+    ),
+    "an option with a key of its own": (
+        ["--model.gate-options.jitter", "0.1"],
+        "model.gate_options.jitter=0.1",
+        "model.jitter",
+    ),
+    "an option of the wrong type": (
+        ["--model.gate", "naive", "--model.gate-options.expert-groups", "two"],
+        "model.gate=naive",
+        "options",
+    ),
+    "unknown experts": (["--model.expert", "swiglo"], "model.expert=swiglo", "did you mean 'swiglu'"),
+    "an option that experts lack": (["--model.expert-options.drop", "1"], "model.expert_options.drop=1", "'dropout'"),
+    "an unknown loss": (["--model.loss-weights.balanced", "1"], "model.loss_weights.balanced=1", "importance"),
+    "a negative factor": (["--model.loss-weights.load", "-1"], "model.loss_weights.load=-1", "0 or more"),
+    "an unknown exchange": (["--parallel.exchange", "all2all"], "parallel.exchange='all2all'", "all_to_all"),
+    "an option that the exchange lacks": (
+        ["--parallel.exchange-options.slots", "1"],
+        "parallel.exchange_options.slots=1",
+        "all_to_all",
+    ),
+    "an unknown kind": (["--model.kind", "gtp"], "model.kind='gtp'", "did you mean 'gpt'"),
+    "an unknown optimizer": (["--optimizer.name", "adamv"], "optimizer.name='adamv'", "did you mean 'adamw'"),
+    "an optimizer without state_names": (
+        ["--run.imports", "optimizer.py", "--optimizer.name", "bare"],
+        "optimizer.name=bare",
+        "state_names",
+    ),
+    "an optimizer that needs whole tensors": (
+        ["--run.imports", "optimizer.py", "--optimizer.name", "whole", "--optimizer.distributed"],
+        "optimizer.name=whole",
+        "optimizer.distributed=false",
+    ),
+    "an unknown callback": (["--run.callbacks", "router_norm"], "run.callbacks=router_norm", "there is none"),
+    "an option that the callback lacks": (
+        [
+            *("--run.imports", "my_callbacks.py", "--run.callbacks", "router_norm"),
+            *("--run.callback-options.router-norm.evry", "1"),
+        ],
+        "run.callback_options.router_norm.evry=1",
+        "did you mean 'every'",
+    ),
+    "options of a callback that does not run": (
+        ["--run.callback-options.router-norm.every", "1"],
+        "run.callback_options.router_norm",
+        "run.callbacks=[]",
+    ),
+    "a global balance without the loss": (
+        ["--model.gate", "random", "--model.balance-scope", "data_parallel"],
+        "model.balance_scope=data_parallel",
+        "model.gate=random",
+    ),
+    "a granularity that does not divide": (["--model.granularity", "5"], "model.granularity=5", "ffn_hidden_size=32"),
+}
+FILES = {
+    "raises.py": "import math\nmath.inf / 0\n",
+    "exits.py": "raise SystemExit(3)\n",
+    "taken.py": "import fmoe\nfmoe.register_gate('naive', lambda x, groups: None)\n",
+    "metric.py": "from pretrain.tracking.metrics import Metric, register_metric\n"
+    "register_metric(Metric('loss', '', 'mine'))\n",
+    "optimizer.py": "import torch\nfrom pretrain.engine.optimizer import register_optimizer\n"
+    "class Bare(torch.optim.SGD):\n    pass\n"
+    "class Whole(torch.optim.SGD):\n    state_names = ('momentum_buffer',)\n"
+    "register_optimizer('bare', lambda groups, recipe, **options: Bare(groups, **options))\n"
+    "register_optimizer('whole', lambda groups, recipe, **options: Whole(groups, **options))\n",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_a_wrong_part_is_one_line(forks, folder, run, what):
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    options, key, reason = ERRORS[what]
+    (end,) = run("wrong", *options, parts=[])
+    assert end.code == 2, end
+    assert end.err.count("\n") == 1 and key in end.err and reason in end.err, end.err
+    assert not (folder / "wrong").exists()
+
+
+def test_a_table_of_options_comes_back_from_the_file(tmp_path):
+    options = {"a": 1, "b": 2.5, "c": "text", "d": True, "e": [1, "x"], "f": {"g h": None}}
+    recipe = Recipe()
+    recipe = replace(recipe, run=replace(recipe.run, callback_options=options))
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe_text(recipe))
+    assert read_recipe(str(path)) == recipe
+    assert build_recipe(asdict(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model.gate-options.expert-groups", "4"], [("model.gate_options.expert_groups", 4)]),
+        (["--model.gate_options.score=sigmoid"], [("model.gate_options.score", "sigmoid")]),
+        (["--model.gate-options.no-bias", "true"], [("model.gate_options.no_bias", True)]),
+        (["--model.gate-options.x", "none"], [("model.gate_options.x", None)]),
+        (["--model.gate-options.x", "[1, 2]"], [("model.gate_options.x", [1, 2])]),
+        (["--model.gate-options", "{a = 1}"], [("model.gate_options", {"a": 1})]),
+    ],
+)
+def test_options_of_a_table_on_the_command_line(words, expected):
+    assert split_overrides(words) == (expected, [])
+
+
+def test_an_option_on_the_command_line_keeps_the_others_of_the_file(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\ngate = "naive"\ngate_options = { expert_groups = 4, kept_groups = 2 }\n')
+    recipe = load_recipe(str(path), ["--model.gate-options.kept-groups", "3"])
+    assert recipe.model.gate_options == {"expert_groups": 4, "kept_groups": 3}
+
+
+@pytest.mark.parametrize("value", ["2026-11-23", "{a = 07:32:00}"])
+def test_a_date_is_no_option(value):
+    with pytest.raises(UserError, match=r"model\.gate_options"):
+        split_overrides(["--model.gate-options.x", value])
+
+
+def test_a_file_imports_its_neighbour_and_hides_no_module(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("import neighbour\nseen = neighbour.VALUE\n")
+    (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
+    recipe = Recipe()
+    recipe = replace(recipe, run=replace(recipe.run, imports=("random.py",)))
+    monkeypatch.chdir(tmp_path)
+    (found,) = import_plugins(recipe).run.imports
+    assert found == str(tmp_path / "random.py")
+    import random
+    import sys
+
+    assert hasattr(random, "Random") and str(tmp_path) not in sys.path
+    sys.modules.pop("neighbour")
+
+
+def test_a_file_beside_the_recipe_is_found(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "beside.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe()
+    recipe = replace(recipe, run=replace(recipe.run, imports=("beside",)))
+    assert import_plugins(recipe, tmp_path / "recipes").run.imports == (str(tmp_path / "recipes" / "beside.py"),)
+    with pytest.raises(UserError, match=r"run\.imports=beside"):
+        import_plugins(recipe)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_stored_run_brings_no_code(tmp_path, inside):
+    entry = str(tmp_path / "run" / "evil.py") if inside else "run/evil.py"
+    recipe = Recipe()
+    recipe = replace(recipe, run=replace(recipe.run, imports=(entry,)))
+    with pytest.raises(UserError, match=r"run\.imports.*evil\.py"):
+        check_stored(recipe, tmp_path / "run")
+
+
+def test_an_entry_point_is_imported_and_its_failure_names_the_package(tmp_path, monkeypatch):
+    info = tmp_path / "their_gates-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-gates\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fmoe.plugins]\ntheirs = their_gates_for_fmoe\n")
+    (tmp_path / "their_gates_for_fmoe.py").write_text("import torch\nDONE = torch.zeros(1)\n1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"their_gates_for_fmoe.*their-gates.*ZeroDivisionError"):
+        import_plugins(Recipe())
+    (tmp_path / "their_gates_for_fmoe.py").write_text("DONE = True\n")
+    import_plugins(Recipe())
+
+
+def test_switchs_initialisation(forks):
+    """Truncated at two standard deviations sqrt(0.1 / inputs), except in the embedding."""
+    recipe = replace(RECIPE, model=replace(RECIPE.model, init="switch", tie_embeddings=False))
+    found = only(forks.run(1, initial_weights, recipe))
+    for name, weight in found.items():
+        if weight.dim() < 2 or "embedding" in name or "output_layer" in name:
+            continue
+        std = (0.1 / weight.shape[-1]) ** 0.5
+        assert weight.abs().max() <= 2 * std * 1.0001, name
+        assert weight.float().std() == pytest.approx(0.88 * std, rel=0.2), name
+    assert found["embedding.word_embeddings.weight"].std() == pytest.approx(RECIPE.model.init_std, rel=0.1)
+    assert found["output_layer.weight"].std() == pytest.approx(RECIPE.model.init_std, rel=0.1)
+
+
+def initial_weights(recipe):
+    return {name: p.detach().clone() for name, p in engine_of(recipe).gpt.named_parameters()}
+
+
+def test_granularity_equals_more_and_narrower_experts(forks):
+    fine = replace(RECIPE, model=replace(RECIPE.model, granularity=2))
+    same = replace(RECIPE, model=replace(RECIPE.model, num_experts=8, top_k=4, ffn_hidden_size=12))
+    assert fine.num_params() == same.num_params() and fine.num_active_params() == same.num_active_params()
+    found, expected = only(forks.run(1, train, fine)), only(forks.run(1, train, same))
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_balance_over_data_parallel_ranks_equals_one_process(forks, expert):
+    """One process with a micro batch of all sequences in a single routing group counts the same loads."""
+    model = replace(RECIPE.model, balance_scope="data_parallel", capacity_factor=None, eval_capacity_factor=None)
+    alone = replace(RECIPE, model=model, train=replace(RECIPE.train, micro_batch=8))
+    split = {"expert": 2} if expert == 2 else {"data": 2}
+    both = replace(
+        RECIPE,
+        model=model,
+        parallel=replace(RECIPE.parallel, **split),
+        train=replace(RECIPE.train, micro_batch=4),
+    )
+    expected = only(forks.run(1, train, alone))
+    for rank in values(forks.run(2, train, both)):
+        for name in expected:
+            if name.startswith(("loss", "balance", "gradient norm", "validation")):
+                assert rank[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_each_home_of_an_option_is_a_key():
+    from pretrain.config.load import recipe_keys
+
+    named = [home[1:-1] for homes in HOMES.values() for home in homes.values() if home.startswith("`")]
+    assert named and set(named) <= set(recipe_keys())
