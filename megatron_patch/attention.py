@@ -22,9 +22,9 @@ class SDPAttention(DotProductAttention):
 
     Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, while
     megatron-core's code gives the mean of the values. Cases that torch's kernels do not support use megatron-core's
-    code: an attention bias, packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several
-    queries after cached keys. bf16 is computed in float32 on processors where that is faster
-    (`megatron_patch.bf16_linear`).
+    code: packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several queries after cached
+    keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
+    bias, which megatron-core's code refuses, is added to the scaled scores.
     """
 
     def forward(
@@ -41,6 +41,8 @@ class SDPAttention(DotProductAttention):
 
         Args:
             attention_mask: True where a query must not see a key.
+            attention_bias: added to the scores, [1 or b, heads, s of queries, s of keys], as by T5's relative
+                positions.
         """
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
@@ -49,20 +51,25 @@ class SDPAttention(DotProductAttention):
         # cached keys sees all keys, without a mask.
         is_causal &= query.shape[0] > 1
         special |= is_causal and query.shape[0] != key.shape[0]
-        if special or attention_bias is not None or packed_seq_params is not None:
+        if special or packed_seq_params is not None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
+        mask = attention_mask  # or a bias that is -inf where the mask is True
+        if attention_bias is not None:
+            hidden = _later(q, k) if is_causal else attention_mask
+            mask, is_causal = attention_bias.to(dtype), False
+            mask = mask if hidden is None else mask.masked_fill(hidden, -torch.inf)
         dropout = self.attention_dropout.p if self.training else 0.0
         if dropout and isinstance(self.attention_dropout, HeadDropout):
-            out = self._attend(q, k, v, attention_mask, is_causal)
+            out = self._attend(q, k, v, mask, is_causal)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
                 *(q, k, v),
-                attn_mask=None if attention_mask is None else ~attention_mask,
+                attn_mask=~mask if mask is not None and mask.dtype == torch.bool else mask,
                 dropout_p=dropout,
                 is_causal=is_causal,
                 scale=self.softmax_scale,
@@ -73,14 +80,18 @@ class SDPAttention(DotProductAttention):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Attend with keyed dropout of the probabilities, which torch's kernels do not support.
 
-        All shapes are [b, heads, s, head width].
+        All shapes are [b, heads, s, head width]. ``mask`` is a bias, or True where a query must not see a key.
         """
         if query.shape[1] != key.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         scores = (query * self.softmax_scale) @ key.transpose(2, 3)
-        if is_causal:
-            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        mask = _later(query, key) if is_causal else mask
         if mask is not None:
-            scores = scores.masked_fill(mask, -torch.inf)
+            scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         return self.attention_dropout(probabilities) @ value
+
+
+def _later(query: Tensor, key: Tensor) -> Tensor:
+    """Return the causal mask [s of queries, s of keys]: True where the key comes later."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)

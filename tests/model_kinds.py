@@ -34,6 +34,10 @@ RECIPE = Recipe(
 )
 KINDS = {
     "t5": ({"kind": "t5", "num_decoder_layers": 1}, {"noise_density": 0.35, "mean_span": 2.0}),
+    "t5, relative positions": (
+        {"kind": "t5", "num_decoder_layers": 1, "position": "relative", "dropout": 0.1},
+        {"noise_density": 0.35, "mean_span": 2.0},
+    ),
     "bert": ({"kind": "bert"}, {}),
     "documents": ({}, {"document_mask": True}),
     "documents, learned positions": ({"position": "learned_absolute", "moe_layers": (2,)}, {"document_mask": True}),

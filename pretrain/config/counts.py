@@ -8,6 +8,8 @@ import math
 from pretrain.config.layer import expert_shapes, router_shapes
 from pretrain.config.model import ModelConfig
 
+_RELATIVE_BUCKETS = 32  # Megatron-core's default
+
 
 def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int:
     """Return the number of parameters, with ``experts`` routed experts and all shared ones in each layer with experts.
@@ -20,6 +22,8 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     total += sum(map(sum, _layers(model, experts))) + sum(_norms(model, number) for number in model.layer_numbers)
     if model.position == "learned_absolute":
         total += max(model.sequence_length, decoder_length) * width
+    if model.position == "relative":
+        total += 2 * _RELATIVE_BUCKETS * model.num_heads
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias

@@ -43,8 +43,9 @@ class ModelConfig:
     """Activation of the feed-forward blocks."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
-    position: Literal["rope", "learned_absolute"] = "rope"
-    """Position encoding."""
+    position: Literal["rope", "learned_absolute", "relative"] = "rope"
+    """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
+    tokens, added to the scores of all layers of a stack."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     norm: Literal["layer", "rms"] = "layer"
@@ -180,6 +181,8 @@ class ModelConfig:
                     f"model.num_query_groups={self.num_query_groups} must equal model.num_heads={self.num_heads} with "
                     "model.kind=t5: its cross attention does not support groups"
                 )
+        if self.position == "relative" and self.kind != "t5":
+            raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
         for name in ("rope_theta", "norm_eps", "routed_scale"):

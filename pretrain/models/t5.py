@@ -5,6 +5,7 @@ layers are numbered from 1 through the encoder and then on through the decoder. 
 decoder's causal one.
 """
 
+import torch
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -46,6 +47,8 @@ def build(
         position_embedding_type=model.position,
     )
     set_rope_theta(module, recipe)
+    if model.position == "relative":
+        _key_relative_positions(module, recipe.train.seed)
     lengths = model.sequence_length, recipe.decoder_length
     module.register_forward_pre_hook(lambda module, _: _enter_encoder(module))
     # The decoder's embedding runs before the decoder does.
@@ -56,6 +59,18 @@ def build(
 def forward(model: nn.Module, batch: Batch) -> Tensor:
     """See `pretrain.models`."""
     return model(batch["tokens"], batch["decoder_tokens"], None, None, None, lm_labels=batch.get("labels"))
+
+
+@torch.no_grad()
+def _key_relative_positions(module: T5Model, seed: int) -> None:
+    """Draw the biases by relative position, [buckets, heads] of each stack, like embeddings."""
+    for part in ("encoder", "decoder"):
+        weight = getattr(module, f"{part}_relative_pos_emb").relative_attention_bias.weight
+        if not weight.is_meta:
+            whole = torch.empty(weight.shape, device="cpu", dtype=torch.float32)
+            with random.keyed("relative positions", seed, part):
+                module.config.embedding_init_method(whole)
+            weight.copy_(whole)
 
 
 def _enter_encoder(module: T5Model) -> None:
