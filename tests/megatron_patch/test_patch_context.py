@@ -146,3 +146,47 @@ def test_attention_that_slices_do_not_support_is_refused(forks, case):
     for result in forks.run(2, refused_as, case):
         assert isinstance(result, Raised) and result.kind.__name__ == "UserError", result
         assert all(part in result.message for part in REFUSED[case][2]), result.message
+
+
+def layer_of(context_parallel_size, **options):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patch import MegatronMoE
+
+    start(context=2, tensor=2)
+    dist.barrier()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=2,
+        context_parallel_size=context_parallel_size,
+        **options,
+    )
+    layer = MegatronMoE(config, layer_number=1, num_experts=2)
+    return layer.layout.slice_group, dist.get_process_group_ranks(layer.layout.sequence_group)
+
+
+def sliced_layer():
+    return layer_of(2, sequence_parallel=True)
+
+
+def layer_of_whole_slices():
+    return layer_of(2)
+
+
+def layer_of_another_size():
+    return layer_of(1)
+
+
+def test_a_layer_has_the_ranks_of_a_sequence_in_the_order_of_its_tokens(forks):
+    """Megatron's ranks: tensor parallel ones are neighbours; each context parallel pair holds a half of the tokens."""
+    assert values(forks.run(4, sliced_layer)) == [(None, [0, 1, 2, 3])] * 4
+    for function, parts in (
+        (layer_of_whole_slices, ["context_parallel_size=2", "tensor_model_parallel_size=2", "sequence_parallel=True"]),
+        (layer_of_another_size, ["context_parallel_size=1", "2 ranks"]),
+    ):
+        for result in forks.run(4, function):
+            assert isinstance(result, Raised) and result.kind.__name__ == "UserError", result
+            assert all(part in result.message for part in parts), result.message
