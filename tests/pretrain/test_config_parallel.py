@@ -41,8 +41,8 @@ WRONG = {
     "context over the sequence": ({"context": 3}, ["parallel.context=3", "model.sequence_length=256"]),
     "context and TP over the sequence": (
         {"tensor": 2, "context": 3},
-        ["parallel.tensor x parallel.context=6", "model.sequence_length=255"],
-        {"model.sequence-length": 255},
+        ["parallel.tensor x parallel.context=6", "model.sequence_length=250"],
+        {"model.sequence-length": 250},
     ),
     "heads over context": ({"context": 4}, ["parallel.tensor x parallel.context=4", "model.num_heads=6"]),
     "heads over TP and context": (
