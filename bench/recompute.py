@@ -100,7 +100,7 @@ def _passes(recipe: Recipe, processes, mode: str, precision: str, kept: dict[str
     def setup():
         engine = Engine(recipe, processes)
         samples = Tokens(recipe)
-        kept[mode] = _kept(engine, samples)
+        kept[mode] = kept_bytes(engine, samples)
 
         def run() -> None:
             engine.backward(0, samples)
@@ -111,13 +111,14 @@ def _passes(recipe: Recipe, processes, mode: str, precision: str, kept: dict[str
     return setup
 
 
-def _kept(engine, samples) -> int:
+def kept_bytes(engine, samples) -> int:
+    """What autograd holds of the first micro batch on this rank at the end of its forward pass."""
     counter = Kept(engine.gpt)
     hooks = [
         engine.gpt.register_forward_pre_hook(lambda *_: counter.__enter__()),
         engine.gpt.register_forward_hook(lambda *_: counter.__exit__(None, None, None)),
     ]
-    engine.accumulate(samples, 0, engine.recipe.train.micro_batch, 0)
+    engine.accumulate(samples, 0, engine.recipe.train.micro_batch * engine.data_group.size(), 0)
     for hook in hooks:
         hook.remove()
     return counter.bytes

@@ -5,15 +5,20 @@ kernels for CPU and GPU (FlashAttention, arXiv 2205.14135).
 """
 
 import contextlib
+import copy
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from fmoe import UserError
 from megatron_patch import bf16_linear
+from megatron_patch.context import context_group, heads_to_sequence, spread_heads
 from megatron_patch.dropout import HeadDropout
 
 
@@ -25,7 +30,26 @@ class SDPAttention(DotProductAttention):
     code: packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several queries after cached
     keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
     bias, which megatron-core's code refuses, is added to the scaled scores.
+
+    Under context parallelism, each rank holds a contiguous slice of the sequences, and attends over whole sequences
+    with a part of its heads (`megatron_patch.context`). Masks are those of whole sequences, [b, 1, s, s].
+
+    Raises:
+        UserError: context parallel ranks do not divide the heads of a rank; under context parallelism, a case that
+            torch's kernels do not support, or dropout that is not `HeadDropout`.
     """
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection=None, **options):
+        plain = copy.copy(config)
+        plain.context_parallel_size = 1  # the base class refuses other sizes
+        super().__init__(plain, *args, pg_collection=pg_collection, **options)
+        self.config = config
+        self.context_group = context_group(config, pg_collection)
+        if self.num_attention_heads_per_partition % config.context_parallel_size:
+            raise UserError(
+                f"context_parallel_size={config.context_parallel_size} does not divide the "
+                f"{self.num_attention_heads_per_partition} attention heads of a tensor parallel rank"
+            )
 
     def forward(
         self,
@@ -44,6 +68,24 @@ class SDPAttention(DotProductAttention):
             attention_bias: added to the scores, [1 or b, heads, s of queries, s of keys], as by T5's relative
                 positions.
         """
+        more = (attn_mask_type, attention_bias, packed_seq_params)
+        if self.context_group is None:
+            return self._forward(query, key, value, attention_mask, *more)
+        query, key, value = spread_heads(query, key, value, self.context_group)
+        out = self._forward(query, key, value, attention_mask, *more)
+        return heads_to_sequence(out.unflatten(2, query.shape[2:]), self.context_group).flatten(2)
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None,
+        attention_bias: Tensor | None,
+        packed_seq_params: Any,
+    ) -> Tensor:
+        """Attend with the heads of ``query`` over whole sequences."""
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
@@ -51,7 +93,10 @@ class SDPAttention(DotProductAttention):
         # cached keys sees all keys, without a mask.
         is_causal &= query.shape[0] > 1
         special |= is_causal and query.shape[0] != key.shape[0]
+        if self.context_group is not None and attention_bias is not None:
+            self._refuse_context("an attention bias")
         if special or packed_seq_params is not None:
+            self._refuse_context("this attention (packed sequences, window, softmax offset, scaled layers, cache)")
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
@@ -64,6 +109,8 @@ class SDPAttention(DotProductAttention):
         if dropout and isinstance(self.attention_dropout, HeadDropout):
             out = self._attend(q, k, v, mask, is_causal)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+        if dropout:
+            self._refuse_context("attention dropout without megatron_patch.dropout.key_dropout")
         # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
@@ -76,6 +123,10 @@ class SDPAttention(DotProductAttention):
                 enable_gqa=query.shape[2] != key.shape[2],
             )
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+
+    def _refuse_context(self, what: str) -> None:
+        if self.context_group is not None:
+            raise UserError(f"context_parallel_size={self.context_group.size()} is not supported with {what}: use 1")
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Attend with keyed dropout of the probabilities, which torch's kernels do not support.

@@ -21,12 +21,12 @@ from fmoe import random
 
 
 class TokenDropout(nn.Dropout):
-    """Dropout of hidden states [S, B, H]; under sequence parallelism, S is a slice of each sequence.
+    """Dropout of hidden states [S, B, H]; under sequence and context parallelism, S is a slice of each sequence.
 
     Args:
         rate: probability of dropping an element.
         site: key that is derived from the seed of the run and this site in the model.
-        is_sliced: whether S is this tensor parallel rank's slice of the sequences.
+        is_sliced: whether tensor parallel ranks hold slices of the sequences; context parallel ranks always do.
 
     Attributes:
         part: name added to the key, for a module that runs several times per micro batch.
@@ -47,6 +47,8 @@ class TokenDropout(nn.Dropout):
         """Return a key for each row of features, int64 [S, B]."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
+        slices, number = _context_parallel()
+        ranks, rank = ranks * slices, rank + ranks * number
         return self.token_keys(range(rank * length, (rank + 1) * length), ranks * length, batch, x_SBH.device).t()
 
     def token_keys(self, positions: range, length: int, batch: int, device: torch.device) -> Tensor:
@@ -65,7 +67,9 @@ class HeadDropout(TokenDropout):
 
     def keys(self, x_BASK: Tensor) -> Tensor:
         batch, heads, length, _ = x_BASK.shape
-        first_head = _tensor_parallel()[1] * heads
+        # Context parallel ranks hold a part of the tensor parallel rank's heads, and whole sequences.
+        parts, part = _context_parallel()
+        first_head = (_tensor_parallel()[1] * parts + part) * heads
         keys_BS = self.token_keys(range(length), length, batch, x_BASK.device)
         heads_A1 = torch.arange(first_head, first_head + heads, dtype=torch.int64, device=x_BASK.device).unsqueeze(1)
         return random.fold(keys_BS.unsqueeze(1), heads_A1)
@@ -125,3 +129,8 @@ def _tensor_parallel() -> tuple[int, int]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
+
+
+def _context_parallel() -> tuple[int, int]:
+    """Return the size of the context parallel group, and this rank's index in it."""
+    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()

@@ -22,6 +22,7 @@ from fmoe.losses import AuxLosses
 from fmoe.random import key
 from fmoe.routing import Routing
 from megatron_patch import patches
+from megatron_patch.context import context_group
 from megatron_patch.sharded import sharded_experts
 
 # Names of losses in Megatron's aux-loss tracker, which its training loops log.
@@ -36,9 +37,11 @@ class MegatronMoE(MoE):
     schedule passes the scale of auxiliary losses only to models that have it.
 
     Each tensor parallel rank routes a slice of the sequences: under sequence parallelism the slice that it holds, else
-    one that it takes from the whole. The gate decides over all slices. With an expert tensor parallel size above 1,
-    the experts' hidden units are split over that group. "mlp" or "moe" in ``config.recompute_modules`` recomputes the
-    layer in the backward pass.
+    one that it takes from the whole. Under context parallelism each rank routes the slice that it holds, which must be
+    contiguous (`megatron_patch.context`). The gate decides over all slices.
+
+    With an expert tensor parallel size above 1, the experts' hidden units are split over that group. "mlp" or "moe" in
+    ``config.recompute_modules`` recomputes the layer in the backward pass.
 
     Args:
         config, submodules, layer_number, pg_collection, is_mtp_layer, name: arguments that Megatron-core passes.
@@ -51,8 +54,8 @@ class MegatronMoE(MoE):
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: the config has context parallelism, which splits routing groups, or another tensor parallel size than
-            the group; ``gate`` is a module, which layers would share; an option is invalid.
+        UserError: the config has another tensor or context parallel size than the group, or both without sequence
+            parallelism; ``gate`` is a module, which layers would share; an option is invalid.
     """
 
     aux: "MegatronAux"
@@ -76,11 +79,6 @@ class MegatronMoE(MoE):
         **options,
     ):
         patches.install()
-        if config.context_parallel_size > 1:
-            raise UserError(
-                f"context_parallel_size={config.context_parallel_size} is not supported, because it splits routing "
-                "groups: use 1"
-            )
         if isinstance(options.get("gate"), nn.Module):
             raise UserError("gate must not be a module, which all layers would share: pass its name or class")
         self._run_seed, self._layer_offset = seed, layer_offset
@@ -93,6 +91,7 @@ class MegatronMoE(MoE):
                 f"tensor_model_parallel_size={config.tensor_model_parallel_size} of the config differs from the {size} "
                 "ranks of the tensor parallel group: initialize Megatron's groups with the config's size"
             )
+        slice_group, sequence_group = _token_groups(config, pg_collection, tensor_group)
         if _has_router(options.get("gate", "naive")):
             gate_options = {"init_method": config.init_method, **(gate_options or {})}
         if isinstance(expert := options.get("expert", "ffn"), str):
@@ -115,8 +114,8 @@ class MegatronMoE(MoE):
             gate_options=gate_options,
             expert_options=dict(expert_options or {}),
             moe_group=_group(pg_collection, "ep", parallel_state.get_expert_model_parallel_group),
-            slice_group=None if config.sequence_parallel else tensor_group,
-            sequence_group=tensor_group if config.sequence_parallel else None,
+            slice_group=slice_group,
+            sequence_group=sequence_group,
             expert_tensor_group=_group(pg_collection, "expt_tp", parallel_state.get_expert_tensor_parallel_group),
             loss_scale=_megatron_loss_scale,
             sequence_first=True,
@@ -246,6 +245,23 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
     group = getattr(collection, name, None)
     group = default() if group is None else group
     return None if group.size() == 1 else group
+
+
+def _token_groups(
+    config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the ranks that hold the same tokens, and those that hold parts of the same sequences, in their order."""
+    context = context_group(config, collection)
+    if context is None:
+        return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)
+    if tensor_group is None:
+        return None, context
+    if not config.sequence_parallel:
+        raise UserError(
+            f"context_parallel_size={config.context_parallel_size} with tensor_model_parallel_size="
+            f"{config.tensor_model_parallel_size} needs sequence_parallel=True"
+        )
+    return None, _group(collection, "tp_cp", parallel_state.get_tensor_and_context_parallel_group)
 
 
 def _has_router(gate: Any) -> bool:

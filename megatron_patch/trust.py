@@ -66,4 +66,5 @@ def _is_first_copy(parameter: Tensor) -> bool:
             parallel_state.get_expert_data_parallel_rank() == 0
             and parallel_state.get_expert_tensor_parallel_rank() == 0
         )
-    return parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+    is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return is_first and parallel_state.get_tensor_model_parallel_rank() == 0

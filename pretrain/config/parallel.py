@@ -23,7 +23,8 @@ class ParallelConfig:
     """Sequence parallelism: cut activations outside of attention and feed-forward blocks along the sequence; None
     enables it if tensor > 1."""
     context: int = 1
-    """Context parallel size: the number of slices of a sequence, in attention too; only 1 is supported."""
+    """Context parallel size: the number of slices of each sequence, one per rank in all layers; in attention the ranks
+    exchange them for slices of the heads. More than 1 needs model.kind=gpt."""
     pipeline: int = 1
     """Pipeline parallel size: the number of stages that the layers are cut into."""
     virtual_pipeline: int | None = None
@@ -131,11 +132,7 @@ class ParallelConfig:
         if self.is_sequence_parallel:
             divides("parallel.tensor", self.tensor, "model.sequence_length", model.sequence_length)
         if self.context > 1:
-            divides("2 x parallel.context", 2 * self.context, "model.sequence_length", model.sequence_length)
-            raise UserError(
-                f"parallel.context={self.context} is not supported: layers with experts, and megatron-core's attention "
-                "without Transformer Engine, need parallel.context=1; split sequences with parallel.tensor instead"
-            )
+            self._check_context(model)
         if model.kind == "t5" and self.pipeline > 1:
             raise UserError(f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use 1")
         if self.virtual_pipeline is not None and self.pipeline == 1:
@@ -168,3 +165,17 @@ class ParallelConfig:
                         f"parallel.{key}={getattr(self, key)} needs whole experts, parallel.expert_tensor=1, not "
                         f"{self.expert_tensor}"
                     )
+
+    def _check_context(self, model: ModelConfig) -> None:
+        if model.kind != "gpt":
+            raise UserError(f"parallel.context={self.context} needs model.kind=gpt, not {model.kind}")
+        name, ranks = "parallel.tensor x parallel.context", self._dense
+        divides(name, ranks, "model.num_heads", model.num_heads)
+        if self.is_sequence_parallel:
+            divides(name, ranks, "model.sequence_length", model.sequence_length)
+        elif self.tensor > 1 and model.num_experts:
+            raise UserError(
+                f"parallel.sequence=false is not supported with experts, parallel.tensor={self.tensor} and "
+                f"parallel.context={self.context}: use parallel.sequence=true"
+            )
+        divides("parallel.context", self.context, "model.sequence_length", model.sequence_length)

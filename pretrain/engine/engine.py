@@ -29,7 +29,7 @@ from pretrain.engine.optimizer import make_optimizer
 from pretrain.engine.pipeline import get_schedule, stages
 from pretrain.engine.routing import RoutingReports, StepReport
 from pretrain.models import kind_of
-from pretrain.models.batch import Batch, collate, loss_function, to_device, weigh
+from pretrain.models.batch import Batch, collate, context_slice, loss_function, to_device, weigh
 from pretrain.process import Processes, timeout
 
 CheckStep = Callable[[float, float], str | None]
@@ -93,7 +93,8 @@ class Engine:
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
-        last_loss: mean loss of this rank's sequences in the last training step; zero before the last pipeline stage.
+        last_loss: this rank's loss in the last training step: the mean of its sequences, or the share of its slices of
+            them under context parallelism; zero before the last pipeline stage.
         grad_scaler: for fp16; None in other precisions.
     """
 
@@ -139,6 +140,7 @@ class Engine:
         )
         self._run_schedule = get_schedule(recipe.parallel)
         self.data_group = parallel_state.get_data_parallel_group()
+        self.context_group = parallel_state.get_context_parallel_group()
         self._reports = RoutingReports(
             self.moe_layers, len(recipe.model.layer_numbers), self.data_group, processes.device
         )
@@ -279,15 +281,17 @@ class Engine:
 
     @property
     def _num_losses(self) -> int:
-        """Number of ranks with a loss: those of the last pipeline stage."""
-        return self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
+        """Number of mean losses in the sum over ranks: one per rank of the last pipeline stage, or one per context
+        parallel group, whose ranks have shares of a loss."""
+        ranks = self.processes.world_size // parallel_state.get_pipeline_model_parallel_world_size()
+        return ranks // self.context_group.size()
 
     def accumulate(self, samples: Samples | list[Batch], first: int, count: int, step: int | None = None) -> Tensor:
         """Run the schedule over samples ``first ... first + count - 1``. With a ``step``, also run backward, adding to
         the present gradients and reducing them over ranks.
 
         Returns:
-            This rank's mean loss; zero before the last pipeline stage.
+            This rank's loss, as `last_loss`.
         """
         train = self.recipe.train
         iterators = self._micro_batches(samples, first, count, step)
@@ -349,11 +353,11 @@ class Engine:
             if step is not None:
                 first_token = begin * self.recipe.model.sequence_length
                 random.set_position(self.recipe.train.seed, step, first_token, stream=stream)
-            yield to_device(batch, self.processes.device)
+            yield to_device(context_slice(batch, self.context_group), self.processes.device)
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:
         batch = next(batches)
-        return self.kind.forward(model, batch), loss_function(batch)
+        return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
 
     def routing(self) -> dict[int, StepReport]:
         """Routing of the steps since the last call, of all ranks and stages, by layer number (from 1)."""

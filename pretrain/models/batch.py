@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe.errors import UserError
+from fmoe.layout import slice_bounds
 
 Batch = dict[str, Tensor]
 
@@ -83,12 +84,29 @@ def weigh(batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.devi
         batch["loss_weight"] = batch.pop("loss_mask").float() * weight
 
 
-def loss_function(batch: Batch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """Return the function that the schedule calls with the output of ``forward``."""
-    return partial(_loss, batch.get("loss_weight"))
+def context_slice(batch: Batch, group: dist.ProcessGroup) -> Batch:
+    """Return this context parallel rank's contiguous slice of each sequence, with its ``positions``; ``documents``, of
+    which attention makes its mask, remain whole."""
+    if group.size() == 1:
+        return batch
+    tokens = batch["tokens"]
+    begin, end = slice_bounds(tokens.shape[1], group.rank(), group.size())
+    positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
+    batch = {"positions": positions, **batch}
+    return {name: x if name == "documents" else x[:, begin:end].contiguous() for name, x in batch.items()}
 
 
-def _loss(weight: Tensor | None, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = output.float().mean() if weight is None else (output.float() * weight).sum()
+def loss_function(batch: Batch, slices: int = 1) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """Return the function that the schedule calls with the output of ``forward``.
+
+    Args:
+        slices: context parallel size. The loss of a rank is its slice's share, so that the ranks' losses add up.
+    """
+    return partial(_loss, batch.get("loss_weight"), slices)
+
+
+def _loss(weight: Tensor | None, slices: int, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    # The schedule multiplies it by the context parallel size (schedules.py:268): gradients are averaged over ranks.
+    loss = output.float().mean() / slices if weight is None else (output.float() * weight).sum()
     # The schedule divides the loss in place (schedules.py:269): log a copy.
     return loss, {"loss": loss.detach().clone()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fmoe import random
 from megatron_patch.attention import SDPAttention
+from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
@@ -51,18 +52,20 @@ def build_gpt(
             rotary_base=recipe.model.rope_theta,
             **stage,
         )
+    slice_rotary_positions(model)
     key_output_layer(model, seed)
     return model
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document."""
-    tokens = batch["tokens"]
-    if "documents" not in batch:
+    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document. Its tokens may
+    be a slice of the sequences (`pretrain.models.batch.context_slice`)."""
+    tokens, positions = batch["tokens"], batch.get("positions")
+    if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)
-        # Causal attention makes its own mask.
-        return model(tokens, positions, None, labels=batch.get("labels"))
-    return model(tokens, batch["positions"], document_mask(batch["documents"]), labels=batch.get("labels"))
+    # Causal attention makes its own mask.
+    mask = document_mask(batch["documents"]) if "documents" in batch else None
+    return model(tokens, positions, mask, labels=batch.get("labels"))
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -25,6 +25,15 @@ LAYOUTS = {
     "TP2xEP2xDP2": {"tensor": 2, "expert": 2, "data": 2},
     "TP2 ETP2": {"tensor": 2, "expert_tensor": 2},
     "TP2xEP2 ETP2": {"tensor": 2, "expert": 2, "expert_tensor": 2},
+    "CP2": {"context": 2},
+    "CP4": {"context": 4},
+    "CP2xEP2": {"context": 2, "expert": 2},
+    "CP2xEP4": {"context": 2, "expert": 4},
+    "CP2xDP2": {"context": 2, "data": 2},
+    "CP2xPP2": {"context": 2, "pipeline": 2},
+    "TP2xCP2": {"tensor": 2, "context": 2},
+    "TP2xCP2xEP4": {"tensor": 2, "context": 2, "expert": 4},
+    "TP2xCP2 ETP2": {"tensor": 2, "context": 2, "expert_tensor": 2},
 }
 FACTORS = {
     "layout": list(LAYOUTS),
@@ -41,6 +50,8 @@ def is_possible(case: Case) -> bool:
     """Whether a case, or a part of one, asks for nothing that there is not."""
     layout = LAYOUTS.get(case.get("layout"))
     if layout is not None and "sequence" in case and (case["sequence"] == "-") == ("tensor" in layout):
+        return False
+    if layout is not None and case.get("sequence") == "off" and "context" in layout:
         return False
     if layout is not None and case.get("schedule") == "gpipe":
         return "pipeline" in layout and "virtual_pipeline" not in layout

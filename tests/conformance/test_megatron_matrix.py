@@ -110,6 +110,9 @@ MODERN = [
         ("gpt, modern", "TP2xPP2", "on", True, "none"),
         ("gpt, modern", "PP2 VPP2", "-", False, "none"),
         ("gpt, modern", "EP2xDP2", "-", True, "none"),
+        ("gpt, modern", "CP2xEP2", "-", True, "none"),
+        ("gpt, modern", "CP4", "-", False, "full"),
+        ("gpt, modern", "TP2xCP2", "on", False, "selective"),
         ("t5, modern", "TP2xEP2", "on", True, "none"),
         ("t5, modern", "TP2", "off", False, "selective"),
     )

@@ -36,8 +36,25 @@ WRONG = {
     ),
     "a t5 over PP": ({"pipeline": 2}, ["parallel.pipeline=2", "model.kind=t5"], {"model.kind": "t5"}),
     "sequence parallelism without TP": ({"sequence": True}, ["parallel.sequence=true", "parallel.tensor=1"]),
-    "context": ({"context": 2}, ["parallel.context=2", "Transformer Engine"]),
-    "context over the sequence": ({"context": 3}, ["2 x parallel.context=6", "model.sequence_length=256"]),
+    "context of a t5": ({"context": 2}, ["parallel.context=2", "model.kind=gpt", "not t5"], {"model.kind": "t5"}),
+    "context of a bert": ({"context": 2}, ["parallel.context=2", "model.kind=gpt", "not bert"], {"model.kind": "bert"}),
+    "context over the sequence": ({"context": 3}, ["parallel.context=3", "model.sequence_length=256"]),
+    "context and TP over the sequence": (
+        {"tensor": 2, "context": 3},
+        ["parallel.tensor x parallel.context=6", "model.sequence_length=250"],
+        {"model.sequence-length": 250},
+    ),
+    "heads over context": ({"context": 4}, ["parallel.tensor x parallel.context=4", "model.num_heads=6"]),
+    "heads over TP and context": (
+        {"tensor": 2, "context": 2},
+        ["parallel.tensor x parallel.context=4", "model.num_heads=6"],
+    ),
+    "context and EP apart": ({"context": 2, "expert": 3}, ["parallel.context=2", "parallel.expert=3", "divide"]),
+    "context and TP with whole sequences": (
+        {"tensor": 2, "context": 3, "sequence": "false"},
+        ["parallel.sequence=false", "parallel.tensor=2", "parallel.context=3"],
+        {"model.sequence-length": 240},
+    ),
     "layers over PP": ({"pipeline": 3}, ["parallel.pipeline=3", "model.num_layers=4"]),
     "layers over PP x VPP": (
         {"pipeline": 2, "virtual-pipeline": 4},
@@ -97,6 +114,9 @@ SIZES = {  # processes, data parallel size of the dense part
     "experts over more": ({"tensor": 2, "expert": 8, "data": 2}, 16, 8),
     "experts over fewer": ({"tensor": 4, "expert": 2}, 4, 1),
     "cut experts": ({"tensor": 2, "expert_tensor": 2, "expert": 2}, 4, 2),
+    "context": ({"context": 2, "data": 3}, 6, 3),
+    "experts over the context ranks": ({"tensor": 2, "context": 2, "expert": 4}, 4, 1),
+    "experts over more than the context ranks": ({"context": 2, "expert": 4, "data": 2}, 8, 4),
     "all": ({"tensor": 2, "pipeline": 4, "expert": 4, "data": 2}, 32, 4),
 }
 

@@ -35,6 +35,11 @@ LEARNED = {"position": "learned_absolute", "tie_embeddings": False, "gated": Tru
 GRIDS = {
     "one process": {},
     "tensor 2, expert 4, data 2": {"parallel": {"tensor": 2, "expert": 4, "data": 2}, "optimizer": ZERO, "train": BF16},
+    "tensor 2, context 2, expert 4": {
+        "parallel": {"tensor": 2, "context": 2, "expert": 4},
+        "model": {"num_heads": 4},
+        "optimizer": ZERO,
+    },
     "expert tensor 2, expert 2": {"parallel": {"tensor": 2, "expert_tensor": 2, "expert": 2}, "optimizer": ZERO},
     "pipeline 4": {"parallel": {"pipeline": 4}, "model": {"moe_layers": (2, 3)}, "train": BF16},
     "pipeline 2 of 2 chunks, expert 2": {

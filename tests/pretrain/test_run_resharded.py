@@ -25,6 +25,7 @@ class Split:
     distributed: bool = False
     precision: str = "fp32"
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     virtual: int | None = None
     expert_tensor: int = 1
@@ -36,6 +37,7 @@ class Split:
             expert=self.expert,
             data=self.data,
             tensor=self.tensor,
+            context=self.context,
             pipeline=self.pipeline,
             virtual_pipeline=self.virtual,
             expert_tensor=self.expert_tensor,
@@ -61,6 +63,12 @@ CHAINS = {
     "on and off, EP and DP": [Split(data=2, distributed=True), Split(expert=2), Split(expert=2, data=2), ONE_D],
     "bf16": [Split(data=2, distributed=True, precision="bf16"), Split(expert=2, precision="bf16")],
     "TP 2-1-2": [Split(tensor=2), ONE, Split(tensor=2)],
+    "CP 2-1-2": [Split(context=2), ONE, Split(context=2)],
+    "CP2 x EP4 distributed to TP2, and CP2 x PP2": [
+        Split(context=2, expert=4, distributed=True),
+        Split(tensor=2),
+        Split(context=2, pipeline=2, distributed=True),
+    ],
     "PP 2-1-2": [Split(pipeline=2), ONE, Split(pipeline=2)],
     "TP2 x PP2 to EP2 x DP2": [Split(tensor=2, pipeline=2), Split(expert=2, data=2)],
     "TP2 x PP2 to EP2 x DP2 distributed": [

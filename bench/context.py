@@ -1,0 +1,122 @@
+"""``python -m bench context``: a step over long sequences on P ranks, cut by sequences, by heads and by tokens.
+
+A GPT with experts trains on the same P sequences, one per micro batch, in P processes of one thread each: each rank
+with its own sequence (data), with its heads (tensor), or with its slice of every sequence (context). Time is that of
+the forward and backward passes of the slowest rank, without the optimizer. Kept is what autograd holds for one micro
+batch at the end of its forward pass, parameters apart. Splits are timed one after the other: their times share no
+round.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from bench import options, ranks
+from fmoe.errors import UserError
+
+SPLITS = ("data", "tensor", "context")
+HEAD_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """A split at a sequence length.
+
+    Attributes:
+        kept: bytes on the rank that keeps the most.
+        seconds: of each round, on the slowest rank.
+    """
+
+    split: str
+    length: int
+    kept: float
+    seconds: Sequence[float]
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.parser("context", __doc__, rounds=10, warmup=2)
+    parser.add_argument("--ranks", type=int, default=2, help="P, a power of 2")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], help="tokens per sequence")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 2 or arguments.rounds < 2:
+        raise UserError(f"--ranks={arguments.ranks} and --rounds={arguments.rounds} must be 2 or more")
+    for split in arguments.splits:
+        for length in arguments.lengths:
+            recipe_of(arguments, split, length)
+    rows = [Row(**row) for split in arguments.splits for row in ranks.run(arguments.ranks, measure, arguments, split)]
+    print("\n".join(table(rows)))
+
+
+def recipe_of(arguments: Any, split: str, length: int):
+    """The recipe of a split; a UserError for one that cannot be."""
+    from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
+
+    recipe = Recipe(
+        model=ModelConfig(
+            num_layers=arguments.layers,
+            hidden_size=arguments.hidden_size,
+            num_heads=max(arguments.hidden_size // HEAD_WIDTH, 1),
+            ffn_hidden_size=2 * arguments.hidden_size,
+            sequence_length=length,
+            vocab_size=256,
+        ),
+        data=DataConfig(train=("made-up",)),
+        parallel=ParallelConfig(**{split: arguments.ranks}),
+        train=TrainConfig(micro_batch=1, global_batch=arguments.ranks, validation_sequences=arguments.ranks),
+    )
+    recipe.check()
+    return recipe
+
+
+def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
+    """On every rank: the fields of a `Row` for each length."""
+    import torch
+
+    from bench.recompute import kept_bytes
+    from bench.samples import Tokens
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.process import Processes
+
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
+    cpu.install()
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    recipes = [recipe_of(arguments, split, length) for length in arguments.lengths]
+    init_parallel(recipes[0], processes)
+    rows = []
+    for recipe in recipes:
+        engine, samples = Engine(recipe, processes), Tokens(recipe)
+        kept = ranks.slowest(kept_bytes(engine, samples))  # the largest of all ranks
+        seconds = []
+        for turn in range(arguments.warmup + arguments.rounds):
+            dist.barrier()
+            begin = time.perf_counter()
+            engine.backward(0, samples)
+            took = ranks.slowest(time.perf_counter() - begin)
+            engine.routing()
+            if turn >= arguments.warmup:
+                seconds.append(took)
+        rows.append({"split": split, "length": recipe.model.sequence_length, "kept": kept, "seconds": seconds})
+    return rows
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown: a row for each length and split, with what it keeps of the first split's bytes at that length."""
+    lines = ["| tokens | split | ms a step | kept per rank, MB | of the first |", "|---|---|---|---|---|"]
+    for length in sorted({row.length for row in rows}):
+        of_length = [row for row in rows if row.length == length]
+        lines += [
+            f"| {length} | {row.split} | {1e3 * median(row.seconds):.1f} | {row.kept / 1e6:.2f} "
+            f"| {row.kept / of_length[0].kept:.1%} |"
+            for row in of_length
+        ]
+    return lines

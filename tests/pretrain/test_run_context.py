@@ -1,0 +1,161 @@
+"""Context parallelism through the engine: slices of the sequences on several ranks equal whole ones on one process."""
+
+from dataclasses import replace
+
+import pytest
+import test_run_dropout as dropout
+import test_run_split_engine as engine_split
+import torch
+import torch.distributed as dist
+from compare import assert_close
+from forks import only, values
+from model_kinds import recipe_of, samples_of
+
+from fmoe.errors import UserError
+from pretrain.config import ParallelConfig
+from pretrain.models.batch import context_slice, loss_function
+
+SPLITS = {
+    "alone": {"context": 2},
+    "expert": {"context": 2, "expert": 2},
+    "expert over more ranks": {"context": 2, "expert": 4},
+    "data": {"context": 2, "data": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(forks):
+    return only(forks.run(1, engine_split.train, engine_split.RECIPE))
+
+
+@pytest.mark.by_default("alone", "expert")
+@pytest.mark.parametrize("split", SPLITS)
+def test_losses_routing_and_weights_are_those_of_one_process(forks, alone, split):
+    parallel = ParallelConfig(**SPLITS[split])
+    optimizer = replace(engine_split.RECIPE.optimizer, distributed=split != "alone")
+    ranks = values(
+        forks.run(
+            parallel.world_size,
+            engine_split.train,
+            replace(engine_split.RECIPE, parallel=parallel, optimizer=optimizer),
+        )
+    )
+    for name, expected in alone.items():
+        found = [rank[name] for rank in ranks]
+        if parallel.expert > 1 and ".experts." in name:
+            found = [torch.cat(found[: parallel.expert])]
+        for rank, actual in enumerate(found):
+            if torch.is_tensor(expected):
+                assert_close(actual, expected, 1e-5, f"{name} on rank {rank}")
+            else:
+                assert actual == pytest.approx(expected, rel=1e-5), f"{name} on rank {rank}"
+
+
+NOISY = {  # kind, model, split
+    "gpt": ("gpt", {}, {"context": 2, "micro_batch": 2}),
+    "gpt, recomputed on four ranks": ("gpt", {}, {"context": 4, "recompute": "full"}),
+    "gpt and tensor": ("gpt", {}, {"context": 2, "tensor": 2}),
+    "a gate that needs whole tokens": ("gpt", {"gate": "noisy", "jitter": 0.0}, {"context": 2}),
+    "documents": ("documents", {}, {"context": 2, "micro_batch": 2}),
+    "documents and tensor": ("documents", {}, {"context": 2, "tensor": 2}),
+    "learned positions": ("documents", {"position": "learned_absolute"}, {"context": 2, "recompute": "selective"}),
+}
+
+
+@pytest.mark.by_default("gpt, recomputed on four ranks", "a gate that needs whole tokens", "learned positions")
+@pytest.mark.parametrize("case", NOISY)
+def test_dropout_masks_of_documents_and_positions_are_those_of_one_process(forks, case):
+    kind, model, options = NOISY[case]
+    recipe = dropout.recipe_with_dropout(kind, model=model, **options)
+    expected = only(forks.run(1, dropout.train, dropout.recipe_with_dropout(kind, model=model)))
+    for found in values(forks.run(recipe.parallel.world_size, dropout.train, recipe)):
+        for got, step in zip(found, expected, strict=True):
+            assert got == pytest.approx(step, rel=1e-5), "loss and gradient norm"
+
+
+def go_on(recipe, folder, first, steps, save_at=None):
+    """Losses and weights after steps ``first ... steps - 1``, from the checkpoint of ``first`` unless that is 0."""
+    from pretrain.checkpoint import open_checkpoint, save
+    from pretrain.engine import state
+
+    engine = dropout.engine_of(recipe)
+    if first:
+        state.load(engine, open_checkpoint(folder))
+    losses = []
+    for step in range(first, steps):
+        if step == save_at:
+            run_state = {"optimizer": state.optimizer_state(engine), "schedule": state.schedule_state(engine)}
+            save(folder, step, state.pieces(engine), run_state, state.rank_state())
+            dist.barrier()
+        losses.append(engine.train_step(step, dropout.Counting()).loss)
+    return losses, {name: parameter.detach() for name, parameter in engine.gpt.named_parameters()}
+
+
+def test_a_run_resumes_bit_for_bit(forks, tmp_path):
+    recipe = dropout.recipe_with_dropout("gpt", 2, context=2, expert=2)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, distributed=True))
+    whole = values(forks.run(2, go_on, recipe, tmp_path / "saved", 0, 4, 2))
+    resumed = values(forks.run(2, go_on, recipe, tmp_path / "saved", 2, 4))
+    for (losses, weights), (later, again) in zip(whole, resumed, strict=True):
+        assert later == losses[2:]
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def count_ratios(recipe):
+    from megatron_patch.trust import trust_ratios
+
+    engine = engine_split.engine_of(recipe)
+    engine.train_step(0, engine_split.Samples())
+    return [ratios.sort().values for ratios in trust_ratios(engine.optimizer)]
+
+
+def test_trust_ratios_are_counted_once(forks):
+    recipe = engine_split.RECIPE
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, name="lamb", warmup_steps=0))
+    expected = only(forks.run(1, count_ratios, recipe))
+    for found in values(forks.run(2, count_ratios, replace(recipe, parallel=ParallelConfig(context=2)))):
+        for got, ratios in zip(found, expected, strict=True):
+            assert_close(got, ratios, 1e-4, "ratios")
+
+
+class Group:
+    """What `context_slice` needs of a process group."""
+
+    def __init__(self, rank, size):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+def test_a_slice_has_its_tokens_positions_and_share_of_the_loss():
+    x = torch.arange(24).view(2, 12)
+    batch = {"tokens": x, "labels": x + 1, "documents": x // 5, "loss_weight": torch.rand(2, 12)}
+    loss = torch.rand(2, 12)
+    for size in (2, 4):
+        slices = [context_slice(batch, Group(rank, size)) for rank in range(size)]
+        for name in ("tokens", "labels", "loss_weight"):
+            assert torch.equal(torch.cat([part[name] for part in slices], dim=1), batch[name])
+        assert torch.cat([part["positions"] for part in slices], dim=1).tolist() == [list(range(12))] * 2
+        assert all(torch.equal(part["documents"], batch["documents"]) for part in slices)
+        for keys in (batch, {"tokens": x}):
+            whole, _ = loss_function(keys)(loss)
+            shares = [
+                loss_function(context_slice(keys, Group(rank, size)), size)(own)[0]
+                for rank, own in enumerate(loss.chunk(size, dim=1))
+            ]
+            assert sum(shares) == pytest.approx(whole.item(), rel=1e-6)
+    own = {**batch, "positions": x.flip(1)}
+    assert torch.equal(context_slice(own, Group(1, 2))["positions"], own["positions"][:, 6:])
+    assert context_slice(batch, Group(0, 1)) is batch
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_other_kinds_are_refused_before_anything_is_built(kind):
+    recipe = recipe_of(kind, context=2)
+    assert samples_of(recipe)[0]
+    with pytest.raises(UserError, match=rf"parallel\.context=2 .*model\.kind=gpt, not {kind}"):
+        recipe.check()
