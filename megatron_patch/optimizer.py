@@ -1,7 +1,7 @@
 """Optimizers of `fmoe.optim`, or any other torch optimizer, inside Megatron-core's optimizer."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fmoe import UserError
-from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, is_matrix, is_stacked
+from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, Matrices, Muon, Shards, is_matrix, is_stacked
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
 from megatron_patch import patches
+from megatron_patch.muon import check_slices, megatron_matrices
 
 # Names to replace while Megatron-core builds its optimizer.
 _STAND_INS = (
@@ -140,6 +141,8 @@ def build_optimizer(
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
     with contextlib.nullcontext() if make is None else _standing_in(make):
         optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)
+    is_muon = any(isinstance(part.optimizer, Muon) for part in optimizers(optimizer))
+    matrices = megatron_matrices(model_chunks) if is_muon else {}
     for part in optimizers(optimizer):
         for shard in _shards_of(part):
             if isinstance(part.optimizer, Adafactor | AdamW8bit):
@@ -148,6 +151,8 @@ def build_optimizer(
                 shard.main.is_stacked = True  # type: ignore[attr-defined]  # fp32 copies lack the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
+        if isinstance(part.optimizer, Muon):
+            part.optimizer.set_shards(matrices, _muon_shards(part, matrices))
     return optimizer
 
 
@@ -186,6 +191,17 @@ def _layout(part: MegatronOptimizer) -> Layout:
         [Blocks.of(parameter, (*over, *_tensor_groups(parameter))) for parameter in parameters],
         {shard.main: (numbers[shard.parameter], shard.start) for shard in found},
     )
+
+
+def _muon_shards(part: MegatronOptimizer, matrices: Mapping[Tensor, Matrices]) -> Shards:
+    """Return the ranges of parameters that this rank steps, after a check that matrices can be gathered."""
+    for shard in _shards_of(part):
+        if shard.parameter in matrices:
+            ranks = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
+            check_slices(matrices[shard.parameter], shard.parameter, ranks)
+    parts = {shard.main: (shard.parameter, shard.start) for shard in _shards_of(part)}
+    group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
+    return Shards(parts, parameters_of(part), group)
 
 
 def _tensor_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
