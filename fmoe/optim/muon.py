@@ -320,7 +320,7 @@ class Muon(Optimizer):
 
     def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
         """Return the range of each parameter that each rank of the shards' group steps."""
-        if self._shards is None or self._shards.group is None:
+        if self._shards is None or self._shards.group is None or not numbers:
             return []
         held = [[0, 0] for _ in numbers]
         for tensor, (parameter, start) in self._shards.parts.items():

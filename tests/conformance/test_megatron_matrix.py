@@ -133,6 +133,7 @@ MUON = [
     for model, layout, sequence, distributed in (
         ("gpt", "DP2", "-", False),
         ("gpt", "PP2", "-", False),
+        ("gpt", "PP4", "-", True),  # a stage without experts
         ("gpt, gated and untied", "TP2", "on", False),
         ("gpt, gated and untied", "DP2", "-", True),
         ("gpt, gated and untied", "EP2", "-", True),

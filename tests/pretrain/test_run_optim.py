@@ -199,6 +199,15 @@ def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision)
     assert quantized == (4 if name == "adamw8bit" else 0)
 
 
+@pytest.mark.by_default("DP2 distributed")
+@pytest.mark.parametrize("split", ["DP2 distributed", "TP2 DP2 distributed", "EP2", "PP2"])
+def test_muon_resumes_bit_for_bit_at_a_split(forks, tmp_path, split):
+    """Matrices that shards cut and ranks gather included."""
+    recipe = SPLITS[split].recipe(recipe_of("muon"))
+    for (first, second), _ in values(forks.run(SPLITS[split].parallel.world_size, resumed, tmp_path, recipe)):
+        assert not [key for key in first if not torch.equal(first[key], second[key])]
+
+
 def ratios_of_a_step():
     """Of dense parameters and of experts, by the shape of the parameter they are of."""
     engine = engine_of(recipe_of("lamb"))
