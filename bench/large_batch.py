@@ -65,6 +65,8 @@ CONTENDERS = (
     Contender(
         "lars", "LARS", FACTOR, (4.0, 8.0, 16.0), ("--optimizer.name", "lars", "--optimizer.weight-decay", "1e-4")
     ),
+    # Moonlight's scale takes AdamW's rates: those of a batch of this size.
+    Contender("muon", "Muon", FACTOR, (8e-3, 1.6e-2, 3.2e-2), ("--optimizer.name", "muon")),
     Contender("adamw-linear", "AdamW, rate x 32", FACTOR, _ADAMW_RATES, (*_SCALED, "linear")),
     Contender("adamw-sqrt", "AdamW, rate x sqrt(32)", FACTOR, _ADAMW_RATES, (*_SCALED, "sqrt")),
     Contender(SMALL, "AdamW, base batch", 1, _ADAMW_RATES),

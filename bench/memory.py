@@ -17,7 +17,7 @@ from bench import options, ranks, report
 from bench.samples import Tokens
 from pretrain.config import load_recipe
 
-OPTIMIZERS = ("adamw", "lamb", "lars", "sgd", "adafactor", "adamw8bit")
+OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd", "adafactor", "adamw8bit")
 WHOLE = ("adafactor", "adamw8bit")
 PRECISIONS = ("fp32", "bf16", "fp16")
 COLUMNS = ("weights", "gradients", "masters", "state")

@@ -1,7 +1,8 @@
-"""``python -m bench optim``: a step of LAMB and LARS on the parameters of Mixture-of-Experts transformers.
+"""``python -m bench optim``: a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
 
 The reference is the same algorithm in a loop over tensors, an expert at a time. AdamW, torch's over many tensors, shows
-what trust ratios cost. Gradients are there; clipping, reductions over ranks and rounding to 16 bits are not in here.
+what trust ratios and orthogonalization cost. Gradients are there; clipping, reductions over ranks and rounding to 16
+bits are not in here.
 """
 
 import math
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 
 from bench import frame, options, report
 from fmoe.errors import UserError
-from fmoe.optim import Lamb, Lars, is_stacked
+from fmoe.optim import Lamb, Lars, Matrices, Muon, is_stacked
 
-LOOP = {"lamb": "LAMB, a loop over tensors", "lars": "LARS, a loop over tensors"}
-OURS = {"lamb": "fmoe.optim.Lamb", "lars": "fmoe.optim.Lars"}
+LOOP = {
+    "lamb": "LAMB, a loop over tensors",
+    "lars": "LARS, a loop over tensors",
+    "muon": "Muon, a loop over tensors",
+}
+OURS = {"lamb": "fmoe.optim.Lamb", "lars": "fmoe.optim.Lars", "muon": "fmoe.optim.Muon"}
 ADAMW = "torch.optim.AdamW, foreach"
 
 
@@ -40,6 +45,8 @@ class Shape:
         parameters = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
         for parameter in parameters:
             parameter.is_stacked = parameter.dim() == 3
+            is_inside = parameter.shape[0] not in (self.vocabulary, self.experts)  # neither embedding nor gate
+            parameter.is_hidden = parameter.dim() == 3 or (parameter.dim() == 2 and is_inside)
             parameter.grad = torch.randn_like(parameter)
         return parameters
 
@@ -74,19 +81,22 @@ def main(argv: Sequence[str]) -> None:
 def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.Measurement:
     def ours() -> Callable[[], object]:
         parameters = shape.parameters(device)
-        optimizer = (Lamb if kind == "lamb" else Lars)(parameters, lr=1e-4)
-        return optimizer.step
+        if kind == "muon":
+            return Muon(parameters, lr=1e-4, matrices={p: Matrices.of(p) for p in parameters if p.is_hidden}).step
+        return (Lamb if kind == "lamb" else Lars)(parameters, lr=1e-4).step
 
     def loop() -> Callable[[], object]:
         # A view of each expert: what an optimizer that knows no stacks would be given.
         tensors = []
         for parameter in shape.parameters(device):
-            tensors += (
-                zip(parameter.detach().unbind(), parameter.grad.unbind(), strict=True)
+            weights, gradients = parameter.detach(), parameter.grad
+            pairs = (
+                zip(weights.unbind(), gradients.unbind(), strict=True)
                 if is_stacked(parameter)
-                else [(parameter.detach(), parameter.grad)]
+                else [(weights, gradients)]
             )
-        return _LOOPS[kind]([_Tensor(w, g) for w, g in tensors])
+            tensors += [_Tensor(w, g, parameter.is_hidden) for w, g in pairs]
+        return _LOOPS[kind](tensors)
 
     def adamw() -> Callable[[], object]:
         return torch.optim.AdamW(shape.parameters(device), lr=1e-4, foreach=True).step
@@ -110,10 +120,10 @@ def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.
 
 
 class _Tensor:
-    """One tensor, its gradient and state."""
+    """One tensor, its gradient and state, and whether it is a hidden matrix."""
 
-    def __init__(self, weight: Tensor, gradient: Tensor):
-        self.weight, self.gradient, self.step = weight, gradient, 0
+    def __init__(self, weight: Tensor, gradient: Tensor, is_hidden: bool):
+        self.weight, self.gradient, self.is_hidden, self.step = weight, gradient, is_hidden, 0
         self.first, self.second = torch.zeros_like(weight), torch.zeros_like(weight)
 
 
@@ -152,4 +162,28 @@ def _lars_loop(tensors: list[_Tensor]) -> Callable[[], None]:
     return step
 
 
-_LOOPS = {"lamb": _lamb_loop, "lars": _lars_loop}
+@torch.no_grad()
+def _muon_loop(tensors: list[_Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        for t in tensors:
+            t.step += 1
+            t.weight.mul_(1 - 1e-4 * 0.1)
+            t.first.lerp_(t.gradient, 0.05 if t.is_hidden else 0.1)
+            if not t.is_hidden:
+                t.second.mul_(0.95).addcmul_(t.gradient, t.gradient, value=0.05)
+                roots = t.second.sqrt().div_(math.sqrt(1 - 0.95**t.step)).add_(1e-8)
+                t.weight.addcdiv_(t.first, roots, value=-1e-4 / (1 - 0.9**t.step))
+                continue
+            x = t.gradient.lerp(t.first, 0.95)
+            x = x.T if x.shape[0] > x.shape[1] else x
+            x = x / (x.norm() + 1e-7)
+            for _ in range(5):
+                gram = x @ x.T
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+            x = x.T if t.weight.shape[0] > t.weight.shape[1] else x
+            t.weight.sub_(x, alpha=1e-4 * 0.2 * math.sqrt(max(x.shape)))
+
+    return step
+
+
+_LOOPS = {"lamb": _lamb_loop, "lars": _lars_loop, "muon": _muon_loop}

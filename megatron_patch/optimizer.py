@@ -1,7 +1,7 @@
 """Optimizers of `fmoe.optim`, or any other torch optimizer, inside Megatron-core's optimizer."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fmoe import UserError
-from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, is_matrix, is_stacked
+from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, Matrices, Muon, Shards, is_matrix, is_stacked
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
 from megatron_patch import patches
+from megatron_patch.muon import check_slices, megatron_matrices
 
 # Names to replace while Megatron-core builds its optimizer.
 _STAND_INS = (
@@ -67,10 +68,11 @@ def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def shards(optimizer: MegatronOptimizer) -> Iterator[Shard]:
     """Yield the shards that this rank steps, of all inner optimizers."""
     for part in optimizers(optimizer):
-        yield from _shards_of(part)
+        yield from shards_of(part)
 
 
-def _shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
+def shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
+    """Yield the shards that this rank steps, of one of `optimizers`."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, index) in part.model_param_group_index_map.items():
             where = part._get_model_param_range_map(parameter)["param"]
@@ -115,7 +117,7 @@ def parameters_of(part: MegatronOptimizer) -> list[Tensor]:
     if isinstance(part, DistributedOptimizer):
         # All parameters in the order of the buffers, which is equal on all data parallel ranks.
         return [parameter for buffer in part.buffers for parameter in buffer.params]
-    return [shard.parameter for shard in _shards_of(part)]
+    return [shard.parameter for shard in shards_of(part)]
 
 
 def build_optimizer(
@@ -140,14 +142,18 @@ def build_optimizer(
     decays = {ParamKey(predicate=ParamPredicate("vectors", lambda p: not is_matrix(p))): {"wd_mult": 0.0}}
     with contextlib.nullcontext() if make is None else _standing_in(make):
         optimizer = get_megatron_optimizer(config, list(model_chunks), config_overrides=decays, **options)
+    is_muon = any(isinstance(part.optimizer, Muon) for part in optimizers(optimizer))
+    matrices = megatron_matrices(model_chunks) if is_muon else {}
     for part in optimizers(optimizer):
-        for shard in _shards_of(part):
+        for shard in shards_of(part):
             if isinstance(part.optimizer, Adafactor | AdamW8bit):
                 _check_whole(part.optimizer, shard)
             if is_stacked(shard.parameter) and not shard.is_sharded:
                 shard.main.is_stacked = True  # type: ignore[attr-defined]  # fp32 copies lack the mark
         if isinstance(part.optimizer, TrustOptimizer):
             part.optimizer.set_layout(_layout(part))
+        if isinstance(part.optimizer, Muon):
+            part.optimizer.set_shards(matrices, _muon_shards(part, matrices))
     return optimizer
 
 
@@ -179,13 +185,24 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
 
 def _layout(part: MegatronOptimizer) -> Layout:
     """Return the layout with which squared norms are summed over the ranks that hold slices of a parameter."""
-    found, parameters = list(_shards_of(part)), parameters_of(part)
+    found, parameters = list(shards_of(part)), parameters_of(part)
     over: tuple[dist.ProcessGroup, ...] = (part.data_parallel_group,) if isinstance(part, DistributedOptimizer) else ()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     return Layout(
         [Blocks.of(parameter, (*over, *_tensor_groups(parameter))) for parameter in parameters],
         {shard.main: (numbers[shard.parameter], shard.start) for shard in found},
     )
+
+
+def _muon_shards(part: MegatronOptimizer, matrices: Mapping[Tensor, Matrices]) -> Shards:
+    """Return the ranges of parameters that this rank steps, after a check that matrices can be gathered."""
+    for shard in shards_of(part):
+        if shard.parameter in matrices:
+            ranks = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
+            check_slices(matrices[shard.parameter], shard.parameter, ranks)
+    parts = {shard.main: (shard.parameter, shard.start) for shard in shards_of(part)}
+    is_sharded = isinstance(part, DistributedOptimizer) and part.data_parallel_group.size() > 1
+    return Shards(parts, parameters_of(part), part.data_parallel_group if is_sharded else None)
 
 
 def _tensor_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -5,5 +5,22 @@ from fmoe.optim.eight_bit import AdamW8bit
 from fmoe.optim.lamb import Lamb
 from fmoe.optim.lars import Lars
 from fmoe.optim.layout import Blocks, Layout, is_matrix, is_stacked, param_groups
+from fmoe.optim.matrices import Matrices, hidden_matrices, orthogonalize
+from fmoe.optim.muon import Muon, Shards
 
-__all__ = ["Adafactor", "AdamW8bit", "Blocks", "Lamb", "Lars", "Layout", "is_matrix", "is_stacked", "param_groups"]
+__all__ = [
+    "Adafactor",
+    "AdamW8bit",
+    "Blocks",
+    "Lamb",
+    "Lars",
+    "Layout",
+    "Matrices",
+    "Muon",
+    "Shards",
+    "hidden_matrices",
+    "is_matrix",
+    "is_stacked",
+    "orthogonalize",
+    "param_groups",
+]

@@ -92,13 +92,7 @@ class TrustOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        tensors = (tensor for group in self.param_groups for tensor in group["params"])
-        for number, tensor in zip(numbers, tensors, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if name in self.state_names:
-                    self.state[tensor][name] = value.to(tensor.device, copy=True)
+        load_state_in_its_dtypes(self, state_dict, self.state_names)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -267,6 +261,19 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
         ]
         squares[row, blocks] = torch.cat(norms).to(squares).square()
     return blocks
+
+
+def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
+    """Replace the named state, after ``optimizer.load_state_dict``, with that of ``state_dict`` in its own dtypes.
+
+    torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
+    """
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    for number, tensor in zip(numbers, tensors, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if name in names:
+                optimizer.state[tensor][name] = value.to(tensor.device, copy=True)
 
 
 def stepped_dtype(tensor: Tensor) -> torch.dtype:

@@ -81,7 +81,7 @@ POSITIVE = {
         "max_rows",
         "node_size",
     ),
-    "optimizer": ("decay_steps", "base_batch", "warmup_tokens", "loss_scale_window", "hysteresis"),
+    "optimizer": ("ns_steps", "decay_steps", "base_batch", "warmup_tokens", "loss_scale_window", "hysteresis"),
     "train": (
         "steps",
         "global_batch",

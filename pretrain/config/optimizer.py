@@ -22,8 +22,9 @@ class OptimizerConfig:
     """The optimizer and its schedule (docs/large-batch.md)."""
 
     name: str = "adamw"
-    """Optimizer: adamw, lamb, lars, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one trust
-    ratio per expert; adamw8bit is torchao's AdamW with 8-bit moments."""
+    """Optimizer: adamw, lamb, lars, muon, adafactor, adamw8bit, sgd, or a registered one. lamb and lars compute one
+    trust ratio per expert; muon orthogonalizes the momentum of hidden matrices, each expert's by itself, and steps the
+    rest by AdamW; adamw8bit is torchao's AdamW with 8-bit moments."""
     lr: float = 2e-3
     """Peak learning rate at base_batch."""
     min_lr: float = 2e-4
@@ -41,13 +42,20 @@ class OptimizerConfig:
     decay_steps: int | None = None
     """Step at which the decay ends; None for the last step."""
     beta1: float = 0.9
-    """Decay rate of the first moment, for adamw, adamw8bit and lamb."""
+    """Decay rate of the first moment, for adamw, adamw8bit, lamb and muon's AdamW."""
     beta2: float = 0.95
-    """Decay rate of the second moment, for adamw, adamw8bit and lamb."""
+    """Decay rate of the second moment, for adamw, adamw8bit, lamb and muon's AdamW."""
     eps: float = 1e-8
-    """Constant added to the root of the second moment, for adamw, adamw8bit and lamb."""
-    momentum: float = 0.9
-    """Momentum, for lars and sgd."""
+    """Constant added to the root of the second moment, for adamw, adamw8bit, lamb and muon's AdamW."""
+    momentum: float | None = None
+    """Momentum, for muon, lars and sgd; None for 0.95 with muon, and 0.9 with lars and sgd."""
+    nesterov: bool = True
+    """Nesterov momentum, for muon."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations per step, for muon."""
+    muon_scale: Literal["rms", "original"] = "rms"
+    """Factor of muon's orthogonal updates of matrices [M, N]: rms for 0.2 sqrt(max(M, N)), with which adamw's lr and
+    weight_decay apply, original for sqrt(max(1, M / N))."""
     trust_coefficient: float = 1e-3
     """Factor of lars' trust ratio, which is the norm of the weights over (norm of the gradient + weight_decay x norm of
     the weights)."""
@@ -82,6 +90,11 @@ class OptimizerConfig:
     def has_trust_ratios(self) -> bool:
         """Return whether the optimizer scales the update of each matrix by a trust ratio."""
         return self.name in ("lamb", "lars")
+
+    @property
+    def momentum_value(self) -> float:
+        """Momentum of muon, lars or sgd."""
+        return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
     def lr_factor(self, global_batch: int) -> float:
         """Return the factor on the learning rate for a global batch of ``global_batch`` sequences."""
@@ -124,8 +137,9 @@ class OptimizerConfig:
     def check(self) -> None:
         """Raise UserError for the first invalid value or pair of values of the section."""
         for name in ("beta1", "beta2", "momentum"):
-            if not getattr(self, name) < 1:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} is not less than 1")
+            value = getattr(self, name)
+            if value is not None and not value < 1:
+                raise UserError(f"optimizer.{name}={value} is not less than 1")
         for name in ("lr", "trust_coefficient", "max_trust"):
             value = getattr(self, name)
             if value is not None and not value > 0:

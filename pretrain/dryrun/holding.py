@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from fmoe.optim import AdamW8bit
+from fmoe.optim import AdamW8bit, Muon
 from fmoe.parallel.gradients import is_expert
 from megatron_patch import cpu
 from megatron_patch.models import stacks
-from megatron_patch.optimizer import Shard, optimizers, shards
+from megatron_patch.optimizer import Shard, optimizers, shards, shards_of
 from pretrain.config import Recipe
 from pretrain.engine import Engine
 from pretrain.engine.optimizer import state_tensors
@@ -102,7 +103,7 @@ def hold(engine: Engine) -> Holding:
         weights=sum(map(_bytes, parameters)),
         gradients=sum(_bytes(buffer.grad_data) for buffer in buffers),
         masters=sum(_bytes(shard.main) for shard in found if shard.has_master),
-        moments=sum(_moment_bytes(shard) for shard in found),
+        moments=sum(map(_state_bytes, optimizers(engine.optimizer))),
         distinct=sum(p.numel() * parts for p, parts in own),
         saved=sum(_saved_bytes(p, engine) * parts for p, parts in own),
     )
@@ -122,6 +123,28 @@ def _parts(parameter: Tensor) -> int:
         return parallel_state.get_expert_model_parallel_world_size() * cut
     is_cut = getattr(parameter, "tensor_model_parallel", False)
     return parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
+
+
+def _state_bytes(part: Any) -> int:
+    """Return the bytes of the state of one of `optimizers`: with Muon's shards, on the rank that holds the most.
+
+    Those of hidden matrices take half as much as the others, which are not evenly spread over the ranks.
+    """
+    if not (isinstance(part.optimizer, Muon) and isinstance(part, DistributedOptimizer)):
+        return sum(map(_moment_bytes, shards_of(part)))
+    ranks = part.data_parallel_group.size()
+    totals = [0] * ranks
+    for buffer in part.buffers:
+        for bucket in buffer.buckets:
+            share = bucket.grad_data.numel() // ranks
+            for parameter in bucket.params_list:
+                begin, end, _ = buffer.param_index_map[parameter]
+                whole = Shard(part.optimizer, parameter, parameter, 0, parameter.numel(), False)
+                for rank in range((begin - bucket.offset) // share, ranks):
+                    first = bucket.offset + rank * share
+                    count = max(0, min(end, first + share) - max(begin, first))
+                    totals[rank] += 4 * count * len(state_tensors(whole))
+    return max(totals)
 
 
 def _moment_bytes(shard: Shard) -> int:

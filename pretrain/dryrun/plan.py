@@ -36,7 +36,7 @@ class RankKind:
     Attributes:
         stages: pipeline stages of this kind, from 0.
         rank: the first rank of this kind. Optimizer shards of other data parallel ranks differ from its shards by the
-            alignment of parameters and by padding at the end.
+            alignment of parameters and by padding at the end; with Muon, its state is that of the largest shards.
         count: number of ranks.
         holding: memory of `rank`.
     """

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from fmoe import optim
 from fmoe.errors import UserError, add_name, known_names
-from fmoe.optim import Adafactor, AdamW8bit, Lars, is_matrix
+from fmoe.optim import Adafactor, AdamW8bit, Lars, Muon, is_matrix
 from megatron_patch.optimizer import Shard
 from pretrain.config import Recipe
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {}
 """Registered optimizers by name."""
 
-SHIPPED = ("adamw", "lamb", "lars", "adafactor", "adamw8bit", "sgd")
+SHIPPED = ("adamw", "lamb", "lars", "muon", "adafactor", "adamw8bit", "sgd")
 
 
 def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
@@ -75,13 +75,18 @@ def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer
         return lambda groups: _registered(recipe, groups)
     adam = {"betas": (own.beta1, own.beta2), "eps": own.eps}
     trust = {"max_trust": own.max_trust}
+    momentum = {"momentum": own.momentum_value}
     kinds: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam | {"fused": True}),
         "lamb": (optim.Lamb, adam | trust),
-        "lars": (optim.Lars, trust | {"momentum": own.momentum, "trust_coefficient": own.trust_coefficient}),
+        "lars": (optim.Lars, trust | momentum | {"trust_coefficient": own.trust_coefficient}),
+        "muon": (
+            optim.Muon,
+            adam | momentum | {"nesterov": own.nesterov, "ns_steps": own.ns_steps, "scale": own.muon_scale},
+        ),
         "adafactor": (optim.Adafactor, {"beta2_decay": own.beta2_decay, "d": own.update_clip}),
         "adamw8bit": (optim.AdamW8bit, adam),
-        "sgd": (torch.optim.SGD, {"momentum": own.momentum}),
+        "sgd": (torch.optim.SGD, momentum),
     }
     is_fused = torch.cuda.is_available() and core.Adam is not torch.optim.AdamW
     if own.name == "adamw" and (own.cpu_offload or is_fused):
@@ -115,6 +120,8 @@ def state_tensors(shard: Shard) -> tuple[StateTensor, ...]:
     optimizer = shard.optimizer
     if isinstance(names := getattr(optimizer, "state_names", None), tuple):
         return tuple(map(StateTensor, names))
+    if isinstance(optimizer, Muon) and optimizer.matrices_of(shard.parameter) is not None:
+        return (StateTensor("momentum_buffer"),)
     if isinstance(optimizer, torch.optim.SGD):
         return (StateTensor("momentum_buffer"),) if optimizer.defaults["momentum"] else ()
     if isinstance(optimizer, Adafactor):

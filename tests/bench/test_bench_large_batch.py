@@ -88,7 +88,7 @@ def test_every_contender_is_swept_and_has_all_seeds(study):
         beyond = [first * 2**n for n in (3, 4, 5)] if contender.name == "lamb" else []
         assert list(study.sweep_of(contender)) == [*contender.rates, *beyond]
         assert list(study.of_seeds(contender)) == [1, 2, 3]
-    assert len(study.figures) == 5 * (3 + 2) + 3
+    assert len(study.figures) == len(CONTENDERS) * (3 + 2) + 3
 
 
 def test_tables_of_a_study(study):

@@ -106,12 +106,14 @@ BUILDERS = {
 }
 
 
-def recipe_of(builder: str, *, precision: str = "fp32", distributed: bool = False, **parallel) -> Recipe:
+def recipe_of(
+    builder: str, *, precision: str = "fp32", distributed: bool = False, optimizer: str = "adamw", **parallel
+) -> Recipe:
     recipe = BUILDERS[builder].recipe
     return replace(
         recipe,
         parallel=ParallelConfig(**parallel),
-        optimizer=replace(recipe.optimizer, distributed=distributed),
+        optimizer=replace(recipe.optimizer, distributed=distributed, name=optimizer),
         train=replace(recipe.train, precision=precision),
     )
 

@@ -27,14 +27,15 @@ def test_the_cover_is_complete():
 
 @pytest.fixture(scope="module")
 def alone(forks):
-    """In one process, and in one micro batch instead of four, once a model and precision."""
+    """In one process, and in one micro batch instead of four, once a model, precision and optimizer."""
     known = {}
 
-    def get(model, precision="fp32"):
-        if (model, precision) not in known:
-            recipe = splits.recipe_of(model, precision=precision)
-            known[model, precision] = only(forks.run(1, splits.train, recipe, model))
-        return known[model, precision]
+    def get(model, precision="fp32", optimizer="adamw"):
+        key = model, precision, optimizer
+        if key not in known:
+            recipe = splits.recipe_of(model, precision=precision, optimizer=optimizer)
+            known[key] = only(forks.run(1, splits.train, recipe, model))
+        return known[key]
 
     return get
 
@@ -58,14 +59,18 @@ def log(line):
 
 def run(forks, case, precision="fp32"):
     recipe = splits.recipe_of(
-        case["model"], precision=precision, distributed=case["distributed"], **cover.parallel_of(case)
+        case["model"],
+        precision=precision,
+        distributed=case["distributed"],
+        optimizer=case.get("optimizer", "adamw"),
+        **cover.parallel_of(case),
     )
     return values(forks.run(recipe.parallel.world_size, splits.train, recipe, case["model"]))
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_a_split_equals_one_process(forks, alone, case):
-    errors = splits.errors(alone(case["model"]), run(forks, case))
+    errors = splits.errors(alone(case["model"], optimizer=case.get("optimizer", "adamw")), run(forks, case))
     worst = max(errors, key=errors.get)
     log(case | {"worst": errors[worst], "of": worst})
     assert len(errors) > 300
@@ -122,6 +127,35 @@ MODERN = [
 @pytest.mark.parametrize("case", [marks(case, False) for case in MODERN])
 def test_grouped_queries_norms_of_heads_and_shared_experts_too(forks, alone, case):
     """Every key of a modern GPT at once: see `megatron_splits.BUILDERS`."""
+    test_a_split_equals_one_process(forks, alone, case)
+
+
+MUON = [
+    {"optimizer": "muon", "model": model, "layout": layout, "sequence": sequence, "distributed": distributed}
+    | {"recompute": "none", "schedule": "1f1b", "overlap": distributed}
+    for model, layout, sequence, distributed in (
+        ("gpt", "DP2", "-", False),
+        ("gpt", "PP2", "-", False),
+        ("gpt", "PP4", "-", True),  # a stage without experts
+        ("gpt, gated and untied", "TP2", "on", False),
+        ("gpt, gated and untied", "DP2", "-", True),
+        ("gpt, gated and untied", "EP2", "-", True),
+        ("gpt, gated and untied", "PP2 VPP2", "-", True),
+        ("gpt, gated and untied", "TP2xEP2 ETP2", "on", True),
+        ("gpt, modern", "TP2", "off", True),
+        ("gpt, modern", "TP2xEP2", "on", True),
+        ("gpt, modern", "EP2xDP2", "-", True),
+        ("gpt, modern", "TP2xPP2", "on", False),
+        ("bert", "TP2", "on", True),
+        ("t5, modern", "TP2xEP2", "on", True),
+        ("t5, modern", "EP2", "-", False),
+    )
+]
+
+
+@pytest.mark.parametrize("case", [marks(case, False) for case in MUON])  # by default test_run_optim.py has some
+def test_muon_orthogonalizes_whole_matrices_too(forks, alone, case):
+    """Fused weights of self and cross attention, grouped queries, gated layers, experts; flat shards and slices."""
     test_a_split_equals_one_process(forks, alone, case)
 
 

@@ -38,3 +38,27 @@ def lars(weight, gradients, *, lr, momentum, weight_decay, trust_coefficient, is
         velocity = momentum * velocity + lr * ratio * (g + decay * w)
         w = w - velocity
     return w, ratio
+
+
+def newton_schulz(matrix, steps=5):
+    """Jordan et al. 2024, https://kellerjordan.github.io/posts/muon: the iteration of one matrix in float64."""
+    x = matrix.double() / (norm(matrix.double()) + 1e-7)
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if transposed else x
+
+
+def muon(weight, gradients, *, lr, momentum, weight_decay, nesterov=True, scale="rms", steps=5):
+    """The steps of one matrix, scaled as in equation 4 of arXiv 2502.16982, or as by Jordan."""
+    rows, columns = weight.shape
+    factor = 0.2 * math.sqrt(max(rows, columns)) if scale == "rms" else math.sqrt(max(1, rows / columns))
+    w, m = weight.double().clone(), 0.0
+    for gradient in gradients:
+        g = gradient.double()
+        m = momentum * m + (1 - momentum) * g
+        update = momentum * m + (1 - momentum) * g if nesterov else m
+        w = w - lr * (weight_decay * w + factor * newton_schulz(update, steps))
+    return w

@@ -13,7 +13,7 @@ import fmoe
 from fmoe.fastmoe.faster_gate import gen_faster_gate
 from fmoe.fastmoe.gates import GShardGate, NaiveGate, NoisyGate, SwipeGate, SwitchGate, ZeroGate
 from fmoe.gates import GATES
-from fmoe.optim import Adafactor, AdamW8bit, Lamb, Lars
+from fmoe.optim import Adafactor, AdamW8bit, Lamb, Lars, Muon
 
 ROOT = Path(__file__).parents[2]
 FACTORIES = """
@@ -271,7 +271,7 @@ def test_the_bias_keeps_its_precision(make, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("make", [Lamb, Lars, Adafactor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [Lamb, Lars, Muon, Adafactor], ids=lambda make: make.__name__)
 def test_optimizers_step_the_same_under_every_default(make, dtype):
     results = []
     for under in (torch.float32, dtype):

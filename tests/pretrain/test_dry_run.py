@@ -114,6 +114,7 @@ OPTIMIZERS = {
     "adamw, fp16": ({"loss_scale": 1.0}, {"precision": "fp16"}),
     "lamb, sharded": ({"name": "lamb"} | ZERO, {}),
     "lars, bf16": ({"name": "lars"}, BF16),
+    "muon, bf16, sharded": ({"name": "muon"} | ZERO, BF16),
     "sgd, bf16, sharded": ({"name": "sgd"} | ZERO, BF16),
     "adafactor, bf16": ({"name": "adafactor"}, BF16),
     "adamw8bit, bf16": ({"name": "adamw8bit"}, BF16),

@@ -20,11 +20,12 @@ from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
 OPTIMIZERS = {
     "lamb": {"lr": 2e-2, "max_trust": 20.0},
     "lars": {"lr": 0.5, "trust_coefficient": 0.05, "weight_decay": 0.01},
+    "muon": {"lr": 1e-2},
     "adafactor": {"lr": 5e-2, "min_lr": 1e-2, "weight_decay": 0.01},
     "sgd": {"lr": 0.5, "weight_decay": 0.01},
     "adamw8bit": {"lr": 1e-2},
 }
-SHARDED = ("lamb", "lars", "sgd")  # over data parallel ranks, in flat parts
+SHARDED = ("lamb", "lars", "muon", "sgd")  # over data parallel ranks, in flat parts
 without_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 NAMES = [pytest.param(n, marks=without_torchao) if n == "adamw8bit" else n for n in OPTIMIZERS]
 
@@ -48,12 +49,19 @@ WHOLE = ("EP2", "DP2", "PP2")  # what steps whole matrices runs at these alone
 IN_CI = {
     "lamb": ("EP2", "TP2 with cut experts", "EP2 distributed", "TP2 DP2 distributed"),
     "lars": ("EP2 distributed", "PP2"),
+    "muon": ("EP2", "TP2 DP2 distributed", "PP2"),
     "adafactor": ("EP2",),
     "sgd": ("EP2 distributed",),
 }
 CASES = [
     pytest.param(name, split, marks=[] if split in IN_CI[name] else [pytest.mark.slow])
-    for name, splits in (("lamb", SPLITS), ("lars", SPLITS), ("adafactor", WHOLE), ("sgd", ("EP2 distributed",)))
+    for name, splits in (
+        ("lamb", SPLITS),
+        ("lars", SPLITS),
+        ("muon", SPLITS),
+        ("adafactor", WHOLE),
+        ("sgd", ("EP2 distributed",)),
+    )
     for split in splits
 ]
 
@@ -137,7 +145,12 @@ CHAINED = [
     for chain, splits in CHAINS.items()
     if name in SHARDED or not any(split.distributed for split in splits)
 ]
-CHAINED_IN_CI = [("lamb", "TP, EP, one"), ("lamb", "on and off, EP and DP"), ("adafactor", "EP 2-1-4")]
+CHAINED_IN_CI = [
+    ("muon", "TP, EP, one"),
+    ("lamb", "TP, EP, one"),
+    ("lamb", "on and off, EP and DP"),
+    ("adafactor", "EP 2-1-4"),
+]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +197,15 @@ def test_a_resumed_run_is_the_same_bit_for_bit(forks, tmp_path, name, precision)
     different = [key for key in first if not torch.equal(first[key], second[key])]
     assert not different
     assert quantized == (4 if name == "adamw8bit" else 0)
+
+
+@pytest.mark.by_default("DP2 distributed")
+@pytest.mark.parametrize("split", ["DP2 distributed", "TP2 DP2 distributed", "EP2", "PP2"])
+def test_muon_resumes_bit_for_bit_at_a_split(forks, tmp_path, split):
+    """Matrices that shards cut and ranks gather included."""
+    recipe = SPLITS[split].recipe(recipe_of("muon"))
+    for (first, second), _ in values(forks.run(SPLITS[split].parallel.world_size, resumed, tmp_path, recipe)):
+        assert not [key for key in first if not torch.equal(first[key], second[key])]
 
 
 def ratios_of_a_step():
@@ -244,6 +266,12 @@ WRONG = {
     "base without scaling": ({"base_batch": 8}, "optimizer.base_batch=8 has no effect with optimizer.lr_scaling=none"),
     "base": ({"base_batch": 0, "lr_scaling": "sqrt"}, "optimizer.base_batch=0 is not positive"),
     "momentum": ({"name": "sgd", "momentum": 1.0}, "optimizer.momentum=1.0 is not less than 1"),
+    "momentum of muon": ({"name": "muon", "momentum": -0.5}, "optimizer.momentum=-0.5 is"),
+    "no iteration": ({"name": "muon", "ns_steps": 0}, "optimizer.ns_steps=0 is not positive"),
+    "offloaded muon": (
+        {"name": "muon", "cpu_offload": 0.5, "distributed": True},
+        "optimizer.cpu_offload=0.5 needs optimizer.name=adamw, not muon",
+    ),
     "trust": ({"name": "lars", "trust_coefficient": 0.0}, "optimizer.trust_coefficient=0.0 is not positive"),
     "bound": ({"name": "lamb", "max_trust": -1.0}, "optimizer.max_trust=-1.0 is not positive"),
     "decay of beta2": ({"beta2_decay": 0.8}, "optimizer.beta2_decay=0.8 must be at most 0"),

@@ -1,0 +1,176 @@
+"""Which parameters of a model are hidden matrices, and how a parameter divides into them: fused and stacked weights.
+
+Shape letters: B blocks (experts of a stack), M rows, N columns.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe.errors import UserError
+from fmoe.experts.ffn import FFNExperts
+from fmoe.experts.shared import SharedExpert
+from fmoe.optim.layout import has_mark
+from fmoe.runtime import collectives, ownership
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a parameter [M, N], or of a stack of experts [B, M, N].
+
+    Attributes:
+        blocks, rows, columns: B, M and N, of this rank's slice under tensor parallelism.
+        sections: rows of each matrix of a fused weight: gate and value of a gated layer, or query, key and value. The
+            pattern repeats down the rows, once per group of heads. One entry for a weight that is one matrix.
+        axis: axis along which every matrix is split over the ranks of ``group``: 0 for rows, 1 for columns.
+        group: tensor parallel group; None if this rank has whole matrices.
+
+    Raises:
+        UserError: the sections do not divide the rows.
+    """
+
+    blocks: int
+    rows: int
+    columns: int
+    sections: tuple[int, ...]
+    axis: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self):
+        if not all(self.sections) or self.rows % sum(self.sections):
+            raise UserError(f"sections={self.sections} do not divide the {self.rows} rows of a fused weight")
+
+    @classmethod
+    def of(cls, parameter: Tensor, parts: int = 1, **split: Any) -> "Matrices | None":
+        """Return the description of a matrix or a stack of experts; None for a tensor of another kind.
+
+        Args:
+            parts: number of matrices of equal height that are fused along the rows.
+            split: ``axis`` and ``group``.
+        """
+        if parameter.dim() != 2 + has_mark(parameter):
+            return None
+        blocks = parameter.shape[0] if has_mark(parameter) else 1
+        rows, columns = parameter.shape[-2:]
+        return cls(blocks, rows, columns, (rows // parts,) * parts, **split) if parameter.numel() else None
+
+    @property
+    def block_size(self) -> int:
+        """Elements of one block of this rank."""
+        return self.rows * self.columns
+
+    @property
+    def whole_size(self) -> int:
+        """Elements of one block over all ranks of the group."""
+        return self.block_size * (1 if self.group is None else self.group.size())
+
+    @property
+    def kind(self) -> tuple:
+        """Key of the descriptions whose blocks can be orthogonalized together."""
+        return self.rows, self.columns, self.sections, self.axis, self.group
+
+    def cut(self, x_BMN: Tensor) -> list[Tensor]:
+        """Return the matrices of each section, [B, m, N]."""
+        if len(self.sections) == 1:
+            return [x_BMN]
+        return [part.flatten(1, 2) for part in x_BMN.unflatten(1, (-1, sum(self.sections))).split(self.sections, 2)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Undo `cut`."""
+        if len(parts) == 1:
+            return parts[0]
+        repeated = [part.unflatten(1, (-1, rows)) for part, rows in zip(parts, self.sections, strict=True)]
+        return torch.cat(repeated, 2).flatten(1, 2)
+
+    def whole(self, x_BMN: Tensor) -> list[Tensor]:
+        """Return the matrices of each section over all ranks of the group, equal on all of them. Collective."""
+        if self.group is None:
+            return self.cut(x_BMN)
+        slices = [torch.empty_like(x_BMN) for _ in range(self.group.size())]
+        collectives.run(dist.all_gather, slices, x_BMN, group=self.group)
+        return [torch.cat(of_ranks, 1 + self.axis) for of_ranks in zip(*map(self.cut, slices), strict=True)]
+
+    def own(self, wholes: Sequence[Tensor]) -> Tensor:
+        """Return this rank's slice [B, M, N], given what `whole` returns."""
+        if self.group is None:
+            return self.join(wholes)
+        ranks, rank = self.group.size(), self.group.rank()
+        return self.join([whole.chunk(ranks, 1 + self.axis)[rank] for whole in wholes])
+
+    def with_sections(self, *rows: int) -> "Matrices":
+        """Return the description of a fused weight with these sections."""
+        return Matrices(self.blocks, self.rows, self.columns, rows, self.axis, self.group)
+
+    def split_over(self, group: dist.ProcessGroup, axis: int) -> "Matrices":
+        """Return the description of this rank's slice of a weight that is split along an axis."""
+        is_split = group.size() > 1
+        return Matrices(
+            self.blocks, self.rows, self.columns, self.sections, axis if is_split else 0, group if is_split else None
+        )
+
+
+def hidden_matrices(model: nn.Module, others: Iterable[nn.Module] = ()) -> dict[Tensor, Matrices]:
+    """Return the trained hidden matrices of a model, found by the modules that own them.
+
+    Hidden matrices are the parameters with two axes and the stacks of experts, except those of embeddings (also where
+    they are tied to other modules), of gates, of the gate of a shared expert's output, and of ``others``. Gated
+    `FFNExperts` have two matrices per expert in ``weight_in``.
+
+    Args:
+        others: modules that are excluded too, such as the output layer.
+    """
+    ownership.refresh()
+    excluded: list[nn.Module] = [*others]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            excluded.append(module)
+        children: Any = module._modules
+        if children.get("gate") is not None and "experts" in children:  # an MoE layer, of this package or another
+            excluded.append(children["gate"])
+        if isinstance(module, SharedExpert) and module.output_gate is not None:
+            excluded.append(module.output_gate)
+    spared = {parameter for module in excluded for parameter in module.parameters()}
+    found: dict[Tensor, Matrices] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in spared or not parameter.requires_grad:
+                continue
+            if (matrices := _described(module, name, parameter)) is not None:
+                found[parameter] = matrices
+    return found
+
+
+def _described(module: nn.Module, name: str, parameter: Tensor) -> Matrices | None:
+    if not isinstance(module, FFNExperts) or not name.startswith("weight"):
+        return Matrices.of(parameter)
+    is_first = name == "weight_in"
+    group = getattr(module, "group", None)  # of ShardedFFNExperts
+    split = {"axis": 0 if is_first else 1, "group": group} if module.hidden_parts > 1 else {}
+    return Matrices.of(parameter, parts=1 + (module.gated and is_first), **split)
+
+
+@torch.no_grad()
+def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+    """Return an approximation of U V^T for matrices with singular value decomposition U S V^T.
+
+    The quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), with its published coefficients: after 5 steps,
+    singular values that were above 1/500 of the matrix's norm are between 0.68 and 1.21, and zero stays zero.
+
+    Args:
+        x: [..., M, N] in float32 or float64, the precision of the iteration.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = x.shape[-2] > x.shape[-1]  # the products are smaller with fewer rows than columns
+    shape = x.shape
+    # Contiguous, because rounding depends on strides, and slices of a fused weight have other strides than the whole.
+    x = (x.mT if is_tall else x).contiguous().view(math.prod(shape[:-2]), min(shape[-2:]), max(shape[-2:]))
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).reshape(shape)

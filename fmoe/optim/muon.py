@@ -1,0 +1,355 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Moonlight, arXiv 2502.16982).
+
+Shape letters: B blocks (experts of a stack), M rows, N columns.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from fmoe.errors import UserError
+from fmoe.optim.checks import check
+from fmoe.optim.layout import Blocks, Part, is_stacked, parts_of
+from fmoe.optim.matrices import Matrices, orthogonalize
+from fmoe.optim.trust import floats, load_state_in_its_dtypes, stepped_dtype
+from fmoe.runtime import collectives
+
+_CHUNK = 1 << 24  # elements of whole matrices that are orthogonalized together: bounds the temporaries
+
+Scale = Literal["rms", "original"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tensors that an optimizer steps, as ranges of parameters.
+
+    Attributes:
+        parts: (parameter, offset in the flattened parameter) of each stepped tensor.
+        parameters: all parameters, also those of which this rank steps nothing; in the same order on all ranks.
+        group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
+    """
+
+    parts: Mapping[Tensor, tuple[Tensor, int]]
+    parameters: Sequence[Tensor]
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block of a parameter, or the part of one that this rank steps.
+
+    Attributes:
+        key: (number of the parameter, number of the block), which orders pieces alike on all ranks.
+        begin, end: range of the flattened block.
+        others: range of the block on each other rank that steps a part of it, by its rank in the group.
+    """
+
+    tensor: Tensor
+    group: dict[str, Any]
+    matrices: Matrices
+    part: Part
+    key: tuple[int, int]
+    begin: int
+    end: int
+    others: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The order in which an optimizer steps its matrices."""
+
+    hidden: frozenset[Tensor]  # the tensors that have matrices, or parts of them
+    chunks: list[list[_Piece]]  # whole blocks of one kind, or one part of a block
+    parts: list[_Piece]  # those whose block has parts on other ranks, in the order of their keys
+    exchanges: bool  # whether any rank of the group has such parts
+    dtype: torch.dtype  # of the exchange
+
+
+class Muon(Optimizer):
+    """Momentum whose matrices are orthogonalized, for hidden matrices; AdamW for all other parameters.
+
+    For a matrix [M, N]::
+
+        m = momentum * m + (1 - momentum) * g
+        u = momentum * m + (1 - momentum) * g          with nesterov, else m
+        w = w - lr * weight_decay * w - lr * scale * orthogonalize(u)
+
+    Each expert of a stack and each part of a fused weight is a matrix of its own (`Matrices`). The iteration runs in
+    float32 on every device, in float64 for float64 parameters.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate of both.
+        momentum, nesterov, ns_steps: of hidden matrices; ``ns_steps`` counts Newton-Schulz iterations.
+        weight_decay: decoupled, of both; `param_groups` leaves vectors out.
+        scale: "rms" for 0.2 sqrt(max(M, N)), with which learning rate and decay of AdamW apply (Moonlight, equation 4);
+            "original" for sqrt(max(1, M / N)).
+        betas, eps: of AdamW.
+        matrices: the hidden matrices, from `hidden_matrices`. None takes every parameter with two axes and every stack
+            of experts, which is wrong for embeddings, output layers and gates.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        scale: Scale = "rms",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        matrices: Mapping[Tensor, Matrices] | None = None,
+    ):
+        check(
+            lr=lr, momentum=momentum, weight_decay=weight_decay, betas=betas, eps=eps, positive={"ns_steps": ns_steps}
+        )
+        if scale not in ("rms", "original"):
+            raise UserError(f"scale={scale!r} is not 'rms' or 'original'")
+        self._matrices, self._shards, self._plan_now = matrices, None, None
+        options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps} | options)
+
+    _matrices: Mapping[Tensor, Matrices] | None
+    _shards: Shards | None
+    _plan_now: _Plan | None
+
+    def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
+        """Set the hidden matrices by parameter, and the parameters of the tensors in the groups.
+
+        From then on all ranks of the groups in both must take the same steps.
+        """
+        self._matrices, self._shards, self._plan_now = matrices, shards, None
+
+    def matrices_of(self, parameter: Tensor) -> Matrices | None:
+        """Return how a parameter divides into hidden matrices; None if AdamW steps it."""
+        if self._matrices is not None:
+            return self._matrices.get(parameter)
+        is_stacked(parameter)  # refreshes the mark
+        return Matrices.of(parameter)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._plan_now = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_matrices": self._matrices, "_shards": self._shards}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan_now = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        load_state_in_its_dtypes(self, state_dict, ("momentum_buffer", "exp_avg", "exp_avg_sq"))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. Collective over the groups of shards and matrices."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._plan_now is None:
+            self._plan_now = self._plan()
+        for group in self.param_groups:
+            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            self._accumulate(group, [tensor for tensor in tensors if tensor in self._plan_now.hidden])
+            self._adamw(group, [tensor for tensor in tensors if tensor not in self._plan_now.hidden])
+        blocks = self._exchange(self._plan_now)
+        for chunk in self._plan_now.chunks:
+            pieces = [piece for piece in chunk if piece.tensor.grad is not None]
+            if pieces:
+                self._move(pieces, blocks)
+        return loss
+
+    def _begin(self, tensors: list[Tensor], *names: str) -> list[list[Tensor]]:
+        """Count a step of the tensors, whose state is created if needed; return the state by name."""
+        for tensor in tensors:
+            state = self.state[tensor]
+            if not state:
+                state |= {name: torch.zeros_like(tensor, dtype=stepped_dtype(tensor)) for name in names}
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        return [[self.state[tensor][name] for tensor in tensors] for name in (*names, "step")]
+
+    def _accumulate(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        if tensors:
+            buffers, steps = self._begin(tensors, "momentum_buffer")
+            torch._foreach_lerp_(buffers, floats([_gradient(t) for t in tensors]), 1 - group["momentum"])
+            torch._foreach_add_(steps, 1)
+
+    def _adamw(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
+        if not tensors:
+            return
+        averages, squares, steps = self._begin(tensors, "exp_avg", "exp_avg_sq")
+        weights, on_cpu = floats(tensors), all(tensor.device.type == "cpu" for tensor in tensors)
+        adamw(
+            weights,
+            floats([_gradient(tensor) for tensor in tensors]),
+            averages,
+            squares,
+            [],
+            steps,
+            fused=on_cpu,
+            foreach=not on_cpu,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for tensor, weight in zip(tensors, weights, strict=True):
+            if tensor is not weight:
+                tensor.copy_(weight)
+
+    def _direction(self, piece: _Piece) -> Tensor:
+        """Return what is orthogonalized, of the piece alone."""
+        gradient = piece.part.of(_gradient(piece.tensor))
+        buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
+        return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
+
+    def _exchange(self, plan: _Plan) -> dict[tuple[int, int], Tensor]:
+        """Return the blocks of which this rank steps a part, from the ranks that step the other parts."""
+        if self._shards is None or self._shards.group is None or not plan.exchanges:
+            return {}
+        ranks = self._shards.group.size()
+        directions = [self._direction(piece).to(plan.dtype) for piece in plan.parts]
+        sends: list[list[Tensor]] = [[] for _ in range(ranks)]
+        receives = [0] * ranks
+        for piece, own in zip(plan.parts, directions, strict=True):
+            for rank, (begin, end) in piece.others.items():
+                sends[rank].append(own)
+                receives[rank] += end - begin
+        device = self._shards.parameters[0].device
+        received = torch.empty(sum(receives), dtype=plan.dtype, device=device)
+        sent = torch.cat([received[:0], *(own for to_rank in sends for own in to_rank)])
+        counts = [sum(own.numel() for own in to_rank) for to_rank in sends]
+        collectives.run(dist.all_to_all_single, received, sent, receives, counts, group=self._shards.group)
+        from_rank, used = received.split(receives), [0] * ranks
+        blocks = {}
+        for piece, own in zip(plan.parts, directions, strict=True):
+            block = blocks[piece.key] = torch.empty(piece.matrices.block_size, dtype=plan.dtype, device=device)
+            block[piece.begin : piece.end] = own
+            for rank, (begin, end) in piece.others.items():
+                block[begin:end] = from_rank[rank][used[rank] : used[rank] + end - begin]
+                used[rank] += end - begin
+        return blocks
+
+    def _move(self, pieces: list[_Piece], blocks: Mapping[tuple[int, int], Tensor]) -> None:
+        matrices, group = pieces[0].matrices, pieces[0].group
+        shape, dtype = (matrices.rows, matrices.columns), stepped_dtype(pieces[0].tensor)
+        x_BMN = torch.stack(
+            [
+                (blocks[piece.key].to(dtype) if piece.others else self._direction(piece)).reshape(shape)
+                for piece in pieces
+            ]
+        )
+        wholes = [
+            orthogonalize(whole, group["ns_steps"]).mul_(_scale(group["scale"], *whole.shape[1:]))
+            for whole in matrices.whole(x_BMN)
+        ]
+        lr = float(group["lr"])
+        for piece, update in zip(pieces, matrices.own(wholes), strict=True):
+            target = piece.part.of(piece.tensor)
+            (weight,) = floats([target])
+            own = update.reshape(-1)[piece.begin : piece.end].view(weight.shape)
+            weight.mul_(1 - lr * group["weight_decay"]).add_(own, alpha=-lr)
+            if weight is not target:
+                target.copy_(weight)
+
+    def _parameter_of(self, tensor: Tensor) -> tuple[Tensor, int]:
+        return (tensor, 0) if self._shards is None else self._shards.parts[tensor]
+
+    def _plan(self) -> _Plan:
+        """Plan the steps. Collective over the group of the shards."""
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        if any(hasattr(tensor, "placements") for tensor in tensors):
+            raise UserError("Muon does not support DTensors: it would orthogonalize shards of matrices")
+        parameters = tensors if self._shards is None else self._shards.parameters
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        described = [self.matrices_of(parameter) for parameter in parameters]
+        ranges = self._ranges(numbers)
+        chunks: dict[tuple, list[list[_Piece]]] = {}
+        hidden, parts = set(), []
+        for index, group in enumerate(self.param_groups):
+            for tensor in group["params"]:
+                parameter, start = self._parameter_of(tensor)
+                number = numbers[parameter]
+                matrices = described[number]
+                if matrices is None:
+                    continue
+                hidden.add(tensor)
+                for piece in _pieces(tensor, group, matrices, number, start, [of_rank[number] for of_rank in ranges]):
+                    if piece.others:
+                        parts.append(piece)
+                        chunks[piece.key] = [[piece]]
+                        continue
+                    # In the same order, and in chunks of the same size, on all ranks of a tensor parallel group and on
+                    # all replicas: their results are then equal, bit for bit.
+                    alike = chunks.setdefault((index, matrices.kind, tensor.device, stepped_dtype(tensor)), [[]])
+                    if alike[-1] and (len(alike[-1]) + 1) * matrices.whole_size > _CHUNK:
+                        alike.append([])
+                    alike[-1].append(piece)
+        return _Plan(
+            frozenset(hidden),
+            [chunk for alike in chunks.values() for chunk in alike],
+            sorted(parts, key=lambda piece: piece.key),
+            any(
+                bound % matrices.block_size
+                for of_rank in ranges
+                for matrices, bounds in zip(described, of_rank, strict=True)
+                if matrices is not None
+                for bound in bounds
+            ),
+            functools.reduce(torch.promote_types, map(stepped_dtype, parameters), torch.float32),
+        )
+
+    def _ranges(self, numbers: Mapping[Tensor, int]) -> list[list[list[int]]]:
+        """Return the range of each parameter that each rank of the shards' group steps."""
+        if self._shards is None or self._shards.group is None or not numbers:
+            return []
+        held = [[0, 0] for _ in numbers]
+        for tensor, (parameter, start) in self._shards.parts.items():
+            held[numbers[parameter]] = [start, start + tensor.numel()]
+        own = torch.tensor(held, dtype=torch.int64, device=self._shards.parameters[0].device)
+        everyone = [torch.empty_like(own) for _ in range(self._shards.group.size())]
+        collectives.run(dist.all_gather, everyone, own, group=self._shards.group)
+        return [of_rank.tolist() for of_rank in everyone]
+
+
+def _pieces(
+    tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[int]]
+) -> Iterator[_Piece]:
+    """Yield the pieces of a tensor that holds a parameter from ``start`` on, of which ranks step these ranges."""
+    size = matrices.block_size
+    for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
+        first = part.block * size
+        own = (start - first, start - first + part.of(tensor).numel())
+        start = first + own[1]
+        on_ranks = {rank: tuple(min(max(bound - first, 0), size) for bound in held) for rank, held in enumerate(ranges)}
+        others = {rank: (low, high) for rank, (low, high) in on_ranks.items() if low < high and (low, high) != own}
+        yield _Piece(tensor, group, matrices, part, (number, part.block), *own, others)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        raise RuntimeError("a tensor has no gradient, though other ranks step parts of its matrices")
+    return tensor.grad
+
+
+def _scale(name: Scale, rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns)) if name == "rms" else math.sqrt(max(1.0, rows / columns))

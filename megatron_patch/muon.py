@@ -1,0 +1,66 @@
+"""The hidden matrices of Megatron-core's models, for `fmoe.optim.Muon`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from fmoe import UserError
+from fmoe.optim import Matrices, hidden_matrices
+
+
+def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
+    """Return the hidden matrices of the transformer layers of a model's chunks, found by the modules that own them.
+
+    Embeddings, position embeddings, output layers and the heads of a BERT are outside the layers, at every split; gates
+    are left out by `fmoe.optim.hidden_matrices`. Query, key and value of ``linear_qkv``, key and value of
+    ``linear_kv``, and the halves of a gated ``linear_fc1`` are separate matrices, each with the rows of all heads or
+    hidden units, over all tensor parallel ranks.
+
+    Raises:
+        UserError: the model has Megatron-core's GroupedMLP, whose weights are experts side by side.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    found: dict[Tensor, Matrices] = {}
+    for module in modules:
+        if isinstance(module, GroupedMLP):
+            raise UserError("Muon does not support Megatron-core's GroupedMLP: convert the model with fmoefy")
+        if isinstance(module, TransformerLayer):
+            found |= hidden_matrices(module)
+    for module in modules:
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight in found:
+            axis = int(isinstance(module, RowParallelLinear))
+            found[module.weight] = found[module.weight].split_over(module.tp_group, axis)
+    for module in modules:
+        for linear, rows in _fused(module):
+            weight: Any = linear.weight
+            if weight in found:
+                found[weight] = found[weight].with_sections(*rows)
+    return found
+
+
+def check_slices(matrices: Matrices, parameter: Tensor, ranks: int) -> None:
+    """Raise UserError if ``matrices`` does not describe how a parameter is split over tensor parallel ranks."""
+    if ranks > 1 and matrices.group is None:
+        raise UserError(
+            f"Muon cannot gather a weight of shape {tuple(parameter.shape)}: it is split over {ranks} tensor parallel "
+            "ranks by a module other than ColumnParallelLinear, RowParallelLinear and FFNExperts"
+        )
+
+
+def _fused(module: nn.Module) -> Iterable[tuple[nn.Module, tuple[int, ...]]]:
+    """Yield the fused linear layers of a module, and the rows of their matrices per group of heads."""
+    if isinstance(module, SelfAttention):
+        head = module.hidden_size_per_attention_head
+        queries = module.num_attention_heads_per_partition // module.num_query_groups_per_partition
+        gate = queries * module.config.attention_output_gate
+        yield module.linear_qkv, tuple(heads * head for heads in (queries, gate, 1, 1) if heads)
+    elif isinstance(module, CrossAttention):
+        yield module.linear_kv, (module.hidden_size_per_attention_head,) * 2
+    elif isinstance(module, MLP) and module.config.gated_linear_unit:
+        yield module.linear_fc1, (module.linear_fc1.weight.shape[0] // 2,) * 2

@@ -1,0 +1,77 @@
+"""Which parameters of a Megatron model are hidden matrices, and how their fused weights divide, at every split."""
+
+import pytest
+import torch
+from forks import only, values
+from torch import nn
+
+from fmoe import UserError
+
+HEAD, WIDTH = 8, 32
+
+
+def described(tensor=1, expert=1, replaces=False):
+    """By name: sections, axis of the split and size of the group, of all hidden matrices of a gated GPT."""
+    from tiny_gpt import MOE, start, tiny_gpt
+
+    import fmoe
+    from megatron_patch.muon import megatron_matrices
+
+    start(expert, tensor)
+    split = {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    gpt = tiny_gpt(gated_linear_unit=True, activation_func=nn.functional.silu, kv_channels=HEAD, **split)
+    fmoe.fmoefy(gpt, upcycle=False, layers=[2], shared_expert=8, shared_gate=True, **MOE)
+    if replaces:  # by tensors without the attributes that modules have set
+        for module in gpt.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    names = {parameter: name for name, parameter in gpt.named_parameters()}
+    found = megatron_matrices([nn.Sequential(gpt)])  # wrapped, as in a DDP
+    return {
+        names[p]: (m.sections, m.axis, 1 if m.group is None else m.group.size(), m.blocks) for p, m in found.items()
+    }
+
+
+ATTENTION = {"linear_proj": ((WIDTH,), 1), "linear_qkv": ((HEAD, HEAD, HEAD), 0)}
+
+
+def expected(tensor, expert):
+    cut = {f"{layer}.self_attention.{n}.weight": of for layer in (0, 1) for n, of in ATTENTION.items()}
+    cut |= {"0.mlp.linear_fc1.weight": ((48 // tensor,) * 2, 0), "0.mlp.linear_fc2.weight": ((WIDTH,), 1)}
+    found = {name: (rows, axis if tensor > 1 else 0, tensor, 1) for name, (rows, axis) in cut.items()}
+    found |= {"1.mlp.experts.weight_in": ((24, 24), 0, 1, 4 // expert)}
+    found |= {"1.mlp.experts.weight_out": ((WIDTH,), 0, 1, 4 // expert)}
+    found |= {"1.mlp.shared.expert.weight_in": ((8, 8), 0, 1, 1)}
+    found |= {"1.mlp.shared.expert.weight_out": ((WIDTH,), 0, 1, 1)}
+    return {f"decoder.layers.{name}": of for name, of in found.items()}
+
+
+@pytest.mark.parametrize(("tensor", "expert", "replaces"), [(1, 1, False), (1, 1, True), (2, 1, True), (1, 2, False)])
+def test_hidden_matrices_are_those_of_the_layers(forks, tensor, expert, replaces):
+    """Neither embedding nor gates; by their modules, so that replaced parameters are found too."""
+    for rank in values(forks.run(tensor * expert, described, tensor, expert, replaces)):
+        assert rank == expected(tensor, expert)
+
+
+def refused():
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    from fmoe.optim import Matrices
+    from megatron_patch.muon import check_slices, megatron_matrices
+
+    grouped = GroupedMLP.__new__(GroupedMLP)
+    nn.Module.__init__(grouped)
+    weight, found = nn.Parameter(torch.ones(4, 3)), []
+    check_slices(Matrices.of(weight), weight, 1)
+    for call in (lambda: megatron_matrices([grouped]), lambda: check_slices(Matrices.of(weight), weight, 2)):
+        try:
+            call()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_gathered_is_refused(forks):
+    grouped, split = only(forks.run(1, refused))
+    assert "does not support Megatron-core's GroupedMLP" in grouped
+    assert "a weight of shape (4, 3)" in split and "2 tensor parallel ranks" in split
