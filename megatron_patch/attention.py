@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -38,6 +39,8 @@ class SDPAttention(DotProductAttention):
         UserError: context parallel ranks do not divide the heads of a rank; under context parallelism, a case that
             torch's kernels do not support, or dropout that is not `HeadDropout`.
     """
+
+    context_group: dist.ProcessGroup | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection=None, **options):
         plain = copy.copy(config)
