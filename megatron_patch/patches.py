@@ -130,6 +130,21 @@ def _with_marks(init: Callable) -> Callable:
     return wrapped
 
 
+def _count_experts_by_their_group(init: Callable) -> Callable:
+    """Make the norm tell replicas of experts by the expert tensor parallel group, as megatron-core 0.19 does."""
+
+    @functools.wraps(init)
+    def wrapped(self, chained_optimizers, *args, **kwargs):
+        init(self, chained_optimizers, *args, **kwargs)
+        group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+        for part in chained_optimizers:
+            is_expert = [groups.get("is_expert_parallel", False) for groups in part.param_groups]
+            if group is not None and is_expert and all(is_expert) and hasattr(part, "tp_group"):
+                part.tp_group = group
+
+    return wrapped
+
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
@@ -162,6 +177,13 @@ PATCHES = (
         "__init__",
         loss_scale.share,
         "fp16: dense parameters and experts have one scale each, and the loss uses the first (optimizer.py:1139)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "__init__",
+        _count_experts_by_their_group,
+        "before 0.19: the gradient norm takes experts' parameters without `tensor_model_parallel` for replicas on all "
+        "tensor parallel ranks but the first, where the ranks hold different experts (optimizer.py:156)",
     ),
     Patch(
         "megatron.core.optimizer.optimizer:ChainedOptimizer",

@@ -2,9 +2,10 @@
 
 | versions | what differs                                             | what we do                                     |
 |----------|----------------------------------------------------------|------------------------------------------------|
+| to 0.18  | the gradient norm takes different experts for replicas   | `patches.PATCHES`, on ChainedOptimizer         |
 | 0.17 on  | the metadata ask for Python 3.12                         | pip takes 0.16.1 on Python 3.11                |
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
-| 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, in megatron_patch/__init__.py |
+| 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, around the import            |
 | 0.18 on  | a layer spec has partial functions, which no copy equals | specs are copied, never compared               |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |
 | 0.19 on  | GPTModel and an import warn                              | silenced in __init__.py, pretrain.engine.model |
