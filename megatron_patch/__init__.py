@@ -1,12 +1,19 @@
 """FMoE layers in Megatron-core models, and a runtime for machines without a GPU.
 
-Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core.
+Without a GPU, call ``megatron_patch.cpu.install()`` before using megatron-core. Without Triton, import this package
+before megatron-core, which needs Triton from 0.18 on.
 """
 
 import warnings
 
+from megatron_patch import versions
+
 # Four modules of megatron-core warn about Apex when they are imported. Apex is optional.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # imported, never used
+versions.check()
+with versions.without_triton():
+    import megatron.core  # noqa: F401
 
 from megatron_patch.layer import MegatronMoE  # noqa: E402
 from megatron_patch.models import fmoe_layer_spec, fmoefy  # noqa: E402

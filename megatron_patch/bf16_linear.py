@@ -57,12 +57,14 @@ def forward_in_float32(forward: Callable) -> staticmethod:
     """Replace ``LinearWithGradAccumulationAndAsyncCommunication.forward`` for marked weights."""
 
     @functools.wraps(forward)
-    def wrapped(ctx, input, weight, bias, fusion, allreduce_dgrad, sequence_parallel, buffer, limit, group):
+    def wrapped(ctx, input, weight, bias, *settings):
+        fusion, allreduce_dgrad, sequence_parallel, buffer, _, group, *remat_size = settings  # the last from 0.19 on
         ctx.is_float32 = (
             getattr(weight, _MARK, False) and input.dtype == torch.bfloat16 and not (fusion or sequence_parallel)
-        ) and buffer is None
+        ) and (buffer is None and remat_size in ([], [1]))
         if not ctx.is_float32:
-            return forward(ctx, input, weight, bias, fusion, allreduce_dgrad, sequence_parallel, buffer, limit, group)
+            return forward(ctx, input, weight, bias, *settings)
+        ctx.num_settings = len(settings)
         ctx.save_for_backward(input, weight)
         ctx.group, ctx.has_bias = group if allreduce_dgrad else None, bias is not None
         out = product(input.flatten(0, -2), weight.t()).view(*input.shape[:-1], len(weight))
@@ -90,6 +92,6 @@ def backward_in_float32(backward: Callable) -> staticmethod:
         d_bias = grad_MO.sum(0) if ctx.has_bias else None
         if handle is not None:
             handle.wait()
-        return d_input, d_weight, d_bias, *[None] * 6
+        return d_input, d_weight, d_bias, *[None] * ctx.num_settings
 
     return staticmethod(wrapped)

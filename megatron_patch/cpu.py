@@ -1,4 +1,4 @@
-"""Megatron-core 0.16 on machines without a GPU.
+"""Megatron-core on machines without a GPU.
 
 Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each of which states its
 reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a name, `install` raises an error that

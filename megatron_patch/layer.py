@@ -30,7 +30,7 @@ _TRACKED = {"balance": "load_balancing_loss", "z": "z_loss"}
 
 
 class MegatronMoE(MoE):
-    """`fmoe.MoE` with the constructor and the call of a Megatron-core MLP (megatron-core 0.16).
+    """`fmoe.MoE` with the constructor and the call of a Megatron-core MLP.
 
     Width, activation, bias, initializers and dtype come from ``config``; the tensor, expert and expert tensor parallel
     groups from ``pg_collection`` or parallel_state. The layer sets ``config.num_moe_experts``, because Megatron's

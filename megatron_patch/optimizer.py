@@ -21,7 +21,7 @@ from fmoe import UserError
 from fmoe.optim import Adafactor, AdamW8bit, Blocks, Layout, Matrices, Muon, Shards, is_matrix, is_stacked
 from fmoe.optim.trust import TrustOptimizer
 from fmoe.parallel.gradients import is_expert
-from megatron_patch import patches
+from megatron_patch import patches, versions
 from megatron_patch.muon import check_slices, megatron_matrices
 
 # Names to replace while Megatron-core builds its optimizer.
@@ -219,7 +219,7 @@ def _tensor_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def _standing_in(make: Make) -> Iterator[None]:
     for module, name in _STAND_INS:
         if not hasattr(module, name):
-            installed = patches.check_version()
+            installed = versions.check()
             raise UserError(f"megatron-core {installed} has no {module.__name__}.{name}, which megatron_patch replaces")
     before = [getattr(module, name) for module, name in _STAND_INS]
     values = (lambda params, **of_adam: make(params), False, Optimizer)

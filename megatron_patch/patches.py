@@ -1,4 +1,4 @@
-"""Patches of megatron-core: the class `Patch`, the supported versions, and the patches for any device (`PATCHES`).
+"""Patches of megatron-core: the class `Patch`, and the patches for any device (`PATCHES`).
 
 The first FMoE layer calls `install`. So does `megatron_patch.cpu.install`, which adds `megatron_patch.cpu.PATCHES` on
 machines without a GPU. Call `install` yourself before you build a sequence parallel model without Transformer Engine.
@@ -7,46 +7,20 @@ machines without a GPU. Call `install` yourself before you build a sequence para
 import copy
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from fmoe.errors import MissingPackageError, UserError
+from fmoe.errors import UserError
 from fmoe.runtime import ownership
-from megatron_patch import loss_scale
-
-LOWEST, BELOW = (0, 16, 1), (0, 17)
-REQUIREMENT = "megatron-core>=0.16.1,<0.17"
+from megatron_patch import loss_scale, versions
 
 # Marks parameters whose gradients are partial sums on each tensor parallel rank without sequence parallelism.
 PARTIAL = "is_partial_over_tensor_ranks"
-
-
-def check_version() -> str:
-    """Return the installed version of megatron-core.
-
-    Raises:
-        UserError: megatron-core is not installed, or its version is not supported.
-    """
-    try:
-        installed = version("megatron-core")
-    except PackageNotFoundError as error:
-        raise MissingPackageError("megatron-core is not installed: pip install 'fmoe[pretrain]'") from error
-    numbers = []
-    for part in installed.split("."):
-        digits = "".join(itertools.takewhile(str.isdigit, part))  # "0rc2" counts as 0
-        if not digits:
-            break
-        numbers.append(int(digits))
-    if not LOWEST <= tuple(numbers) < BELOW:
-        raise UserError(f"megatron-core {installed} is not supported: pip install '{REQUIREMENT}'")
-    return installed
 
 
 @dataclass(frozen=True)
@@ -79,7 +53,7 @@ def apply(patches: Iterable[Patch]) -> None:
     Raises:
         UserError: the version of megatron-core is not supported, or a required name is missing.
     """
-    installed = check_version()
+    installed = versions.check()
     found = []
     for patch in patches:
         try:
@@ -156,6 +130,21 @@ def _with_marks(init: Callable) -> Callable:
     return wrapped
 
 
+def _count_experts_by_their_group(init: Callable) -> Callable:
+    """Make the norm tell replicas of experts by the expert tensor parallel group, as megatron-core 0.19 does."""
+
+    @functools.wraps(init)
+    def wrapped(self, chained_optimizers, *args, **kwargs):
+        init(self, chained_optimizers, *args, **kwargs)
+        group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+        for part in chained_optimizers:
+            is_expert = [groups.get("is_expert_parallel", False) for groups in part.param_groups]
+            if group is not None and is_expert and all(is_expert) and hasattr(part, "tp_group"):
+                part.tp_group = group
+
+    return wrapped
+
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
@@ -188,6 +177,13 @@ PATCHES = (
         "__init__",
         loss_scale.share,
         "fp16: dense parameters and experts have one scale each, and the loss uses the first (optimizer.py:1139)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "__init__",
+        _count_experts_by_their_group,
+        "before 0.19: the gradient norm takes experts' parameters without `tensor_model_parallel` for replicas on all "
+        "tensor parallel ranks but the first, where the ranks hold different experts (optimizer.py:156)",
     ),
     Patch(
         "megatron.core.optimizer.optimizer:ChainedOptimizer",

@@ -140,8 +140,11 @@ def _serve(pipe) -> None:
     import torch
 
     torch.set_num_threads(1)  # a fork must not inherit a thread pool
+    load = torch.storage._load_from_bytes
     for name in IMPORTS:
         importlib.import_module(name)
+    # megatron-core replaces it from 0.17 on; tensors that a rank returns would bring megatron-core to their reader.
+    torch.storage._load_from_bytes = load
     from fmoe.errors import BuildError
     from fmoe.kernels.native import build
     from pretrain.engine import flops

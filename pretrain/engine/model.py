@@ -25,8 +25,9 @@ def build_model(
 ) -> nn.Module:
     """Build the model, or a pipeline chunk of it, on its training device, not yet wrapped for data parallelism."""
     model = recipe.model
-    # Megatron-core warns about every unknown module.
-    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    # Megatron-core warns about every unknown module, and from 0.19 on about its GPTModel.
+    for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     module = kind_of(recipe).build(recipe, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if model.dropout:
         key_dropout(module, recipe.train.seed)

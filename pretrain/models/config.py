@@ -25,7 +25,7 @@ def transformer_config(recipe: Recipe, **options) -> TransformerConfig:
     model = recipe.model
     dtype = DTYPES[recipe.train.precision]
     with warnings.catch_warnings():
-        # Megatron-core 0.16.1 deprecates its own default for a field of CUDA graphs.
+        # Megatron-core deprecates its own default for a field of CUDA graphs.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         return _transformer_config(model, dtype, {**_split(recipe), **options})
 

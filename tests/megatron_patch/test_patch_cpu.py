@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 from forks import only
-from rank_pool import Raised
 
 # Functions run in processes of the `forks` fixture: what they patch is gone with them.
 
@@ -131,39 +130,6 @@ def test_a_name_that_has_moved_is_named_and_nothing_is_patched(forks, module, na
     assert importlib.metadata.version("megatron-core") in message
     assert "\n" not in message
     assert changed == []
-
-
-def install_at_version(installed):
-    from megatron_patch import cpu, patches
-
-    def pretended(name):
-        if installed is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed
-
-    patches.version = pretended
-    return cpu.install()
-
-
-@pytest.mark.parametrize("installed", ["0.15.3", "0.16.0", "0.16.0rc2", "0.17.0rc0", "0.17", "1.0.0", "core"])
-def test_a_version_out_of_range_is_one_line_with_the_range(forks, installed):
-    (result,) = forks.run(1, install_at_version, installed)
-    assert isinstance(result, Raised), f"{installed} was accepted"
-    assert result.kind.__name__ == "UserError"
-    assert f"megatron-core {installed} " in result.message
-    assert "megatron-core>=0.16.1,<0.17" in result.message
-    assert "\n" not in result.message
-
-
-@pytest.mark.parametrize("installed", ["0.16.1", "0.16.7", "0.16.1.post1", "0.16.10+local.3"])
-def test_a_version_in_range_is_accepted(forks, installed):
-    assert forks.run(1, install_at_version, installed) == [True]
-
-
-def test_without_megatron_core_the_extra_is_named(forks):
-    (result,) = forks.run(1, install_at_version, None)
-    assert result.kind.__name__ == "MissingPackageError"
-    assert "pip install 'fmoe[pretrain]'" in result.message
 
 
 def install_beside_a_gpu():

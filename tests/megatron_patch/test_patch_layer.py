@@ -1,7 +1,5 @@
 """FMoE in a Megatron-core GPT: both ways in, what it takes from the config, masks, recomputation, checkpoints."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,13 +17,13 @@ def both_ways():
 
     start()
     spec = get_gpt_layer_local_spec()
-    untouched = copy.deepcopy(spec)
+    untouched = repr(spec)  # from megatron-core 0.18 on, specs have partial functions, which no copy equals
     models = {
         "spec": tiny_gpt(megatron_patch.fmoe_layer_spec(spec, **MOE)),
         "in place": megatron_patch.fmoefy(tiny_gpt(), **MOE),
         "entry point": fmoe.fmoefy(tiny_gpt(), upcycle=False, **MOE),
     }
-    assert spec == untouched, "the base spec was changed"
+    assert repr(spec) == untouched, "the base spec was changed"
     # Attention and embedding come from torch's default generator, from which a dense MLP draws too: take one model's.
     dense = {k: v for k, v in models["in place"].state_dict().items() if ".experts." not in k and ".gate." not in k}
     models["spec"].load_state_dict(dense, strict=False)

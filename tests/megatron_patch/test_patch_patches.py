@@ -1,5 +1,7 @@
 """The patches of megatron-core for any device: every entry is applied once, and has its reason."""
 
+from importlib.metadata import version
+
 import pytest
 from forks import only
 
@@ -47,20 +49,4 @@ def moved(index):
 def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
     message, is_untouched = only(forks.run(1, moved, index))
     assert message is not None and is_untouched
-    assert "megatron-core 0.16" in message and "which megatron_patch replaces" in message
-
-
-def other_version(version):
-    from megatron_patch import cpu, patches
-
-    patches.version = lambda name: version
-    try:
-        cpu.install()
-    except UserError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "1.0"])
-def test_another_version_is_one_line(forks, version):
-    message = only(forks.run(1, other_version, version))
-    assert message == f"megatron-core {version} is not supported: pip install 'megatron-core>=0.16.1,<0.17'"
+    assert f"megatron-core {version('megatron-core')} " in message and "which megatron_patch replaces" in message
