@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 PARTS = [
     *("--run.imports", "my_gates", "my_experts.py", "my_callbacks.py", "my_optimizers.py"),
     *("--run.callbacks", "router_norm", "--run.callback-options.router-norm.every", "2"),
-    *("--model.gate", "cosine", "--model.gate-options.temperature", "0.3", "--model.expert", "bilinear"),
+    *("--model.gate", "scaled_cosine", "--model.gate-options.temperature", "0.3", "--model.expert", "bilinear"),
     *("--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--optimizer.min-lr", "1e-4"),
 ]
 
@@ -143,9 +143,9 @@ ERRORS = {
     "a file that exits": (["--run.imports", "exits.py"], "exits.py raised SystemExit", "exits.py:1"),
     "a name that exists": (["--run.imports", "taken.py"], "gate='naive'", "fmoe.gates.naive.NaiveRouter"),
     "a metric that exists": (["--run.imports", "metric.py"], "metric='loss'", "declared already"),
-    "an unknown gate": (["--model.gate", "cosine"], "model.gate='cosine'", "sigmoid"),
+    "an unknown gate": (["--model.gate", "scaled_cosine"], "model.gate='scaled_cosine'", "sigmoid"),
     "an option that the gate lacks": (
-        ["--run.imports", "my_gates", "--model.gate", "cosine", "--model.gate-options.temprature", "1"],
+        ["--run.imports", "my_gates", "--model.gate", "scaled_cosine", "--model.gate-options.temprature", "1"],
         "model.gate_options.temprature=1",
         "did you mean 'temperature'",
     ),
