@@ -153,4 +153,4 @@ class RunConfig:
     callbacks: tuple[str, ...] = ()
     """Names of registered callbacks to run, in this order, after the trainer's own ones and before tracking."""
     callback_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of a callback's options, by its name: `callback_options.NAME.OPTION`."""
+    """Table of a callback's options, by its name: ``callback_options.NAME.OPTION``."""
