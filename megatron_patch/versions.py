@@ -5,6 +5,7 @@
 | to 0.18  | the gradient norm takes different experts for replicas   | `patches.PATCHES`, on ChainedOptimizer         |
 | 0.17 on  | the metadata ask for Python 3.12                         | pip takes 0.16.1 on Python 3.11                |
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
+| 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` asks its signature  |
 | 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, around the import            |
 | 0.18 on  | a layer spec has partial functions, which no copy equals | specs are copied, never compared               |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |

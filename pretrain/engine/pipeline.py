@@ -1,6 +1,7 @@
 """Pipeline stages of a model, and their schedules of micro batches."""
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def fill_drain(
         )
     chunk: Any
     (chunk,), (batches,) = model, data_iterator
-    config, kind = get_model_config(chunk), get_model_type(chunk)
+    config = get_model_config(chunk)
     group = parallel_state.get_pipeline_model_parallel_group()
     link = P2PCommunicator(pp_group=group, config=config)
     is_first, is_last = group.rank() == 0, group.rank() == group.size() - 1
@@ -82,6 +83,9 @@ def fill_drain(
         cp_group=context,
     )
     forward = partial(schedules.forward_step, forward_step_func, batches, chunk, num_microbatches)
+    backward = partial(schedules.backward_step, config=config)
+    if "model_type" in inspect.signature(schedules.backward_step).parameters:  # up to megatron-core 0.16
+        backward = partial(backward, model_type=get_model_type(chunk))
     results: list[dict[str, Any]] = []
     inputs, outputs = [], []
     tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -101,14 +105,14 @@ def fill_drain(
             outputs.append(leaving)
             tokens += count
         for entering, leaving in zip(inputs[:-1], outputs[:-1], strict=True):
-            _backward(link, shapes, entering, leaving, kind, config)
-    _backward(link, shapes, inputs[-1], outputs[-1], kind, config)
+            _backward(link, shapes, entering, leaving, backward)
+    _backward(link, shapes, inputs[-1], outputs[-1], backward)
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func([chunk], tokens if config.calculate_per_token_loss else None)
     return results
 
 
-def _backward(link: P2PCommunicator, shapes: list, entering, leaving, kind, config) -> None:
+def _backward(link: P2PCommunicator, shapes: list, entering, leaving, backward: Callable) -> None:
     is_first, is_last = link.pp_group.rank() == 0, link.pp_group.rank() == link.pp_group.size() - 1
     gradient = link.recv_backward(shapes, is_last)
-    link.send_backward(schedules.backward_step(entering, leaving, gradient, kind, config), is_first)
+    link.send_backward(backward(entering, leaving, gradient), is_first)
