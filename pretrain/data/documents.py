@@ -1,4 +1,4 @@
-"""Documents from text, JSON lines, Parquet and Hugging Face folders, in pieces that fit in memory.
+"""Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
 A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
 are cut at line ends; only a line that is longer than a piece is cut within. Tokenizers trained by this package keep
@@ -8,7 +8,7 @@ newlines as separate tokens, so that cutting at line ends does not change the to
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from pretrain.data.sources import (
     shorten,
     stop,
 )
+from pretrain.data.streams import Mixture, Stream, open_mixture
 
 _COMPRESSED = (".gz", ".zst")
 _KINDS = {
@@ -54,6 +55,15 @@ class Piece(NamedTuple):
     text: str
     num_bytes: int
     ends_document: bool
+
+
+def open_sources(
+    inputs: Iterable[str | Path] | Mixture, text_key: str = "text", *, format: str = "auto"
+) -> Sequence[Source | Stream]:
+    """Find the files of paths with `find_sources`, or open a mixture of datasets with `open_mixture`."""
+    if isinstance(inputs, Mixture):
+        return [open_mixture(inputs)]
+    return find_sources(inputs, text_key, format=format)
 
 
 def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
@@ -109,21 +119,24 @@ def iter_documents(
         yield from read_source(source, text_key, on_error)
 
 
-def read_source(source: Source, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
+def read_source(source: Source | Stream, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
     """Yield the pieces of one source: a text file is one document; in other formats, each line, item or row is one.
 
     A UTF-8 byte order mark at the beginning of a file is skipped.
 
     Args:
-        source: the file or folder.
-        text_key: key or column with the text; not used for text files.
+        source: the file, folder or stream.
+        text_key: key or column with the text; not used for text files and streams.
         on_error: called with the error of an unreadable document. If it returns, the document is skipped, or the rest
-            of a file that is damaged from there on.
+            of a file that is damaged from there on. An error of a stream as a whole is always raised.
 
     Raises:
         UserError: the content does not fit the format (the message names file, position and key), or the file changed
             while it was read.
     """
+    if isinstance(source, Stream):
+        yield from _read_stream(source, on_error)
+        return
     try:
         before = _state(source.path)
         if source.format is Format.PARQUET or source.format is Format.SAVED:
@@ -136,6 +149,14 @@ def read_source(source: Source, text_key: str = "text", on_error: OnError = stop
             raise UserError(f"{source.shown} changed while it was read: start again once its writers have finished")
     except OSError as error:
         raise UserError(f"cannot read {source.shown}: {error.strerror}") from error
+
+
+def _read_stream(stream: Stream, on_error: OnError) -> Iterator[Piece]:
+    for place, text, error in stream.documents():
+        if text is None:
+            on_error(UserError(f"{place}: {error}"))
+        else:
+            yield from _pieces_of_value(text, "text", place, on_error)
 
 
 def _state(path: Path) -> tuple[int, ...]:
