@@ -265,7 +265,10 @@ def _option(name: str) -> str:
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--format``."""
     parser.add_argument(
-        "--format", default="auto", choices=FORMATS, help="format of all text files (default: by their suffixes)"
+        "--format",
+        default="auto",
+        choices=FORMATS,
+        help="format of all files; bytes are not decoded (default: by their suffixes)",
     )
 
 

@@ -67,7 +67,7 @@ class _Encoded:
     counts: list[int]  # tokens of each text
 
 
-_Encode = Callable[[list[str]], _Encoded]
+_Encode = Callable[[list[str | bytes]], _Encoded]
 
 
 def prepare(
@@ -100,12 +100,14 @@ def prepare(
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
-            `pretrain.data.streams.open_mixture`), an output is one of them, no document has text,
-            ``num_workers`` is less than 1, or a worker process died.
+            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of bytes, an
+            output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
+    if format == "bytes":
+        _ = tokenizer.byte_ids  # raises, unless there is one for each byte
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
@@ -220,8 +222,8 @@ def _naming(source: Source | Stream, on_error: OnError) -> OnError:
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
-def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str]) -> _Encoded:
-    ids = [tokenizer.encode(text) for text in texts]
+def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str | bytes]) -> _Encoded:
+    ids = [tokenizer.encode_piece(text) for text in texts]
     parts = [np.array(part, dtype=dtype) for part in ids]
     return _Encoded(np.concatenate(parts), [len(part) for part in parts])
 
@@ -291,7 +293,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> _Encoded:
+def _encode_in_worker(texts: list[str | bytes]) -> _Encoded:
     assert _worker_encode is not None
     return _worker_encode(texts)
 

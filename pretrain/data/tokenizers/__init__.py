@@ -121,6 +121,8 @@ def train_tokenizer(
         )
     if not 0.5 <= character_coverage <= 1:
         raise UserError(f"character_coverage={character_coverage} must be between 0.5 and 1")
+    if format == "bytes":
+        raise UserError("format='bytes' is not text: a tokenizer of bytes is model_type='bytes', which needs no input")
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs([output], [file for source in sources for file in source.files()])
     skips = Skips()
@@ -165,6 +167,7 @@ def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     lines: list[str] = []
     seen, stride, size = 0, 1, 0
     for piece in pieces:
+        assert isinstance(piece.text, str)
         for line in _sentences(piece.text):
             if seen % stride == 0:
                 lines.append(line)
