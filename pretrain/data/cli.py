@@ -9,7 +9,7 @@ import numpy as np
 
 from fmoe.cli import Parser
 from fmoe.errors import UserError
-from pretrain.data.corpus import split_paths, write_python_library
+from pretrain.data.corpus import CorpusSplit, split_paths, write_documentation, write_python_library
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
@@ -34,6 +34,10 @@ parquet, csv, text, ...) with --data-files. --split, --columns and --data-files 
 after each --dataset in their order. Several datasets are read one after the other, or interleaved by --weights."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
+_CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
+    "pylib": write_python_library,
+    "docs": write_documentation,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,9 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "corpus",
         _corpus,
-        "write the default corpus, the sources of this Python's standard library",
-        "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
+        "write a corpus of what is on this machine",
+        "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded. pylib has the sources of this\n"
+        "Python's standard library; docs has English documentation of installed packages, of Python and of Debian.",
         "fmoe data corpus --out data/pylib/out",
+    )
+    corpus.add_argument(
+        "name", nargs="?", default="pylib", choices=_CORPORA, metavar="NAME", help="pylib (default) or docs"
     )
     corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder for the three files")
 
@@ -281,7 +289,7 @@ def path_argument(text: str) -> Path:
 
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
-    for split in write_python_library(arguments.out).values():
+    for split in _CORPORA[arguments.name](arguments.out).values():
         skipped = f", skipped {split.skipped} files that are not UTF-8" if split.skipped else ""
         size = _size(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
