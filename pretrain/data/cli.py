@@ -9,11 +9,12 @@ import numpy as np
 
 from fmoe.cli import Parser
 from fmoe.errors import UserError
-from pretrain.data.corpus import split_paths, write_python_library
+from pretrain.data.corpus import CorpusSplit, split_paths, write_documentation, write_python_library
 from pretrain.data.files import refuse_existing
 from pretrain.data.indexed import IndexedCorpus, corpus_paths
 from pretrain.data.prepare import prepare
 from pretrain.data.sources import FORMATS, printable
+from pretrain.data.streams import STOPPING_STRATEGIES, Dataset, Mixture, parse_dataset
 from pretrain.data.tokenizers import (
     DEFAULT_MAX_BYTES,
     DEFAULT_VOCAB_SIZE,
@@ -27,8 +28,16 @@ INPUTS = """\
 INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (one document per line), .json (the same, or one
 array of objects), any of them compressed (.gz, .zst), .parquet (one document per row), a folder saved by Hugging Face
 datasets, or a folder with any of these files below it. --format sets the format of files with other names."""
+_DATASETS = """\
+In place of INPUT, --dataset streams Hugging Face datasets: a Hub id (owner/name), a folder, or a builder (json,
+parquet, csv, text, ...) with --data-files. --split, --columns and --data-files are given once for all datasets, or once
+after each --dataset in their order. Several datasets are read one after the other, or interleaved by --weights."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
+_CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
+    "pylib": write_python_library,
+    "docs": write_documentation,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,9 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "corpus",
         _corpus,
-        "write the default corpus, the sources of this Python's standard library",
-        "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded.",
+        "write a corpus of what is on this machine",
+        "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded. pylib has the sources of this\n"
+        "Python's standard library; docs has English documentation of installed packages, of Python and of Debian.",
         "fmoe data corpus --out data/pylib/out",
+    )
+    corpus.add_argument(
+        "name", nargs="?", default="pylib", choices=_CORPORA, metavar="NAME", help="pylib (default) or docs"
     )
     corpus.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder for the three files")
 
@@ -71,10 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         _tokenizer,
         "train a tokenizer",
         "Train a tokenizer that decodes every text exactly: a sentencepiece model or, if FILE ends in .json, the\n"
-        f"tokenizer.json of Hugging Face tokenizers (byte-level BPE).\n\n{INPUTS}",
+        f"tokenizer.json of Hugging Face tokenizers (byte-level BPE).\n\n{INPUTS}\n\n{_DATASETS}",
         "fmoe data tokenizer wiki.jsonl books/ --out tokenizer.model --vocab-size 32000",
     )
-    _add_inputs(tokenizer, "*")
+    _add_inputs(tokenizer)
+    _add_datasets(tokenizer)
     tokenizer.add_argument(
         "--out", type=path_argument, required=True, metavar="FILE", help="the model file to write, e.g. x.model, x.json"
     )
@@ -106,10 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         "prepare",
         _prepare,
         "tokenize text into PREFIX.bin, PREFIX.idx and PREFIX.json",
-        f"Write Megatron's indexed format, and a description next to it.\n\n{INPUTS}",
-        "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train",
+        f"Write Megatron's indexed format, and a description next to it.\n\n{INPUTS}\n\n{_DATASETS}",
+        "fmoe data prepare train.jsonl --tokenizer tokenizer.model --out out/train\n"
+        "  fmoe data prepare --dataset owner/name:config --split train --columns text --tokenizer t.json --out out/a",
     )
     _add_inputs(prepared)
+    _add_datasets(prepared)
     prepared.add_argument("--tokenizer", type=path_argument, required=True, metavar="FILE", help=_TOKENIZER)
     prepared.add_argument(
         "--out", type=path_argument, required=True, metavar="PREFIX", help="output path without suffix"
@@ -160,8 +176,8 @@ def _command(
     return parser
 
 
-def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
-    parser.add_argument("inputs", nargs=number, type=path_argument, metavar="INPUT", help="file or folder to read")
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="*", type=path_argument, metavar="INPUT", help="file or folder to read")
     parser.add_argument(
         "--text-key", default="text", help="JSON key or column that holds the text (default: %(default)s)"
     )
@@ -174,10 +190,93 @@ def _add_inputs(parser: argparse.ArgumentParser, number: str = "+") -> None:
     )
 
 
+def _add_datasets(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Hugging Face datasets")
+    group.add_argument(
+        "--dataset",
+        action="append",
+        default=[],
+        metavar="NAME[:CONFIG][@REVISION]",
+        help="Hub id, folder or builder; repeat the option for several datasets",
+    )
+    group.add_argument("--split", action="append", metavar="SPLIT", help="split to read (default: train)")
+    group.add_argument(
+        "--columns", action="append", nargs="+", metavar="COLUMN", help="columns with text, joined (default: text)"
+    )
+    group.add_argument(
+        "--data-files", action="append", nargs="*", metavar="FILE", help="files or patterns that are the split"
+    )
+    group.add_argument("--separator", metavar="TEXT", help="text between joined columns (default: an empty line)")
+    group.add_argument(
+        "--weights",
+        nargs="+",
+        type=float,
+        metavar="P",
+        help="probabilities with sum 1: interleave the datasets (default: one after the other)",
+    )
+    group.add_argument("--seed", type=int, help=f"seed of the interleaving (default: {Mixture.seed})")
+    group.add_argument(
+        "--stopping-strategy",
+        choices=STOPPING_STRATEGIES,
+        help=f"end of the interleaving; all_exhausted repeats shorter datasets (default: {Mixture.stopping_strategy})",
+    )
+    group.add_argument("--max-documents", type=int, metavar="N", help="read only the first N rows")
+
+
+def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
+    """Return the files and folders, or the datasets.
+
+    Raises:
+        UserError: both or neither are given where they are needed, an option belongs to the other, or there is another
+            number of ``--split``, ``--columns`` or ``--data-files`` than of datasets.
+    """
+    names, paths = arguments.dataset, arguments.inputs
+    options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
+    given = {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    if not names:
+        if given:
+            raise UserError(f"{_option(next(iter(given)))} needs --dataset")
+        return paths
+    if paths:
+        raise UserError(f"--dataset {names[0]} and INPUT {paths[0]} exclude each other: pass one kind")
+    if arguments.text_key != "text":
+        raise UserError(f"--text-key {arguments.text_key} is for INPUT: with --dataset, pass --columns")
+    if arguments.format != "auto":
+        raise UserError(f"--format {arguments.format} is for INPUT: --dataset {arguments.format} --data-files FILE")
+    each: dict[str, list] = {}
+    for option in ("split", "columns", "data_files"):
+        values = given.pop(option, None)
+        if values is None:
+            each[option] = [{} for _ in names]
+            continue
+        if len(values) not in (1, len(names)):
+            raise UserError(
+                f"{_option(option)} is given {len(values)} times: give it once, or {len(names)} times, once for each "
+                "--dataset"
+            )
+        values = values * len(names) if len(values) == 1 else values
+        each[option] = [{option: value if option == "split" else tuple(value)} for value in values]
+    datasets = []
+    for name, *chosen in zip(names, each["split"], each["columns"], each["data_files"], strict=True):
+        own, config, revision = parse_dataset(name)
+        fields = {key: value for part in chosen for key, value in part.items()}
+        datasets.append(Dataset(own, config, revision, **fields))
+    if "weights" in given:
+        given["weights"] = tuple(given["weights"])
+    return Mixture(tuple(datasets), **given)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--format``."""
     parser.add_argument(
-        "--format", default="auto", choices=FORMATS, help="format of all text files (default: by their suffixes)"
+        "--format",
+        default="auto",
+        choices=FORMATS,
+        help="format of all files; bytes are not decoded (default: by their suffixes)",
     )
 
 
@@ -190,7 +289,7 @@ def path_argument(text: str) -> Path:
 
 def _corpus(arguments: argparse.Namespace) -> None:
     refuse_existing(split_paths(arguments.out).values(), arguments.overwrite)
-    for split in write_python_library(arguments.out).values():
+    for split in _CORPORA[arguments.name](arguments.out).values():
         skipped = f", skipped {split.skipped} files that are not UTF-8" if split.skipped else ""
         size = _size(split.text_bytes)
         print(f"{_shown(split.path)}: {split.documents:,} documents, {size} of text{skipped}")
@@ -199,7 +298,7 @@ def _corpus(arguments: argparse.Namespace) -> None:
 def _tokenizer(arguments: argparse.Namespace) -> None:
     refuse_existing([arguments.out], arguments.overwrite, arguments.inputs)
     tokenizer = train_tokenizer(
-        arguments.inputs,
+        _inputs(arguments),
         arguments.out,
         arguments.vocab_size,
         arguments.model_type,
@@ -215,9 +314,11 @@ def _tokenizer(arguments: argparse.Namespace) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    if not (inputs := _inputs(arguments)):
+        raise UserError("no input: pass at least one file or folder as INPUT, or --dataset")
     refuse_existing(corpus_paths(arguments.out), arguments.overwrite, [*arguments.inputs, arguments.tokenizer])
     done = prepare(
-        arguments.inputs,
+        inputs,
         arguments.tokenizer,
         arguments.out,
         text_key=arguments.text_key,
@@ -247,6 +348,8 @@ def _show(arguments: argparse.Namespace) -> None:
         print(f"tokens per document: minimum {least:,}, median {half:,}, maximum {most:,}")
     if (counts := corpus.counts) is not None and counts.unigrams is not None:
         print(f"token ids: {np.count_nonzero(counts.unigrams):,} distinct, the largest is {counts.largest:,}")
+    for dataset in corpus.description.get("mixture", {}).get("datasets", ()):
+        print(f"dataset: {dataset}")
     for key in ("tokenizer", "text_bytes", "empty_documents", "skipped_documents", "fmoe"):
         if key in corpus.description:
             print(f"{key}: {corpus.description[key]}")

@@ -1,10 +1,19 @@
-"""The default corpus, without a download: the sources of the running Python's standard library."""
+"""Corpora without a download: sources of Python's standard library, and documentation on this machine."""
 
+import ast
+import gzip
 import hashlib
+import importlib
 import json
+import logging
 import sysconfig
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.data.files import replacing
@@ -12,6 +21,13 @@ from pretrain.data.files import replacing
 SPLITS = ("train", "validation", "test")
 _PERCENT_TRAIN, _PERCENT_VALIDATION = 90, 5  # of the files; the rest is the test split
 _NOT_THE_LIBRARY = frozenset(["site-packages", "dist-packages", "__pycache__"])
+_SHORTEST = 200  # bytes of a document of prose
+_LETTERS = 0.7  # least share of letters and white space in prose: tables and lists of commits have less
+_LARGEST = 1 << 20  # bytes of a file of documentation
+_PROSE = ("README", "NEWS", "FAQ", "TODO", "HACKING", "CONTRIBUTING")  # beginnings of names in /usr/share/doc
+_PYTHON_LICENSE = "PSF-2.0"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,9 +36,9 @@ class CorpusSplit:
 
     Attributes:
         path: the JSON-lines file.
-        documents: number of lines, one per source file.
+        documents: number of lines.
         text_bytes: UTF-8 bytes of text.
-        skipped: source files of this split that are not UTF-8.
+        skipped: files of this split that are not UTF-8.
     """
 
     path: Path
@@ -32,8 +48,15 @@ class CorpusSplit:
 
 
 def split_paths(out: Path) -> dict[str, Path]:
-    """Return the file of each split of `write_python_library`."""
+    """Return the file of each split."""
     return {name: out / f"{name}.jsonl" for name in SPLITS}
+
+
+@dataclass(frozen=True)
+class _Document:
+    name: str  # decides the split
+    data: bytes
+    license: str | None = None
 
 
 def write_python_library(out: Path, library: Path | None = None) -> dict[str, CorpusSplit]:
@@ -50,27 +73,149 @@ def write_python_library(out: Path, library: Path | None = None) -> dict[str, Co
         UserError: there is no source file, or ``out`` is not writable.
     """
     library = Path(sysconfig.get_path("stdlib")) if library is None else library
-    sources = sorted(
+    sources = _library_files(library)
+    if not sources:
+        raise UserError(f"no *.py below {library}: this Python has no sources of its standard library")
+    return _write(out, (_Document(name, path.read_bytes()) for name, path in sources))
+
+
+def write_documentation(
+    out: Path, share: Path = Path("/usr/share"), library: Path | None = None
+) -> dict[str, CorpusSplit]:
+    """Write English documentation of this machine as ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``.
+
+    A line has the keys ``text``, ``path`` and ``license``. Documents are the descriptions of installed Python packages,
+    the topics of Python's language reference, the docstrings of each file of its standard library, and texts in
+    ``/usr/share/common-licenses`` and ``/usr/share/doc``. A source that this machine lacks is skipped with a warning.
+    Left out are documents below 200 bytes or with less than 70% letters and white space, repeated ones, and files above
+    1 MiB. Nothing is imported but Python's own ``pydoc_data.topics``. The split depends
+    on a hash of the name, as in `write_python_library`.
+
+    Args:
+        out: folder for the three files; created if missing.
+        share: folder with ``common-licenses`` and ``doc``.
+        library: folder of the standard library, by default that of the running Python.
+
+    Raises:
+        UserError: no source is on this machine, or ``out`` is not writable.
+    """
+    library = Path(sysconfig.get_path("stdlib")) if library is None else library
+    sources = {
+        "descriptions of installed packages": _descriptions(),
+        "topics of Python's language reference": _topics(),
+        f"docstrings below {library}": _docstrings(library),
+        f"texts in {share}/common-licenses": _licenses(share / "common-licenses"),
+        f"texts in {share}/doc": _package_texts(share / "doc"),
+    }
+    seen: set[bytes] = set()
+
+    def documents() -> Iterator[_Document]:
+        for source, found in sources.items():
+            count = 0
+            for document in found:
+                digest = hashlib.sha256(document.data.strip()).digest()
+                if _is_prose(document.data) and digest not in seen:
+                    seen.add(digest)
+                    count += 1
+                    yield document
+            if not count:
+                logger.warning("no %s on this machine: skipped", source)
+        if not seen:
+            raise UserError(f"none of these is on this machine: {', '.join(sources)}")
+
+    return _write(out, documents())
+
+
+def _is_prose(data: bytes) -> bool:
+    text = data.decode(errors="ignore")
+    return len(data) >= _SHORTEST and sum(c.isalpha() or c.isspace() for c in text) >= _LETTERS * len(text)
+
+
+def _library_files(library: Path) -> list[tuple[str, Path]]:
+    return sorted(
         (path.relative_to(library).as_posix(), path)
         for path in library.rglob("*.py")
         if path.is_file() and not _NOT_THE_LIBRARY.intersection(path.relative_to(library).parts)
     )
-    if not sources:
-        raise UserError(f"no *.py below {library}: this Python has no sources of its standard library")
+
+
+def _descriptions() -> Iterator[_Document]:
+    found = {}
+    for distribution in metadata.distributions():
+        facts: Any = distribution.metadata  # an email.message.Message
+        text = facts.get("Description") or facts.get_payload()
+        if (name := facts.get("Name")) and isinstance(text, str) and text.strip() != "UNKNOWN":
+            license = facts.get("License-Expression") or facts.get("License") or "unknown"
+            data = text.encode(errors="replace")
+            found[name] = _Document(f"packages/{name}", data, license.strip().split("\n")[0][:80])
+    yield from (found[name] for name in sorted(found))
+
+
+def _topics() -> Iterator[_Document]:
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError):  # distributions may leave it out
+        return
+    for name, text in sorted(topics.items()):
+        yield _Document(f"topics/{name}", text.encode(), _PYTHON_LICENSE)
+
+
+def _docstrings(library: Path) -> Iterator[_Document]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for name, path in _library_files(library):
+        if {"test", "tests"}.intersection(name.split("/")):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escape sequences
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):  # files of lib2to3 are bad on purpose
+            continue
+        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        yield _Document(
+            f"docstrings/{name}", "\n\n".join(filter(None, texts)).encode(errors="replace"), _PYTHON_LICENSE
+        )
+
+
+def _licenses(folder: Path) -> Iterator[_Document]:
+    for path in sorted(folder.glob("*")):
+        if path.is_file():
+            yield _Document(f"common-licenses/{path.name}", path.read_bytes(), "verbatim copies")
+
+
+def _package_texts(folder: Path) -> Iterator[_Document]:
+    for path in sorted(folder.rglob("*")):
+        stem = path.name.removesuffix(".gz")
+        is_prose = stem.startswith(_PROSE) or stem.endswith((".txt", ".md", ".rst"))
+        if not is_prose or path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST:
+            continue
+        try:
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        except (OSError, EOFError, zlib.error):  # unreadable or damaged
+            continue
+        name = path.relative_to(folder)
+        if len(data) <= _LARGEST:
+            yield _Document(f"doc/{name.as_posix()}", data, f"see {name.parts[0]}/copyright")
+
+
+def _write(out: Path, documents: Iterable[_Document]) -> dict[str, CorpusSplit]:
     splits = {name: CorpusSplit(path) for name, path in split_paths(out).items()}
     with replacing(*(split.path for split in splits.values())) as files:
         file_of = dict(zip(SPLITS, files, strict=True))
-        for name, path in sources:
-            split = _split_of(name)
+        for document in documents:
+            split = _split_of(document.name)
             counted = splits[split]
-            data = path.read_bytes()
             try:
-                text = data.decode()
+                text = document.data.decode()
             except UnicodeDecodeError:
                 splits[split] = replace(counted, skipped=counted.skipped + 1)
                 continue
-            file_of[split].write(json.dumps({"text": text, "path": name}, ensure_ascii=False).encode() + b"\n")
-            splits[split] = replace(counted, documents=counted.documents + 1, text_bytes=counted.text_bytes + len(data))
+            row = {"text": text, "path": document.name}
+            if document.license is not None:
+                row["license"] = document.license
+            file_of[split].write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            text_bytes = counted.text_bytes + len(document.data)
+            splits[split] = replace(counted, documents=counted.documents + 1, text_bytes=text_bytes)
     return splits
 
 

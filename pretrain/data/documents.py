@@ -1,4 +1,4 @@
-"""Documents from text, JSON lines, Parquet and Hugging Face folders, in pieces that fit in memory.
+"""Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
 A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
 are cut at line ends; only a line that is longer than a piece is cut within. Tokenizers trained by this package keep
@@ -8,7 +8,7 @@ newlines as separate tokens, so that cutting at line ends does not change the to
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from pretrain.data.sources import (
     shorten,
     stop,
 )
+from pretrain.data.streams import Mixture, Stream, open_mixture
 
 _COMPRESSED = (".gz", ".zst")
 _KINDS = {
@@ -49,11 +50,20 @@ logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Part of a document: its text, its size in UTF-8 bytes, and whether the document ends with it."""
+    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, whether the document ends with it."""
 
-    text: str
+    text: str | bytes
     num_bytes: int
     ends_document: bool
+
+
+def open_sources(
+    inputs: Iterable[str | Path] | Mixture, text_key: str = "text", *, format: str = "auto"
+) -> Sequence[Source | Stream]:
+    """Find the files of paths with `find_sources`, or open a mixture of datasets with `open_mixture`."""
+    if isinstance(inputs, Mixture):
+        return [open_mixture(inputs)]
+    return find_sources(inputs, text_key, format=format)
 
 
 def find_sources(paths: Iterable[str | Path], text_key: str = "text", *, format: str = "auto") -> list[Source]:
@@ -109,33 +119,46 @@ def iter_documents(
         yield from read_source(source, text_key, on_error)
 
 
-def read_source(source: Source, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
-    """Yield the pieces of one source: a text file is one document; in other formats, each line, item or row is one.
+def read_source(source: Source | Stream, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
+    """Yield the pieces of one source. A file of text or bytes is one document, as is each line, item or row of others.
 
     A UTF-8 byte order mark at the beginning of a file is skipped.
 
     Args:
-        source: the file or folder.
-        text_key: key or column with the text; not used for text files.
+        source: the file, folder or stream.
+        text_key: key or column with the text; not used for text files and streams.
         on_error: called with the error of an unreadable document. If it returns, the document is skipped, or the rest
-            of a file that is damaged from there on.
+            of a file that is damaged from there on. An error of a stream as a whole is always raised.
 
     Raises:
         UserError: the content does not fit the format (the message names file, position and key), or the file changed
             while it was read.
     """
+    if isinstance(source, Stream):
+        yield from _read_stream(source, on_error)
+        return
     try:
         before = _state(source.path)
         if source.format is Format.PARQUET or source.format is Format.SAVED:
             yield from _read_table(source, text_key, on_error)
-        elif source.format is not Format.TEXT:
+        elif source.format is Format.JSONL or source.format is Format.JSON:
             yield from _read_rows(source, text_key, on_error)
-        elif on_error is stop or _is_text(source, on_error):
-            yield from _read_text(source)
+        else:
+            read = _read_bytes if source.format is Format.BYTES else _read_text
+            if on_error is stop or _is_readable(source, read, on_error):
+                yield from read(source)
         if _state(source.path) != before:
             raise UserError(f"{source.shown} changed while it was read: start again once its writers have finished")
     except OSError as error:
         raise UserError(f"cannot read {source.shown}: {error.strerror}") from error
+
+
+def _read_stream(stream: Stream, on_error: OnError) -> Iterator[Piece]:
+    for place, text, error in stream.documents():
+        if text is None:
+            on_error(UserError(f"{place}: {error}"))
+        else:
+            yield from _pieces_of_value(text, "text", place, on_error)
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -161,10 +184,10 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
         yield from _pieces_of_value(value, text_key, f"{source.shown}, row {number}", on_error)
 
 
-def _is_text(source: Source, on_error: OnError) -> bool:
-    """Return whether a whole text file is readable; report its error otherwise. It is skipped only as a whole."""
+def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
+    """Return whether a whole file is readable; report its error otherwise. It is skipped only as a whole."""
     try:
-        for _ in _read_text(source):
+        for _ in read(source):
             pass
     except UserError as error:
         on_error(error)
@@ -258,6 +281,13 @@ def _read_text(source: Source) -> Iterator[Piece]:
             held, offset = held[cut:], offset + cut
         held += block
     yield Piece(decode(held, source, offset or 0), len(held), True)
+
+
+def _read_bytes(source: Source) -> Iterator[Piece]:
+    """Yield a file as one document of bytes."""
+    for block, _ in read_blocks(source, lambda file: file.read(sources.PIECE_SIZE)):
+        yield Piece(block, len(block), False)
+    yield Piece(b"", 0, True)
 
 
 def _last_character_start(data: bytes) -> int:

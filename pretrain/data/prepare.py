@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -18,11 +18,12 @@ import numpy as np
 
 from fmoe import __version__
 from fmoe.errors import UserError
-from pretrain.data.documents import Piece, find_sources, read_source
+from pretrain.data.documents import Piece, open_sources, read_source
 from pretrain.data.files import refuse_inputs
 from pretrain.data.indexed import IndexedWriter, corpus_paths, dtype_for_vocabulary
 from pretrain.data.progress import show_progress
 from pretrain.data.sources import OnError, Skips, Source, shorten, stop
+from pretrain.data.streams import Mixture, Stream
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 
 _BATCH_BYTES = 1 << 19  # of text sent to a worker at a time
@@ -66,11 +67,11 @@ class _Encoded:
     counts: list[int]  # tokens of each text
 
 
-_Encode = Callable[[list[str]], _Encoded]
+_Encode = Callable[[list[str | bytes]], _Encoded]
 
 
 def prepare(
-    inputs: Iterable[str | Path],
+    inputs: Iterable[str | Path] | Mixture,
     tokenizer_path: str | Path,
     output_prefix: str | Path,
     *,
@@ -80,13 +81,13 @@ def prepare(
     format: str = "auto",
     skip_errors: bool = False,
 ) -> Prepared:
-    """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, names of the sources).
+    """Write ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.json`` (counts, tokenizer, provenance).
 
     Each document's tokens end with the tokenizer's end of document. The files are the same for any ``num_workers``;
     existing ones are replaced once the new ones are complete. Memory is bounded for text of any size.
 
     Args:
-        inputs: files and folders, as for `pretrain.data.documents.iter_documents`.
+        inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets.
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.
@@ -98,20 +99,25 @@ def prepare(
         skip_errors: skip and count unreadable documents.
 
     Raises:
-        UserError: the inputs or the tokenizer are unreadable, an output is one of them, no document has text,
-            ``num_workers`` is less than 1, or a worker process died.
+        UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
+            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of bytes, an
+            output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
-    sources = find_sources(inputs, text_key, format=format)
+    if format == "bytes":
+        _ = tokenizer.byte_ids  # raises, unless there is one for each byte
+    sources = open_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
-    total_bytes = sum(source.num_bytes for source in sources)
+    total_bytes = _total(sources)
     if num_workers is None:
-        num_workers = min(_available_processors(), 1 + total_bytes // _BYTES_A_WORKER)
+        enough = 1 + total_bytes // _BYTES_A_WORKER if total_bytes is not None else _available_processors()
+        num_workers = min(_available_processors(), enough)
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     counts = _Counts(sources)
+    streams = [source for source in sources if isinstance(source, Stream)]
     with (
         IndexedWriter(output_prefix, dtype) as writer,
         _encoder(tokenizer, dtype, num_workers) as encode_all,
@@ -146,6 +152,7 @@ def prepare(
                 "end_of_document": tokenizer.end_of_document,
             },
             sources=[source.name for source in sources],
+            **({"mixture": streams[0].provenance} if streams else {}),
             text_bytes=counts.text_bytes,
             empty_documents=counts.empty_documents,
             skipped_documents=skips.count,
@@ -162,10 +169,17 @@ def prepare(
     )
 
 
-class _Counts:
-    """Running totals. Progress is estimated in bytes on disk, because their total is known."""
+def _total(sources: Sequence[Source | Stream]) -> int | None:
+    """Return the bytes of all sources on disk; None if one is unknown."""
+    sizes = [source.num_bytes for source in sources]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
-    def __init__(self, sources: list[Source]) -> None:
+
+class _Counts:
+    """Running totals. Progress is estimated in bytes on disk if their total is known, else in bytes of text."""
+
+    def __init__(self, sources: Sequence[Source | Stream]) -> None:
         self.text_bytes = 0
         self.empty_documents = 0
         self._sizes = [source.num_bytes for source in sources]
@@ -175,7 +189,7 @@ class _Counts:
 
     def add(self, batch: _Batch) -> None:
         while self._source < batch.source:
-            self._bytes_before += self._sizes[self._source]
+            self._bytes_before += self._sizes[self._source] or 0
             self._source, self._bytes_inside = self._source + 1, 0
         num_bytes = sum(piece.num_bytes for piece in batch.pieces)
         self.text_bytes += num_bytes
@@ -184,10 +198,11 @@ class _Counts:
     @property
     def bytes_done(self) -> int:
         # The text is larger than a compressed file, or smaller than JSON: do not count beyond the current source.
-        return self._bytes_before + min(self._bytes_inside, self._sizes[self._source])
+        size = self._sizes[self._source]
+        return self._bytes_before + (self._bytes_inside if size is None else min(self._bytes_inside, size))
 
 
-def _batches(sources: list[Source], text_key: str, on_error: OnError) -> Iterator[_Batch]:
+def _batches(sources: Sequence[Source | Stream], text_key: str, on_error: OnError) -> Iterator[_Batch]:
     for number, source in enumerate(sources):
         of_source = on_error if on_error is stop else _naming(source, on_error)
         pieces: list[Piece] = []
@@ -202,13 +217,13 @@ def _batches(sources: list[Source], text_key: str, on_error: OnError) -> Iterato
             yield _Batch(number, pieces)
 
 
-def _naming(source: Source, on_error: OnError) -> OnError:
+def _naming(source: Source | Stream, on_error: OnError) -> OnError:
     """Replace the source's path by its name in errors, so that records do not contain this machine's paths."""
     return lambda error: on_error(UserError(str(error).replace(source.shown, source.name, 1)))
 
 
-def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str]) -> _Encoded:
-    ids = [tokenizer.encode(text) for text in texts]
+def _encode(tokenizer: Tokenizer, dtype: np.dtype, texts: list[str | bytes]) -> _Encoded:
+    ids = [tokenizer.encode_piece(text) for text in texts]
     parts = [np.array(part, dtype=dtype) for part in ids]
     return _Encoded(np.concatenate(parts), [len(part) for part in parts])
 
@@ -278,7 +293,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> _Encoded:
+def _encode_in_worker(texts: list[str | bytes]) -> _Encoded:
     assert _worker_encode is not None
     return _worker_encode(texts)
 

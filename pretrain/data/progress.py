@@ -14,8 +14,12 @@ Report = Callable[[int, int, int], None]
 
 
 @contextmanager
-def show_progress(purpose: str, total_bytes: int, enabled: bool) -> Iterator[Report]:
-    """Yield a function to report progress to stderr; it does nothing unless ``enabled``."""
+def show_progress(purpose: str, total_bytes: int | None, enabled: bool) -> Iterator[Report]:
+    """Yield a function to report progress to stderr; it does nothing unless ``enabled``.
+
+    Args:
+        total_bytes: bytes at the end; None if unknown.
+    """
     if not enabled:
         yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():
@@ -25,7 +29,7 @@ def show_progress(purpose: str, total_bytes: int, enabled: bool) -> Iterator[Rep
         yield _lines(purpose, total_bytes)
 
 
-def _lines(purpose: str, total_bytes: int) -> Report:
+def _lines(purpose: str, total_bytes: int | None) -> Report:
     last = time.monotonic()
 
     def report(done: int, documents: int, tokens: int) -> None:
@@ -33,15 +37,15 @@ def _lines(purpose: str, total_bytes: int) -> Report:
         if time.monotonic() - last < _SECONDS_BETWEEN_LINES:
             return
         last = time.monotonic()
-        percent = 100 * done // max(total_bytes, 1)
-        sys.stderr.write(f"{purpose}: {percent}%, {documents:,} documents, {tokens:,} tokens\n")
+        share = f"{done / 2**20:,.1f} MiB" if total_bytes is None else f"{100 * done // max(total_bytes, 1)}%"
+        sys.stderr.write(f"{purpose}: {share}, {documents:,} documents, {tokens:,} tokens\n")
         sys.stderr.flush()
 
     return report
 
 
 @contextmanager
-def _bar(purpose: str, total_bytes: int) -> Iterator[Report]:
+def _bar(purpose: str, total_bytes: int | None) -> Iterator[Report]:
     console = require("rich.console", "pretrain", "the progress bar")
     rich = require("rich.progress", "pretrain", "the progress bar")
     columns = (

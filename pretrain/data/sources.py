@@ -27,12 +27,13 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 
 
 class Format(Enum):
-    """Format of a source. JSON is lines of objects like JSONL, or one array of objects."""
+    """Format of a source. JSON is lines of objects like JSONL, or one array; BYTES are not decoded."""
 
     TEXT = "text"
     JSONL = "jsonl"
     JSON = "json"
     PARQUET = "parquet"
+    BYTES = "bytes"
     SAVED = "datasets.save_to_disk"
 
 
@@ -129,7 +130,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file after its byte order mark, decompressed by its suffix; return it and its offset.
+    """Open a file, decompressed by its suffix, after the byte order mark of text; return it and its offset.
 
     Raises:
         UserError: the mark is of another encoding.
@@ -144,6 +145,8 @@ def _open(source: Source) -> tuple[BinaryIO, int]:
         file = open_zstd(source.path)
     else:
         file = source.path.open("rb")
+    if source.format is Format.BYTES:
+        return file, 0
     try:
         head = file.peek(4)[:4]
         refuse_other_encoding(head, source.shown)

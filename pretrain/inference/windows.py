@@ -51,6 +51,8 @@ class Text:
     ):
         self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
         with naming("--data"):
+            if format == "bytes":
+                _ = tokenizer.byte_ids  # raises, unless there is one for each byte
             self._parts = [self._open(path) for path in paths]
         counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
         known = [count for count in counts if count is not None]
@@ -82,7 +84,7 @@ class Text:
         length = 0  # of the document so far
         for source in sources:
             for piece in read_source(source, self._key):
-                ids = self._tokenizer.encode(piece.text) if piece.text else []
+                ids = list(self._tokenizer.encode_piece(piece.text)) if piece.text else []
                 length += len(ids)
                 if piece.ends_document:
                     ids += [self._tokenizer.end_of_document] if length else []

@@ -8,9 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from fmoe.errors import UserError
-from pretrain.data.documents import Piece, find_sources, read_source
+from pretrain.data.documents import Piece, open_sources, read_source
 from pretrain.data.files import refuse_inputs
 from pretrain.data.sources import Skips, stop
+from pretrain.data.streams import Mixture
 from pretrain.data.tokenizers.base import (
     BEGIN,
     CLS,
@@ -54,7 +55,7 @@ def default_sentinels(vocab_size: int) -> int:
 
 
 def train_tokenizer(
-    inputs: Iterable[str | Path],
+    inputs: Iterable[str | Path] | Mixture,
     output: Path,
     vocab_size: int | None = None,
     model_type: str = "bpe",
@@ -74,7 +75,8 @@ def train_tokenizer(
     byte.
 
     Args:
-        inputs: files and folders, as for `pretrain.data.documents.iter_documents`; all are read to the end.
+        inputs: files and folders, as for `pretrain.data.documents.iter_documents`, or datasets; all are read to the
+            end.
         output: the model file, which is replaced if it exists. A name that ends in ``.json`` gives a tokenizer of
             Hugging Face ``tokenizers``: byte-level BPE with the same special pieces, in which every byte has a piece
             and ``character_coverage`` has no effect.
@@ -95,7 +97,7 @@ def train_tokenizer(
         UserError: a value out of range, unreadable inputs, no text, too little text for the vocabulary, or a vocabulary
             too small for the text's characters.
     """
-    inputs = list(inputs)
+    inputs = inputs if isinstance(inputs, Mixture) else list(inputs)
     is_json = output.suffix.lower() == ".json"
     if model_type == "bytes":
         return _bytes(output, vocab_size, 0 if sentinels is None else sentinels)
@@ -119,7 +121,9 @@ def train_tokenizer(
         )
     if not 0.5 <= character_coverage <= 1:
         raise UserError(f"character_coverage={character_coverage} must be between 0.5 and 1")
-    sources = find_sources(inputs, text_key, format=format)
+    if format == "bytes":
+        raise UserError("format='bytes' is not text: a tokenizer of bytes is model_type='bytes', which needs no input")
+    sources = open_sources(inputs, text_key, format=format)
     refuse_inputs([output], [file for source in sources for file in source.files()])
     skips = Skips()
     on_error = skips if skip_errors else stop
@@ -128,7 +132,7 @@ def train_tokenizer(
     if skips.count:
         logger.warning("%d unreadable documents are skipped, the first: %s", skips.count, skips.first[0])
     if not sentences:
-        raise UserError(f"no text to train a tokenizer on in {', '.join(map(str, inputs))}")
+        raise UserError(f"no text to train a tokenizer on in {', '.join(source.shown for source in sources)}")
     special = _special(sentinels)
     if is_json:
         return train_bytes(sentences, output, vocab_size, special)
@@ -163,6 +167,7 @@ def sample_lines(pieces: Iterable[Piece], max_bytes: int) -> list[str]:
     lines: list[str] = []
     seen, stride, size = 0, 1, 0
     for piece in pieces:
+        assert isinstance(piece.text, str)
         for line in _sentences(piece.text):
             if seen % stride == 0:
                 lines.append(line)

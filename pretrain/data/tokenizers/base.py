@@ -53,6 +53,18 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, never a special id."""
 
+    def encode_bytes(self, data: bytes) -> np.ndarray:
+        """Return the id of each byte, int64 [len(data)]; the bytes need not be UTF-8.
+
+        Raises:
+            UserError: the tokenizer is not one of single bytes.
+        """
+        return self.byte_ids[np.frombuffer(data, np.uint8)]
+
+    def encode_piece(self, piece: str | bytes) -> Sequence[int] | np.ndarray:
+        """Return the ids of text or bytes."""
+        return self.encode_bytes(piece) if isinstance(piece, bytes) else self.encode(piece)
+
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids; special ids are dropped, bytes that are not UTF-8 become U+FFFD.
@@ -77,6 +89,18 @@ class Tokenizer(ABC):
         Their sum over the tokens of a text is the number of bytes that `decode` returns, if the tokenizer keeps every
         text exactly; it is off by one if the tokenizer drops or adds a space at the beginning."""
         return np.array([0 if i in self.special_ids else self._bytes_of(i) for i in range(self.vocab_size)], np.int64)
+
+    @cached_property
+    def byte_ids(self) -> np.ndarray:
+        """Ids of the bytes 0 to 255; int64 [256].
+
+        Raises:
+            UserError: the tokenizer is not one of single bytes.
+        """
+        raise UserError(
+            f"the tokenizer {self.path} is not one of single bytes, which format='bytes' needs: write one with "
+            "fmoe data tokenizer --model-type bytes"
+        )
 
     def special(self, piece: str) -> int:
         """Return the id of a special piece such as ``"<mask>"``.

@@ -60,6 +60,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode(text, skip_special_tokens=True)
 
     @cached_property
+    def byte_ids(self) -> np.ndarray:
+        ids = [self._id_of.get(character, -1) for character in _characters_of_bytes()]
+        if "ByteLevel" not in self._decoders or {*ids} != {*range(self.vocab_size)} - self.special_ids:
+            return super().byte_ids
+        return np.array(ids, np.int64)
+
+    @cached_property
     def _decoders(self) -> frozenset[str]:
         """Names of the decoder's steps."""
         decoder = json.loads(self._model.to_str()).get("decoder") or {}
@@ -78,6 +85,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if "WordPiece" in self._decoders:  # a piece that begins a word is decoded with a space before it
             return len(piece.encode()) + (-2 if piece.startswith("##") else 1)
         return len(piece.replace("\u2581", " ").encode())
+
+
+def _characters_of_bytes() -> list[str]:
+    """Return the character by which byte-level models spell each byte (GPT-2; Radford et al. 2019).
+
+    Printable characters of Latin-1 stand for themselves, and the characters from U+0100 on for the other bytes.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:

@@ -85,32 +85,74 @@ def test_no_command_imports_megatron_or_more_of_torch_than_fmoe_does(
     subprocess.run([sys.executable, "-c", script, *map(str, arguments)], check=True, cwd=ROOT, capture_output=True)
 
 
-def test_the_script_of_the_default_corpus() -> None:
-    script = ROOT / "data" / "pylib" / "prepare.sh"
+@pytest.mark.parametrize("corpus", ["pylib", "docs", "bytes"])
+def test_the_script_of_a_corpus(corpus: str) -> None:
+    script = ROOT / "data" / corpus / "prepare.sh"
     subprocess.run(["bash", "-n", script], check=True)
     shown = subprocess.run([script, "--help"], check=True, capture_output=True, text=True)
-    assert shown.stdout.startswith("usage: prepare.sh [OUT_DIR]")
+    assert shown.stdout.startswith("usage: prepare.sh [") and "[OUT_DIR]\n" in shown.stdout
     wrong = subprocess.run([script, "--other"], capture_output=True, text=True)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
 
 
-def test_the_script_runs_each_step_once(tmp_path: Path) -> None:
-    """With a stand-in for fmoe that notes its arguments and makes the output that the script looks for."""
-    fmoe = tmp_path / "fmoe"
+def stand_in(folder: Path) -> Path:
+    """A command for fmoe that notes its arguments and makes the output that the script looks for."""
+    fmoe = folder / "fmoe"
     fmoe.write_text(
         "#!/usr/bin/env bash\n"
-        f'echo "$2" "${{@: -1}}" >> "{tmp_path}/calls"\n'
+        f'echo "${{@: 2}}" >> "{folder}/calls"\n'
         'while [[ $1 != --out ]]; do step=${step-}.$1; shift; done; mkdir -p "$(dirname "$2")"\n'
-        'case $step in .data.corpus) mkdir -p "$2"; touch "$2/test.jsonl";; .data.tokenizer*) touch "$2";; '
+        'case $step in .data.corpus*) mkdir -p "$2"; touch "$2/test.jsonl";; .data.tokenizer*) touch "$2";; '
         '*) touch "$2.idx";; esac\n'
     )
     fmoe.chmod(0o755)
-    script = ROOT / "data" / "pylib" / "prepare.sh"
-    environment = {**os.environ, "FMOE": str(fmoe)}
+    return fmoe
+
+
+@pytest.mark.parametrize("corpus", ["pylib", "docs"])
+def test_the_script_runs_each_step_once(corpus: str, tmp_path: Path) -> None:
+    script = ROOT / "data" / corpus / "prepare.sh"
+    environment = {**os.environ, "FMOE": str(stand_in(tmp_path))}
     for _ in range(2):
         subprocess.run([script, tmp_path / "out dir"], check=True, env=environment, capture_output=True)
     calls = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
     assert calls == ["corpus", "tokenizer", "prepare", "prepare", "prepare"]
+
+
+def test_the_script_of_bytes_splits_enwik8(tmp_path: Path) -> None:
+    """With a stand-in for sha256sum, and one for fmoe that keeps what it is given."""
+    script, file, out = ROOT / "data" / "bytes" / "prepare.sh", tmp_path / "enwik8", tmp_path / "out"
+    with file.open("wb") as opened:
+        for at, text in ((0, b"A"), (89_999_999, b"BC"), (94_999_999, b"DE"), (99_999_999, b"F")):
+            opened.seek(at)
+            opened.write(text)
+    fmoe = stand_in(tmp_path)
+    fmoe.write_text(fmoe.read_text() + f'if [[ $last == *.raw ]]; then cp "$last" "{tmp_path}"; fi\n')
+    fmoe.write_text(fmoe.read_text().replace("\n", "\nlast=$3\n", 1))
+    environment = {**os.environ, "FMOE": str(fmoe)}
+
+    def run() -> subprocess.CompletedProcess:
+        return subprocess.run([script, "--enwik8", file, out], env=environment, capture_output=True, text=True)
+
+    refused = run()
+    assert refused.returncode == 2 and "is not enwik8: its SHA-256 is " in refused.stderr
+    sums = tmp_path / "bin" / "sha256sum"
+    sums.parent.mkdir()
+    sums.write_text("#!/bin/sh\necho 2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8 -\n")
+    sums.chmod(0o755)
+    environment["PATH"] = f"{sums.parent}:{os.environ['PATH']}"
+    for _ in range(2):
+        assert run().returncode == 0
+    calls = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == ["tokenizer", *["corpus", "prepare", "prepare", "prepare"] * 2, "prepare", "prepare", "prepare"]
+    for split, size, ends in (("train", 90, b"AB"), ("validation", 5, b"CD"), ("test", 5, b"EF")):
+        data = (tmp_path / f"{split}.raw").read_bytes()
+        assert len(data) == size * 1_000_000 and data[:1] + data[-1:] == ends
+    assert not list((out / "enwik8").glob("*.raw"))
+    with file.open("ab") as opened:
+        opened.write(b"x")
+    refused = run()
+    assert refused.returncode == 2 and "has 100000001 bytes, not the 100000000 of enwik8" in refused.stderr
 
 
 @pytest.mark.skipif(not list(TEXT.glob("*.txt")), reason=f"no real text at {TEXT}; FMOE_TEXT names a folder of it")

@@ -1,10 +1,11 @@
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
 from fmoe.errors import UserError
-from pretrain.data.corpus import SPLITS, write_python_library
+from pretrain.data.corpus import SPLITS, write_documentation, write_python_library
 
 
 @pytest.fixture
@@ -51,3 +52,58 @@ def test_a_library_without_sources_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no \*\.py below"):
         write_python_library(tmp_path / "out", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+PROSE = "Sentences of a page that explains how a program is used. " * 8
+
+
+def read_all(splits) -> dict[str, dict]:
+    return {row["path"]: row for split in splits.values() for row in map(json.loads, split.path.open())}
+
+
+def test_documentation(tmp_path: Path) -> None:
+    doc, library, licenses = tmp_path / "doc", tmp_path / "library", tmp_path / "common-licenses"
+    for folder in (doc / "tool" / "html", library / "pkg" / "test", licenses):
+        folder.mkdir(parents=True)
+    (doc / "tool" / "README").write_text(PROSE + "readme")
+    (doc / "tool" / "README.Debian").write_text(PROSE + "readme")  # repeated
+    (doc / "tool" / "html" / "guide.txt.gz").write_bytes(gzip.compress((PROSE + "guide").encode()))
+    (doc / "tool" / "broken.txt.gz").write_bytes(b"no archive")
+    (doc / "tool" / "table.txt").write_text("0.125 | 17 | #42\n" * 100)
+    (doc / "tool" / "short.txt").write_text("short")
+    (doc / "tool" / "copyright").write_text(PROSE + "copyright")
+    (doc / "tool" / "latin.txt").write_bytes(PROSE.encode() + b"\xe9")
+    (licenses / "BSD").write_text(PROSE + "license")
+    for name in ("pkg/a.py", "pkg/test/b.py"):
+        (library / name).write_text(f'"""{PROSE}{name}"""\ndef f():\n    """Inner."""\n    raise SystemExit\n')
+    (library / "pkg" / "bad.py").write_text("def (")
+    splits = write_documentation(tmp_path / "out", tmp_path, library)
+    found = read_all(splits)
+    own = {path: row for path, row in found.items() if path.split("/")[0] not in ("packages", "topics")}
+    assert sorted(own) == [
+        "common-licenses/BSD",
+        "doc/tool/README",
+        "doc/tool/html/guide.txt.gz",
+        "docstrings/pkg/a.py",
+    ]
+    assert own["docstrings/pkg/a.py"]["text"] == PROSE + "pkg/a.py\n\nInner."
+    assert own["doc/tool/html/guide.txt.gz"]["text"] == PROSE + "guide"
+    assert own["doc/tool/README"]["license"] == "see tool/copyright"
+    assert sum(split.skipped for split in splits.values()) == 1
+    assert {path.split("/")[0] for path in found} >= {"packages"} and all(row["license"] for row in found.values())
+    again = write_documentation(tmp_path / "again", tmp_path, library)
+    assert all(splits[name].path.read_bytes() == again[name].path.read_bytes() for name in SPLITS)
+
+
+def test_documentation_that_is_missing(tmp_path: Path, caplog, monkeypatch) -> None:
+    write_documentation(tmp_path / "out", tmp_path, tmp_path)
+    assert [said.split(f"{tmp_path}")[0] for said in caplog.messages] == [
+        "no docstrings below ",
+        "no texts in ",
+        "no texts in ",
+    ]
+    monkeypatch.setattr("pretrain.data.corpus._descriptions", lambda: iter(()))
+    monkeypatch.setattr("pretrain.data.corpus._topics", lambda: iter(()))
+    with pytest.raises(UserError, match="none of these is on this machine: descriptions of installed packages, "):
+        write_documentation(tmp_path / "none", tmp_path, tmp_path)
+    assert not list((tmp_path / "none").iterdir())

@@ -106,9 +106,9 @@ def test_a_dead_worker_is_one_line_and_leaves_no_files(
 
     def remove_model(*arguments, **options):
         model.unlink()
-        return documents.find_sources(*arguments, **options)
+        return documents.open_sources(*arguments, **options)
 
-    monkeypatch.setattr(module, "find_sources", remove_model)
+    monkeypatch.setattr(module, "open_sources", remove_model)
     with pytest.raises(UserError, match=r"a tokenizing process died .* num_workers=2"):
         prepare([jsonl], model, tmp_path / "out", num_workers=2)
     assert list(tmp_path.iterdir()) == []
