@@ -50,7 +50,7 @@ def known_names(name: str, known: Iterable[str]) -> str:
 
 def option_names(factory: Any) -> list[str] | None:
     """Return the names of the parameters of a function, or of a class with those that its ``**options`` pass on to its
-    base classes; None if it takes any name. Of a ``functools.partial``, those of its function."""
+    base classes; None if it takes any name. A ``functools.partial`` has the names of its function."""
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):

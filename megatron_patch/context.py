@@ -1,6 +1,6 @@
 """Context parallelism: each rank of a group holds one contiguous slice of every sequence, in the order of the ranks.
 
-All layers work on the slice alone, except for attention and gates. Before attention, the ranks exchange their slices of
+Only attention and gates need more than the slice. Before attention, the ranks exchange their slices of
 the sequences for slices of the heads (DeepSpeed-Ulysses, arXiv 2309.14509): each then attends over whole sequences with
 the kernel, masks and dropout of one process, and the ranks have equal work. After attention, they exchange back.
 
@@ -41,7 +41,7 @@ def context_group(config: TransformerConfig, collection: Any = None) -> dist.Pro
 def slice_rotary_positions(model: Any) -> None:
     """Make a Megatron-core model's rotary embedding, if any, return the global positions of this rank's slice.
 
-    Megatron-core would return those of a zigzag slice: two chunks, one from each end of the sequence.
+    Megatron-core would return the positions of two chunks, one from each end of the sequence (zigzag).
     """
     embedding, group = getattr(model, "rotary_pos_emb", None), context_group(model.config)
     if embedding is None or group is None:

@@ -43,7 +43,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a model's options that the experts of a name take and do not fix themselves, as swiglu does its
+    """Return the options that the experts named ``name`` take, except for options that they fix, as swiglu fixes its
     activation."""
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
@@ -63,7 +63,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Return ``count`` modules, each made from its global id, with random numbers of its own."""
+    """Return ``count`` modules, each made from its global id, with separate random numbers."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):

@@ -33,7 +33,7 @@ class Shards:
 
     Attributes:
         parts: (parameter, offset in the flattened parameter) of each stepped tensor.
-        parameters: all parameters, also those of which this rank steps nothing; in the same order on all ranks.
+        parameters: all parameters, even if this rank steps no part of them; in the same order on all ranks.
         group: data parallel group over whose ranks parameters are divided (ZeRO-1); None if every tensor is whole.
     """
 
@@ -82,7 +82,7 @@ class Muon(Optimizer):
         u = momentum * m + (1 - momentum) * g          with nesterov, else m
         w = w - lr * weight_decay * w - lr * scale * orthogonalize(u)
 
-    Each expert of a stack and each part of a fused weight is a matrix of its own (`Matrices`). The iteration runs in
+    Each expert of a stack and each part of a fused weight is a separate matrix (`Matrices`). The iteration runs in
     float32 on every device, in float64 for float64 parameters.
 
     Args:
@@ -217,7 +217,7 @@ class Muon(Optimizer):
                 tensor.copy_(weight)
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Return what is orthogonalized, of the piece alone."""
+        """Return the part of the matrix to orthogonalize that this rank has."""
         gradient = piece.part.of(_gradient(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer

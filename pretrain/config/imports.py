@@ -1,5 +1,5 @@
-"""Import of the modules in which users register their gates, experts, exchanges, callbacks, optimizers, kinds of models
-and metrics: those of ``run.imports``, and those that installed packages name as entry points of ``fmoe.plugins``."""
+"""Import of the modules in which users register gates, experts, exchanges, callbacks, optimizers, kinds of models and
+metrics: the entries of ``run.imports``, and the entry points of the group ``fmoe.plugins`` of installed packages."""
 
 import hashlib
 import importlib
@@ -43,8 +43,8 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def check_stored(recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if a run's stored recipe would import a file of its own folder, or a relative path: a folder from
-    elsewhere must not bring code with it."""
+    """Raise UserError if a run's stored recipe would import a file in the run's folder, or a relative path: a folder
+    from elsewhere must not bring code with it."""
     for entry in recipe.run.imports:
         path = Path(entry)
         if _is_file(entry) and (not path.is_absolute() or path.resolve().is_relative_to(folder.resolve())):
@@ -89,8 +89,8 @@ def _import(entry: str, folders: list[Path]) -> str:
 
 
 def _import_file(path: Path) -> None:
-    """Execute a file as a module of its own name space, which cannot hide an installed module. While it runs, it can
-    import its neighbours."""
+    """Execute a file as a module under a unique name, which hides no installed module. While it runs, it can import
+    its neighbours."""
     if path in _FILES:
         return
     is_package = path.name == "__init__.py"

@@ -156,8 +156,8 @@ def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def expert_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of one routed expert. For experts that are not imported, those of the
-    feed-forward block with the recipe's activation."""
+    """Return the shapes of the parameters of one routed expert. For experts that are not imported, return
+    the shapes of a feed-forward block with the recipe's activation."""
     name, given = (model.expert, expert_options(model)) if model.expert in EXPERTS else ("ffn", {})
     of_model = {"activation": model.activation, "gated": model.gated, "bias": False}
     options = {**taken_options(name, of_model), **given}

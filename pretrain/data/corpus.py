@@ -94,7 +94,7 @@ def write_documentation(
     Args:
         out: folder for the three files; created if missing.
         share: folder with ``common-licenses`` and ``doc``.
-        library: folder of the standard library, by default that of the running Python.
+        library: folder of the standard library; by default, the running Python's.
 
     Raises:
         UserError: no source is on this machine, or ``out`` is not writable.
@@ -121,7 +121,7 @@ def write_documentation(
             if not count:
                 logger.warning("no %s on this machine: skipped", source)
         if not seen:
-            raise UserError(f"none of these is on this machine: {', '.join(sources)}")
+            raise UserError(f"this machine has no {', '.join(sources)}")
 
     return _write(out, documents())
 

@@ -92,7 +92,7 @@ class Stream:
         """Yield (place, text, error) of each row; the text is None if a column has none, for the reason ``error``.
 
         Raises:
-            UserError: the data cannot be reached any more, or are damaged.
+            UserError: the data can no longer be reached, or are damaged.
         """
         rows = iter(self._rows)
         while True:
@@ -298,7 +298,7 @@ def _is_builder(name: str) -> bool:
 
 
 def _find_on_hub(datasets, dataset: Dataset) -> str | None:
-    """Return the commit of a dataset on the Hub, so that what is recorded is what is read."""
+    """Return the commit of a dataset on the Hub, so that the recorded commit is the one read."""
     name = dataset.name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"dataset={name!r} does not exist: pass a Hub id (owner/name), a folder or a builder")

@@ -41,7 +41,7 @@ MODELS: dict[str, Kind] = {}
 def register_model(name: str, kind: Kind) -> None:
     """Register a kind of model under a new name, for ``model.kind`` of a recipe.
 
-    Its samples, and the keys of the recipe that it accepts, are those of a GPT. It must be one of Megatron-core's
+    It gets the samples of a GPT, and accepts the same keys of the recipe. It must be one of Megatron-core's
     models that `megatron_patch.fmoefy` takes, or derive from one.
 
     Raises:

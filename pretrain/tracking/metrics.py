@@ -142,7 +142,7 @@ _SHIPPED = len(DECLARED)
 
 
 def register_metric(metric: Metric) -> None:
-    """Declare a metric of one's own: a callback's, or with ``reduce`` one of each layer with experts.
+    """Declare a further metric: a callback's, or with ``reduce`` one of each layer with experts.
 
     Raises:
         UserError: another metric has this name.

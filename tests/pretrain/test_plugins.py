@@ -145,8 +145,8 @@ ERRORS = {
     "a metric that exists": (["--run.imports", "metric.py"], "metric='loss'", "declared already"),
     "an unknown gate": (["--model.gate", "scaled_cosine"], "model.gate='scaled_cosine'", "sigmoid"),
     "an option that the gate lacks": (
-        ["--run.imports", "my_gates", "--model.gate", "scaled_cosine", "--model.gate-options.temprature", "1"],
-        "model.gate_options.temprature=1",
+        ["--run.imports", "my_gates", "--model.gate", "scaled_cosine", "--model.gate-options.temperatur_", "1"],
+        "model.gate_options.temperatur_=1",
         "did you mean 'temperature'",
     ),
     "an option with a key of its own": (
@@ -185,9 +185,9 @@ ERRORS = {
     "an option that the callback lacks": (
         [
             *("--run.imports", "my_callbacks.py", "--run.callbacks", "router_norm"),
-            *("--run.callback-options.router-norm.evry", "1"),
+            *("--run.callback-options.router-norm.every_", "1"),
         ],
-        "run.callback_options.router_norm.evry=1",
+        "run.callback_options.router_norm.every_=1",
         "did you mean 'every'",
     ),
     "options of a callback that does not run": (
