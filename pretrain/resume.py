@@ -15,6 +15,7 @@ from pretrain.checkpoint.folders import MANIFEST, set_aside, step_folders, step_
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
 from pretrain.config.checks import check_path
+from pretrain.config.imports import digests
 from pretrain.data.inputs import Inputs
 from pretrain.tracking.folder import CHECKPOINTS, METRICS
 
@@ -71,14 +72,20 @@ def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
-    """Return the changed keys that affect training, as ``train.steps=300 (was 40)``."""
+    """Return the changed keys that affect training, as ``train.steps=300 (was 40)``, and the changed files of
+    ``run.imports``."""
     now, then = asdict(recipe), checkpoint.state["recipe"]
-    return [
+    keys = [
         f"{section}.{name}={value} (was {then[section][name]})"
         for section in ("model", "data", "parallel", "optimizer", "train", "guard")
         for name, value in now[section].items()
         if name in then.get(section, {}) and then[section][name] != value and (section, name) != ("train", "init_from")
     ]
+    digest_of = {Path(file).name: digest for file, digest in checkpoint.state.get("imports", {}).items()}
+    for file, digest in digests(recipe).items():
+        if digest_of.get(Path(file).name, digest) != digest:
+            keys.append(f"{Path(file).name} of run.imports (its content was another)")
+    return keys
 
 
 def data_state(recipe: Recipe, inputs: Inputs, step: int) -> dict:

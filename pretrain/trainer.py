@@ -17,6 +17,7 @@ from pretrain.checkpoint import Checkpoint, Snapshot, collect, write
 from pretrain.checkpoint.host import HostBuffers
 from pretrain.checkpoint.ranks import Ranks
 from pretrain.config import Recipe
+from pretrain.config.imports import digests
 from pretrain.data.inputs import Inputs
 from pretrain.data.prefetch import Prefetch
 from pretrain.engine import Engine, state
@@ -43,6 +44,7 @@ class Trainer:
         self.step = 0
         self.is_stopping = self.was_skipped = False
         self._flops_per_token = recipe.flops_per_token()
+        self._imports = digests(recipe)
         self._batches = Prefetch(
             lambda step: self.engine.collate_step(step, inputs.train), recipe.train.steps, recipe.data.prefetch
         )
@@ -130,6 +132,7 @@ class Trainer:
         return {
             "step": self.step,
             "recipe": asdict(self.recipe),
+            "imports": self._imports,
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),
             "data": resume.data_state(self.recipe, self.inputs, self.step),

@@ -85,6 +85,18 @@ def test_two_processes_and_a_resume_at_another_split_equal_one(run, whole, folde
     assert "val/loss" in found[4]
 
 
+def test_a_resume_names_a_file_that_changed(run, whole, folder):
+    options = ["--resume", whole, "--train.steps", "5", "--optimizer.decay-steps", "4"]
+    (end,) = run("same", *options)
+    assert end.code == 0 and "train.steps=5" in end.out and "run.imports" not in end.out, end
+    path = folder / "my_gates.py"
+    text = path.read_text()
+    path.write_text(text + "# another\n")
+    (end,) = run("changed", *options)
+    path.write_text(text)
+    assert end.code == 0 and "my_gates.py of run.imports" in end.out, end
+
+
 def test_the_optimizers_state_is_sharded_and_resumes_bit_for_bit(run, folder):
     split = ["--parallel.data", "2", "--optimizer.distributed", "--optimizer.decay-steps", "4"]
     for name, options in {"a": [], "b": ["--train.steps", "2"], "c": ["--resume", folder / "b"]}.items():
