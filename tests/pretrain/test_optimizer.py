@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_close
-from megatron.core import optimizer as core
 
 from pretrain.config import OptimizerConfig, Recipe
-from pretrain.engine.optimizer import make_optimizer, restored_state
+from pretrain.engine.optimizer import core, make_optimizer, restored_state
 
 RECIPE = Recipe(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1))
 
