@@ -17,7 +17,9 @@ from fmoe import MoE, UserError
 from fmoe.build import Spec
 from fmoe.errors import option_names
 from fmoe.experts import taken_options
+from fmoe.experts.ffn import ExpertCall
 from fmoe.gates import GATES
+from fmoe.layout import LocalTokens
 from fmoe.losses import AuxLosses
 from fmoe.random import key
 from fmoe.routing import Routing
@@ -51,6 +53,8 @@ class MegatronMoE(MoE):
         seed: seed of the run; together with the layer number, it keys the layer's weights and noise.
         layer_offset: number of layers in earlier stacks, such as a T5's encoder; added to the layer number.
         model_layers: number of layers over all stacks; None for the number in ``config``.
+        overlap_shared: on a GPU, compute the shared expert on a second stream, beside the gate, the exchange and the
+            routed experts, forward and backward. The result is the same.
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
@@ -74,6 +78,7 @@ class MegatronMoE(MoE):
         seed: int = 0,
         layer_offset: int = 0,
         model_layers: int | None = None,
+        overlap_shared: bool = False,
         gate_options: Mapping[str, Any] | None = None,
         expert_options: Mapping[str, Any] | None = None,
         **options,
@@ -131,6 +136,8 @@ class MegatronMoE(MoE):
         self._recomputes = "moe" in (modules or ()) and "mlp" not in modules
         config.num_moe_experts = self.num_experts
         self._move()
+        self._overlaps_shared = overlap_shared and self.shared is not None
+        self._shared_output: tuple[Tensor, torch.cuda.Stream] | None = None
 
     def _move(self) -> None:
         """Move the layer to the device and dtype of the model."""
@@ -160,6 +167,23 @@ class MegatronMoE(MoE):
         if self._recomputes and self.training:
             return tensor_parallel.checkpoint(super().forward, False, hidden_states, mask), None
         return super().forward(hidden_states, mask), None
+
+    def call(self, tokens: LocalTokens) -> ExpertCall:
+        if self._overlaps_shared and tokens.x_TD.is_cuda:
+            stream = _second_stream(tokens.x_TD.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # also that of its backward pass
+                self._shared_output = self.shared(tokens.x_TD), stream
+            tokens.x_TD.record_stream(stream)
+        return super().call(tokens)
+
+    def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
+        if self._shared_output is None:
+            return super().finish(outputs, tokens, weight_TK)
+        (shared_TD, stream), self._shared_output = self._shared_output, None
+        torch.cuda.current_stream().wait_stream(stream)
+        shared_TD.record_stream(torch.cuda.current_stream())
+        return [outputs[0] + tokens.without_padding(shared_TD), *outputs[1:]]
 
     def _mark_experts(self) -> None:
         super()._mark_experts()
@@ -238,6 +262,12 @@ class MegatronAux(AuxLosses):
                 self.num_layers,
                 avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for shared experts; one per device, because layers run one after the other."""
+    return torch.cuda.Stream(device)
 
 
 def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup | None:

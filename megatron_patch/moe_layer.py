@@ -36,7 +36,6 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: v in ("none", "aux_loss", "seq_aux_loss"),
         "it must be none, aux_loss or seq_aux_loss",
     ),
-    ("moe_shared_expert_overlap", lambda v: not v, "set it to False"),
     ("use_te_activation_func", lambda v: not v, "FMoE's experts use torch's activations"),
     ("activation_func_clamp_value", lambda v: v is None, "FMoE's experts do not clamp activations"),
     ("glu_linear_offset", lambda v: not v, "FMoE's gated experts have no offset"),
@@ -177,6 +176,7 @@ def _converted(layer: Any, options: dict[str, Any]) -> MegatronMoE:
     if old.shared_experts is not None:
         shared = {"shared_expert": config.moe_shared_expert_intermediate_size}
         shared["shared_gate"] = old.shared_experts.gate_weight is not None
+        shared["overlap_shared"] = config.moe_shared_expert_overlap
     balance = config.moe_aux_loss_coeff if config.moe_router_load_balancing_type != "none" else 0.0
     weights = {"z": config.moe_z_loss_coeff or 0.0, "balance": balance, "sequence_balance": balance}
     like = old.router.weight

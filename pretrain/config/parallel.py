@@ -47,6 +47,8 @@ class ParallelConfig:
     overlap_parameters: bool = False
     """Overlap the gathering of updated parameters with the forward pass; needs optimizer.distributed and
     overlap_gradients."""
+    overlap_shared_experts: bool = False
+    """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""
     exchange: str = "all_to_all"
     """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical
     (docs/parallelism.md), or a registered one; does not change results."""
@@ -150,6 +152,8 @@ class ParallelConfig:
             divides("parallel.expert", self.expert, name, model.routed_experts)
         elif self.expert > 1:
             raise UserError(f"parallel.expert={self.expert} needs model.num_experts > 0")
+        if self.overlap_shared_experts and not model.num_shared_experts:
+            raise UserError("parallel.overlap_shared_experts=true needs model.num_shared_experts > 0")
         if self.expert_tensor > 1:
             if self.expert_tensor != self.tensor:
                 raise UserError(

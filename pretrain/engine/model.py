@@ -45,6 +45,7 @@ def build_model(
             gate_options=gate_options(model) | _balance_group(model),
             loss_weights=loss_weights(model),
             group_size=model.group_size,
+            overlap_shared=recipe.parallel.overlap_shared_experts,
             exchange=recipe.parallel.exchange,
             exchange_options=exchange_options(recipe.parallel),
             seed=recipe.train.seed,

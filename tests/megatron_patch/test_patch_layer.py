@@ -365,3 +365,75 @@ def test_layers_without_experts_leave_no_hole_in_the_sharded_state_dict(forks):
     assert len(covered) == 2
     for key, count in covered.items():
         assert (count == 1).all(), f"{key} of shape {tuple(count.shape)}: some elements are written never or twice"
+
+
+def overlapped():
+    """What happened in which order with ``overlap_shared``, and the largest difference to the layer without, in the
+    output and the input's gradient. Stand-ins for a GPU's tensors and streams keep the record."""
+    import contextlib
+    from types import SimpleNamespace
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from tiny_gpt import MOE, start, tiny_gpt
+
+    import fmoe
+    from megatron_patch import fmoe_layer_spec, layer
+
+    events = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream):
+            events.append(f"memory for {stream.name}")
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    start()  # has stand-ins of its own
+    first, second = Stream("first"), Stream("second")
+    layer._second_stream = lambda device: second
+    torch.cuda.current_stream = lambda: first
+
+    @contextlib.contextmanager
+    def inside(stream):
+        events.append(f"into {stream.name}")
+        yield
+        events.append(f"out of {stream.name}")
+
+    torch.cuda.stream = inside
+    found = []
+    for overlap in (False, True):
+        spec = fmoe_layer_spec(get_gpt_layer_local_spec(), **MOE, shared_expert=16, overlap_shared=overlap)
+        moe = tiny_gpt(spec).decoder.layers[0].mlp
+        if overlap:
+            call = moe.call
+            moe.call = lambda tokens: call(SimpleNamespace(x_TD=tokens.x_TD.as_subclass(OnGpu)))  # noqa: B023
+            moe.shared.register_forward_hook(lambda *_: events.append("shared expert"))
+            moe.experts.register_forward_hook(lambda *_: events.append("routed experts"))
+        fmoe.random.set_position(seed=1, step=2)
+        x = torch.randn(8, 2, moe.layout.d_model, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out, _ = moe(x)
+        out.square().sum().backward()
+        found.append((out.detach().as_subclass(torch.Tensor), x.grad))
+    assert moe._shared_output is None
+    return events, max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_the_shared_expert_overlaps_with_the_rest(forks):
+    events, difference = only(forks.run(1, overlapped))
+    assert difference < 1e-6
+    assert events == [
+        "second waits for first",
+        "into second",
+        "shared expert",
+        "out of second",
+        "memory for second",
+        "routed experts",
+        "first waits for second",
+        "memory for first",
+    ]

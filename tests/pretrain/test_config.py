@@ -282,6 +282,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             recompute="full",
             overlap_gradients=True,
             overlap_parameters=True,
+            overlap_shared_experts=True,
             exchange="hierarchical",
             chunks=2,
             max_rows=999,
