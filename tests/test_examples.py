@@ -11,7 +11,10 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("hf_")) for path in EXAMPLES],
+)
 def test_an_example(example, forks):
     if not example.stem.startswith("hf_"):
         (end,) = forks.command(str(example))

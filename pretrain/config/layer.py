@@ -47,6 +47,11 @@ OF_LAYER = ("d_model", "num_experts", "top_k", "d_hidden", "first_expert", "seed
 """Arguments that the layer passes itself. A gate's ``seed`` is an option."""
 
 
+def is_shipped(factory: Any) -> bool:
+    """Return whether a gate, expert or exchange is the library's, not a registered one."""
+    return getattr(getattr(factory, "func", factory), "__module__", "").startswith("fmoe.")
+
+
 def gate_options(model: ModelConfig) -> dict[str, Any]:
     """Return the keywords of the gate: those that have a key of [model], and ``model.gate_options``.
 
@@ -94,8 +99,8 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     Raises:
         UserError: an unknown loss, or a factor that is not 0 or more.
     """
-    is_own = model.gate not in GATES or not str(getattr(GATES[model.gate], "__module__", "")).startswith("fmoe.")
-    known = None if is_own else list(DEFAULT_LOSS_WEIGHTS)  # a user's gate may have losses of its own
+    is_known = model.gate in GATES and is_shipped(GATES[model.gate])
+    known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
     options = _from_table("loss", "model.loss_weights", model.loss_weights, model.gate, known)
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:

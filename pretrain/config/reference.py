@@ -22,7 +22,7 @@ from fmoe.experts import EXPERTS
 from fmoe.gates import GATES
 from fmoe.losses import DEFAULT_LOSS_WEIGHTS
 from pretrain.config.checks import NOT_NEGATIVE, POSITIVE
-from pretrain.config.layer import HOMES, OF_LAYER
+from pretrain.config.layer import HOMES, OF_LAYER, is_shipped
 from pretrain.config.load import to_toml
 from pretrain.config.recipe import Recipe
 
@@ -74,12 +74,13 @@ def _options() -> Iterator[str]:
     )
     for part, table, registry in tables:
         owners: dict[str, list[str]] = {}
-        for name, factory in registry.items():
+        shipped = {name: factory for name, factory in registry.items() if is_shipped(factory)}
+        for name, factory in shipped.items():
             for option in option_names(factory) or []:
                 if option not in OF_LAYER or (option, part) == ("seed", "gate"):
                     owners.setdefault(option, []).append(name)
         for option, names in sorted(owners.items()):
-            where = "all" if len(names) == len(registry) else ", ".join(names)
+            where = "all" if len(names) == len(shipped) else ", ".join(names)
             yield f"| {part} | `{option}` | {where} | {HOMES[part].get(option, f'`{table}.{option}`')} |"
     for loss in DEFAULT_LOSS_WEIGHTS:
         yield f"| loss | `{loss}` | | {HOMES['loss'].get(loss, f'`model.loss_weights.{loss}`')} |"

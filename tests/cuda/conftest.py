@@ -2,9 +2,21 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import emulator
 import pytest
+import unchanged
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items):
+    here = [item for item in items if HERE in item.path.parents]
+    if here and unchanged.is_recorded():
+        for item in here:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

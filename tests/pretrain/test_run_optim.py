@@ -148,8 +148,6 @@ CHAINED = [
 CHAINED_IN_CI = [
     ("muon", "TP, EP, one"),
     ("lamb", "TP, EP, one"),
-    ("lamb", "on and off, EP and DP"),
-    ("adafactor", "EP 2-1-4"),
 ]
 
 

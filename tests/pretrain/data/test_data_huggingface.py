@@ -147,6 +147,7 @@ def test_from_text_to_tokens_by_commands(texts: list[str], jsonl: Path, tmp_path
     assert corpus.tokenizer_fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_tokens(jsonl: Path, trained: Tokenizer, tmp_path: Path) -> None:
     for workers in (1, 2):
         prepare([jsonl], trained.path, tmp_path / str(workers), num_workers=workers)
