@@ -1,10 +1,13 @@
 """Digest of the kernels, their callers and their tests, by which the default suite leaves this folder out.
 
-``python tests/cuda/unchanged.py`` runs all tests of this folder and, if they pass, records the digest. While it is the
-recorded one, the tests here are slow ones, which ``make conformance`` runs; after any change they run by default.
+``python tests/cuda/unchanged.py`` runs all tests of this folder and, if they pass, records the digest. It needs what
+the tests would otherwise be skipped for: a compiler, Triton, cuda.core. While the digest is the recorded one, the tests
+here are slow ones, which ``make conformance`` runs; after any change they run by default.
 """
 
 import hashlib
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,6 +37,11 @@ def is_recorded() -> bool:
 
 
 if __name__ == "__main__":
+    import cuda.core  # noqa: F401
+    import triton  # noqa: F401
+
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        sys.exit("no g++: set CXX")
     status = pytest.main([str(Path(__file__).parent), "-m", "slow or not slow", *sys.argv[1:]])
     if status == 0:
         RECORD.write_text(f"{digest()}\n")
