@@ -81,9 +81,10 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
         for name, value in now[section].items()
         if name in then.get(section, {}) and then[section][name] != value and (section, name) != ("train", "init_from")
     ]
-    digest_of = {Path(file).name: digest for file, digest in checkpoint.state.get("imports", {}).items()}
-    for file, digest in digests(recipe).items():
-        if digest_of.get(Path(file).name, digest) != digest:
+    before = checkpoint.state.get("imports", {})
+    for file, digest in digests(recipe).items():  # found by path, or by name if the file has moved
+        moved = [old for path, old in before.items() if Path(path).name == Path(file).name]
+        if before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
             keys.append(f"{Path(file).name} of run.imports (its content was another)")
     return keys
 

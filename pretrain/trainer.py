@@ -136,7 +136,7 @@ class Trainer:
             "optimizer": state.optimizer_state(self.engine),
             "schedule": state.schedule_state(self.engine),
             "data": resume.data_state(self.recipe, self.inputs, self.step),
-            "callbacks": {type(c).__name__: saved for c in self.callbacks if (saved := c.state_dict())},
+            "callbacks": {c.state_key: saved for c in self.callbacks if (saved := c.state_dict())},
         }
 
     def snapshot(self, buffers: HostBuffers | None = None) -> Snapshot:
@@ -167,7 +167,7 @@ class Trainer:
         state.load(self.engine, checkpoint)
         self.step = checkpoint.step
         for callback in self.callbacks:
-            if saved := checkpoint.state.get("callbacks", {}).get(type(callback).__name__):
+            if saved := checkpoint.state.get("callbacks", {}).get(callback.state_key):
                 callback.load_state_dict(saved)
 
     def warm_start(self, checkpoint: Checkpoint) -> None:

@@ -124,6 +124,8 @@ class FFNExperts(Stacked):
             if activation not in ACTIVATIONS:
                 raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
             activation = ACTIVATIONS[activation]
+        if not callable(activation):
+            raise UserError(f"activation={activation!r} is neither a name nor a function")
         if not 0 <= dropout < 1:
             raise UserError(f"dropout={dropout} is not in [0, 1)")
         self.num_experts, self.d_model, self.d_hidden, self.dropout = num_experts, d_model, d_hidden, dropout

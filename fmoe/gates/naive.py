@@ -46,8 +46,7 @@ class NaiveRouter(TopKRouter):
     ):
         super().__init__(d_model, num_experts, top_k, **options)
         check_score(score, routed_scale)
-        if expert_groups is not None:
-            check_groups(num_experts, self.top_k, expert_groups, kept_groups)
+        check_groups(num_experts, self.top_k, expert_groups, kept_groups)
         self.score, self.routed_scale = score, routed_scale
         self.normalize, self.expert_groups, self.kept_groups = normalize, expert_groups, kept_groups
 
@@ -99,8 +98,12 @@ def limit_to_groups(scores_TE: Tensor, num_groups: int, num_kept: int, *, best_o
     return grouped_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def check_groups(num_experts: int, top_k: int, num_groups: int, num_kept: int) -> None:
+def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept: int) -> None:
     """Raise a UserError if the settings of group-limited routing are invalid."""
+    if num_groups is None:
+        if num_kept != 1:
+            raise UserError(f"kept_groups={num_kept} needs expert_groups")
+        return
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")
     if not 1 <= num_kept <= num_groups:

@@ -71,8 +71,7 @@ class SigmoidRouter(TopKRouter):
         if not bias_step >= 0:
             raise UserError(f"bias_step={bias_step} must be at least 0")
         check_score(score, routed_scale)
-        if expert_groups is not None:
-            check_groups(num_experts, self.top_k, expert_groups, kept_groups)
+        check_groups(num_experts, self.top_k, expert_groups, kept_groups)
         self.bias_step, self.routed_scale, self.normalize, self.score = bias_step, routed_scale, normalize, score
         self.expert_groups, self.kept_groups = expert_groups, kept_groups
         self.register_buffer("expert_bias_E", torch.zeros(num_experts, dtype=torch.float32))

@@ -35,7 +35,18 @@ class Loop(Protocol):
 
 
 class Callback:
-    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate."""
+    """Base class whose hooks do nothing. Hooks run on every rank in the same order, so they may communicate.
+
+    Attributes:
+        registered: the callback's name in ``run.callbacks``; empty for the trainer's own ones.
+    """
+
+    registered = ""
+
+    @property
+    def state_key(self) -> str:
+        """Key of the callback's state in checkpoints."""
+        return f"run.callbacks.{self.registered}" if self.registered else type(self).__name__
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         """Run before the first step of this process; ``trainer.step`` steps are completed. May add metrics, which are
@@ -117,4 +128,5 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
             raise UserError(f"run.callbacks={name} refuses its options: {' '.join(str(error).split())}") from error
         if not isinstance(built[-1], Callback):
             raise UserError(f"run.callbacks={name} is a {type(built[-1]).__name__}, not a pretrain.callbacks.Callback")
+        built[-1].registered = name
     return built

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fmoe.errors import UserError
+from pretrain.config.checks import check_path
 from pretrain.config.recipe import Recipe
 
 GROUP = "fmoe.plugins"
@@ -31,61 +32,94 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
     Raises:
         UserError: an entry is not found, or its import raised.
     """
-    for point in entry_points(group=GROUP):
-        try:
-            point.load()
-        except Exception as error:
-            package = f" of the installed package {point.dist.name}" if point.dist else ""
-            raise UserError(f"{point.value}, an entry point of {GROUP}{package}, raised {_reason(error)}") from error
+    _import_entry_points()
     folders = [Path.cwd(), *([] if folder is None else [folder.absolute()])]
     found = tuple(_import(entry, folders) for entry in recipe.run.imports)
     return replace(recipe, run=replace(recipe.run, imports=found))
 
 
-def check_stored(recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if a run's stored recipe would import a file in the run's folder, or a relative path: a folder
-    from elsewhere must not bring code with it."""
+def import_stored(recipe: Recipe, folder: Path) -> None:
+    """Import the plugins of a run's stored recipe: files by absolute path, and installed modules.
+
+    A folder from elsewhere must not bring code with it.
+
+    Args:
+        folder: folder of the run.
+
+    Raises:
+        UserError: an entry is a relative path or is in the folder; is not found; or its import raised.
+    """
+    _import_entry_points()
+    folder = folder.resolve()
     for entry in recipe.run.imports:
-        path = Path(entry)
-        if _is_file(entry) and (not path.is_absolute() or path.resolve().is_relative_to(folder.resolve())):
+        path = Path(entry) if _is_file(entry) else _origin(entry)
+        if path is not None and (not path.is_absolute() or path.resolve().is_relative_to(folder)):
             raise UserError(
-                f"run.imports of {folder} has {entry}, which is relative or inside that folder: if you trust this "
-                "code, pass its path with --imports"
+                f"run.imports={entry} of {folder} is relative or inside that folder: if you trust this code, pass its "
+                "path with --imports"
             )
+        _import(entry, [])
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file of ``run.imports``, after `import_plugins`."""
-    files = [entry for entry in recipe.run.imports if _is_file(entry)]
-    return {entry: hashlib.sha256(Path(entry).read_bytes()).hexdigest() for entry in files}
+    """Return the SHA-256 of each file of ``run.imports``, after `import_plugins`; of a package, of all its files."""
+    found = {}
+    for entry in recipe.run.imports:
+        if _is_file(entry):
+            path = Path(entry)
+            files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+            content = b"".join(file.read_bytes() for file in files)
+            found[entry] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def _import_entry_points() -> None:
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()
+        except (Exception, SystemExit) as error:
+            package = f" of the installed package {point.dist.name}" if point.dist else ""
+            raise UserError(f"{point.value}, an entry point of {GROUP}{package}, raised {_reason(error)}") from error
 
 
 def _is_file(entry: str) -> bool:
     return entry.endswith(".py") or "/" in entry
 
 
+def _origin(module: str) -> Path | None:
+    """Return the file of a module that Python finds; None for none.
+
+    Raises:
+        UserError: a package around it raised.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in _parents(module):
+            return None
+        raise _failed(module, error) from error
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+
+
 def _import(entry: str, folders: list[Path]) -> str:
     """Import an entry; return it, or the file's absolute path."""
+    check_path("run.imports", entry)
     names = [entry] if _is_file(entry) else [f"{entry.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
-    files = [folder / name for folder in folders for name in names]
-    found = next((path for path in files if path.is_file()), None)
-    if not _is_file(entry):
-        try:
-            if importlib.util.find_spec(entry) is not None:
-                found = None
-                importlib.import_module(entry)
-                return entry
-        except Exception as error:
-            if not isinstance(error, ModuleNotFoundError) or error.name not in _parents(entry):
-                raise _failed(entry, error) from error
-    if found is None:
-        kind = "a file" if _is_file(entry) else "an installed module, or a file or package of this name"
-        raise UserError(f"run.imports={entry} is not {kind} in {' or '.join(map(str, dict.fromkeys(folders)))}")
+    files = [folder / name for folder in folders or [Path.cwd()] for name in names]
+    found = next((path.resolve() for path in files if path.is_file() and (folders or _is_file(entry))), None)
+    origin = None if _is_file(entry) else _origin(entry)
     try:
-        _import_file(found.resolve())
+        # A module in one of the folders is a file, whether or not Python searches them.
+        if origin is not None and origin != found:
+            importlib.import_module(entry)
+            return entry
+        if found is not None:
+            _import_file(found)
+            return str(found)
     except (Exception, SystemExit) as error:
-        raise _failed(str(found), error) from error
-    return str(found.resolve())
+        raise _failed(entry if found is None else str(found), error) from error
+    kind = "a file" if _is_file(entry) else "an installed module, or a file or package of this name"
+    raise UserError(f"run.imports={entry} is not {kind} in {' or '.join(map(str, dict.fromkeys(folders))) or entry}")
 
 
 def _import_file(path: Path) -> None:
@@ -104,6 +138,10 @@ def _import_file(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.append(str(path.parent))
+    # Neighbours that were imported as plugins are not executed again.
+    plugins = {file.stem: plugin for file, plugin in _FILES.items() if file.parent == path.parent}
+    plugins = {stem: plugin for stem, plugin in plugins.items() if stem not in sys.modules}
+    sys.modules.update(plugins)
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -111,6 +149,8 @@ def _import_file(path: Path) -> None:
         raise
     finally:
         sys.path.remove(str(path.parent))
+        for stem in plugins:
+            del sys.modules[stem]
     _FILES[path] = module
 
 

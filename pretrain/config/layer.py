@@ -125,6 +125,9 @@ def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
     known = option_names(EXCHANGES[parallel.exchange])
     known = None if known is None else [name for name in known if name not in OF_LAYER]
     table = parallel.exchange_options
+    slots = table.get("slots")  # checked here, because one expert parallel rank builds no exchange
+    if slots is not None and (type(slots) is not int or slots < 1):
+        raise UserError(f"parallel.exchange_options.slots={slots!r} is not a positive integer")
     return options | _from_table("exchange", "parallel.exchange_options", table, parallel.exchange, known)
 
 

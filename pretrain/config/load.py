@@ -227,6 +227,8 @@ def _from_words(words: Sequence[str], hint: Any, key: str) -> Any:
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
             value = word  # a text without quotes
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets thousands deep
+            raise UserError(f"{key}={word[:40]}... cannot be read: {error}") from error
         return _option(value, key) if hint is Any else _convert(value, hint, key)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in kinds and word in ("none", "None"):

@@ -100,6 +100,11 @@ class Recipe:
             if optimizer.warmup_tokens is not None:
                 name, value = "optimizer.warmup_tokens", f"{optimizer.warmup_tokens} ({self.warmup_steps} steps)"
             raise UserError(f"{name}={value} must be less than {key}={self.decay_steps}: shorten the warmup")
+        if model.position == "relative" and parallel.recompute == "full":
+            raise UserError(
+                "parallel.recompute=full is not supported with model.position=relative, whose biases all layers of a "
+                "stack share: use selective"
+            )
         if not self.data.train:
             raise UserError("data.train is empty: set at least one .bin/.idx prefix")
 

@@ -1,15 +1,16 @@
 """Documents of Hugging Face ``datasets``, streamed from a Hub id, a folder or a builder with data files."""
 
+import contextlib
 import glob
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fmoe.errors import UserError, require
+from pretrain.config.checks import check_path
 from pretrain.data.sources import printable, shorten
 
 STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")
@@ -105,8 +106,9 @@ class Stream:
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     """Split ``NAME[:CONFIG][@REVISION]``; a path that exists is a name as a whole."""
-    if Path(text).exists():
-        return text, None, None
+    with contextlib.suppress(OSError):  # of a name that is too long for a path
+        if Path(text).exists():
+            return text, None, None
     rest, _, revision = text.partition("@")
     name, _, config = rest.partition(":")
     return name, config or None, revision or None
@@ -195,6 +197,7 @@ class _Opened:
 
 
 def _open(datasets, dataset: Dataset) -> _Opened:
+    check_path("dataset", dataset.name)
     path = Path(dataset.name).expanduser()
     facts: dict[str, Any] = {"name": dataset.name, "config": dataset.config, "split": dataset.split, "revision": None}
     is_builder = _is_builder(dataset.name)
@@ -293,7 +296,13 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` brings a builder of this name; it precedes folders, as in ``load_dataset``."""
+    """Return whether ``datasets`` brings a builder of this name; it precedes folders, as in ``load_dataset``.
+
+    Raises:
+        UserError: a builder that unpickles files.
+    """
+    if name == "pandas":
+        raise UserError("dataset='pandas' is not supported: it unpickles files, which can run code; convert to parquet")
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
@@ -353,7 +362,7 @@ def _only(**values: str | None) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _one_line_errors(what: str) -> Iterator[None]:
     """Convert errors of ``datasets`` and of the libraries below it, which share no base class."""
     try:

@@ -13,7 +13,7 @@ from pretrain import process
 from pretrain.checkpoint import Checkpoint, open_checkpoint, steps
 from pretrain.checkpoint.folders import step_folders, step_name
 from pretrain.config import ParallelConfig, Recipe, build_recipe
-from pretrain.config.imports import check_stored, import_plugins
+from pretrain.config.imports import import_plugins, import_stored
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
@@ -73,11 +73,12 @@ def open_run(
 def _with_plugins(recipe: Recipe, path: Path, imports: Sequence[str] | None) -> Recipe:
     if imports is not None:
         return import_plugins(replace(recipe, run=replace(recipe.run, imports=tuple(imports))))
-    check_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
+    path = path.resolve()
     try:
-        return import_plugins(recipe)
+        import_stored(recipe, path.parent.parent if path.parent.name == CHECKPOINTS else path)
     except UserError as error:
         raise UserError(f"{error}; if it has moved, pass its new path with --imports") from error
+    return recipe
 
 
 def _open(path: Path, step: int | None) -> Checkpoint:

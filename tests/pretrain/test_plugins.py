@@ -1,7 +1,9 @@
 """A user's own parts: those of docs/plugins.md train, resume, are planned, compared and evaluated."""
 
+import functools
 import json
 import re
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,10 +13,11 @@ from forks import only, values
 from test_run_split_engine import RECIPE, engine_of, train
 from test_run_training import steps
 
-from fmoe.errors import UserError
+from fmoe.errors import UserError, add_name
+from fmoe.gates import NaiveRouter
 from pretrain.compare.cli import main as compare
 from pretrain.config import Recipe, build_recipe
-from pretrain.config.imports import check_stored, import_plugins
+from pretrain.config.imports import digests, import_plugins, import_stored
 from pretrain.config.layer import HOMES
 from pretrain.config.load import load_recipe, read_recipe, recipe_text, split_overrides
 
@@ -151,6 +154,25 @@ def test_a_registered_kind_and_exchange_train(forks):
 ERRORS = {
     "a module that is missing": (["--run.imports", "nowhere"], "run.imports=nowhere", "not an installed module"),
     "a file that is missing": (["--run.imports", "./nowhere.py"], "run.imports=./nowhere.py", "not a file"),
+    "a module that exits": (["--run.imports", "antigravity_quits"], "antigravity_quits", "SystemExit"),
+    "a name that is too long": (["--run.imports", "a" * 300], "run.imports=aaa", "too long"),
+    "an endless number": (["--model.gate-options.bias", "1" * 5000], "model.gate_options.bias=111", "cannot be read"),
+    "a number as an activation": (["--model.expert-options.activation", "3"], "activation=3", "model."),
+    "groups that are kept of none": (
+        ["--model.gate", "naive", "--model.gate-options.kept-groups", "2"],
+        "kept_groups=2",
+        "expert_groups",
+    ),
+    "slots that are no number": (
+        ["--parallel.exchange", "padded", "--parallel.exchange-options.slots", "x"],
+        "parallel.exchange_options.slots='x'",
+        "positive",
+    ),
+    "relative positions recomputed": (
+        ["--model.kind", "t5", "--model.position", "relative", "--parallel.recompute", "full"],
+        "parallel.recompute=full",
+        "model.position=relative",
+    ),
     "a file that raises": (["--run.imports", "raises.py"], "raises.py raised ZeroDivisionError", "raises.py:2"),
     "a file that exits": (["--run.imports", "exits.py"], "exits.py raised SystemExit", "exits.py:1"),
     "a name that exists": (["--run.imports", "taken.py"], "gate='naive'", "fmoe.gates.naive.NaiveRouter"),
@@ -217,6 +239,7 @@ ERRORS = {
 FILES = {
     "raises.py": "import math\nmath.inf / 0\n",
     "exits.py": "raise SystemExit(3)\n",
+    "antigravity_quits.py": "raise SystemExit(0)\n",
     "taken.py": "import fmoe\nfmoe.register_gate('naive', lambda x, groups: None)\n",
     "metric.py": "from pretrain.tracking.metrics import Metric, register_metric\n"
     "register_metric(Metric('loss', '', 'mine'))\n",
@@ -277,16 +300,18 @@ def test_a_date_is_no_option(value):
         split_overrides(["--model.gate-options.x", value])
 
 
+def with_imports(*entries):
+    recipe = Recipe()
+    return replace(recipe, run=replace(recipe.run, imports=entries))
+
+
 def test_a_file_imports_its_neighbour_and_hides_no_module(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("import neighbour\nseen = neighbour.VALUE\n")
     (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
-    recipe = Recipe()
-    recipe = replace(recipe, run=replace(recipe.run, imports=("random.py",)))
     monkeypatch.chdir(tmp_path)
-    (found,) = import_plugins(recipe).run.imports
+    (found,) = import_plugins(with_imports("random.py")).run.imports
     assert found == str(tmp_path / "random.py")
     import random
-    import sys
 
     assert hasattr(random, "Random") and str(tmp_path) not in sys.path
     sys.modules.pop("neighbour")
@@ -296,20 +321,79 @@ def test_a_file_beside_the_recipe_is_found(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "beside.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    recipe = Recipe()
-    recipe = replace(recipe, run=replace(recipe.run, imports=("beside",)))
+    recipe = with_imports("beside")
     assert import_plugins(recipe, tmp_path / "recipes").run.imports == (str(tmp_path / "recipes" / "beside.py"),)
     with pytest.raises(UserError, match=r"run\.imports=beside"):
         import_plugins(recipe)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_stored_run_brings_no_code(tmp_path, inside):
-    entry = str(tmp_path / "run" / "evil.py") if inside else "run/evil.py"
+@pytest.mark.parametrize("entry", ["{run}/evil.py", "run/evil.py", "evil", "run.evil"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_a_stored_run_brings_no_code(tmp_path, monkeypatch, entry, where, is_searched):
+    """Wherever the command runs, and even if Python searches the current folder."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w')\n")
+    monkeypatch.chdir(folder if where == "inside" else tmp_path)
+    for name in ("run", "run.evil", "evil"):  # of other cases
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if is_searched:
+        monkeypatch.syspath_prepend(str(Path.cwd()))
+    with pytest.raises(UserError, match=r"run\.imports"):
+        import_stored(with_imports(entry.format(run=folder)), folder)
+    assert not (tmp_path / "seen").exists()
+
+
+def test_a_module_of_the_current_folder_is_a_file_even_if_python_searches_it(tmp_path, monkeypatch):
+    (tmp_path / "gates_of_this_test.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = import_plugins(with_imports("gates_of_this_test"))
+    assert recipe.run.imports == (str(tmp_path / "gates_of_this_test.py"),)
+    assert list(digests(recipe)) == list(recipe.run.imports)
+
+
+def test_a_plugin_imports_another_plugin_without_running_it_again(tmp_path, monkeypatch):
+    (tmp_path / "first_plugin.py").write_text("import builtins\nbuiltins.runs = getattr(builtins, 'runs', 0) + 1\n")
+    (tmp_path / "second_plugin.py").write_text("import first_plugin\n")
+    monkeypatch.chdir(tmp_path)
+    import builtins
+
+    import_plugins(with_imports("first_plugin.py", "second_plugin.py"))
+    assert builtins.runs == 1 and "first_plugin" not in sys.modules
+    del builtins.runs
+
+
+def test_a_changed_file_of_a_package_changes_its_digest(tmp_path, monkeypatch):
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "gates.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    recipe = import_plugins(with_imports("my_package"))
+    before = digests(recipe)
+    (package / "gates.py").write_text("# another\n")
+    assert digests(recipe) != before
+
+
+@pytest.mark.parametrize("name", ["naive", "mine"])
+def test_a_name_is_never_replaced_by_something_else(name, monkeypatch):
+    table = {"naive": NaiveRouter, "mine": lambda x, groups: 1}
+    add_name(table, "gate", name, table[name])
+    with pytest.raises(UserError, match=f"gate='{name}' is registered already"):
+        add_name(table, "gate", name, lambda x, groups: 2)
+    with pytest.raises(UserError, match="gate='naive'"):
+        add_name(table, "gate", "naive", functools.partial(NaiveRouter, bias=True))
+
+
+def test_callbacks_of_one_class_have_states_of_their_own(monkeypatch):
+    from pretrain.callbacks import Callback, base, build_callbacks
+
+    monkeypatch.setattr(base, "CALLBACKS", {"a": lambda recipe: Callback(), "b": lambda recipe: Callback()})
     recipe = Recipe()
-    recipe = replace(recipe, run=replace(recipe.run, imports=(entry,)))
-    with pytest.raises(UserError, match=r"run\.imports.*evil\.py"):
-        check_stored(recipe, tmp_path / "run")
+    a, b = build_callbacks(replace(recipe, run=replace(recipe.run, callbacks=("a", "b"))))
+    assert (a.state_key, b.state_key, Callback().state_key) == ("run.callbacks.a", "run.callbacks.b", "Callback")
 
 
 def test_an_entry_point_is_imported_and_its_failure_names_the_package(tmp_path, monkeypatch):

@@ -264,6 +264,8 @@ def test_what_cannot_be_opened(name: str, options: dict, says: str, tokenizer: T
         ({"datasets": ()}, "at least one dataset"),
         ({"datasets": (Dataset("json"),)}, "dataset='json' is a builder and needs data_files"),
         ({"datasets": (Dataset(""),)}, "dataset='' has no name"),
+        ({"datasets": (Dataset("pandas", data_files=("x.pkl",)),)}, "dataset='pandas' is not supported: it unpickles"),
+        ({"datasets": (Dataset("a" * 300),)}, "dataset=aaa.* is too long"),
     ],
     ids=str,
 )
