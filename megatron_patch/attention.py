@@ -32,6 +32,8 @@ class SDPAttention(DotProductAttention):
     keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
     bias, which megatron-core's code refuses, is added to the scaled scores.
 
+    Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
+
     Under context parallelism, each rank holds a contiguous slice of the sequences, and attends over whole sequences
     with a part of its heads (`megatron_patch.context`). Masks are those of whole sequences, [b, 1, s, s].
 
@@ -42,9 +44,19 @@ class SDPAttention(DotProductAttention):
 
     context_group: dist.ProcessGroup | None = None
 
-    def __init__(self, config: TransformerConfig, *args: Any, pg_collection=None, **options):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        pg_collection=None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options,
+    ):
         plain = copy.copy(config)
         plain.context_parallel_size = 1  # the base class refuses other sizes
+        if v_channels is not None:
+            plain.kv_channels = v_channels  # the base class shapes its output by it
         super().__init__(plain, *args, pg_collection=pg_collection, **options)
         self.config = config
         self.context_group = context_group(config, pg_collection)
@@ -64,7 +76,7 @@ class SDPAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Map three tensors [s, b, heads, head width] to [s, b, heads * head width].
+        """Map three tensors [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
             attention_mask: True where a query must not see a key.

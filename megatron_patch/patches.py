@@ -145,6 +145,12 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
     return wrapped
 
 
+def _is_engine_installed(claimed: bool) -> bool:
+    from megatron.core.extensions import transformer_engine
+
+    return claimed and transformer_engine.HAVE_TE
+
+
 PATCHES = (
     Patch(
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel",
@@ -191,6 +197,13 @@ PATCHES = (
         loss_scale.settle_together,
         "fp16: each optimizer, and each replica of a parameter, updates the scale by its own overflows "
         "(optimizer.py:456)",
+    ),
+    Patch(
+        "megatron.core.transformer.multi_latent_attention",
+        "HAVE_TE",
+        _is_engine_installed,
+        "0.16.1: takes stand-ins for classes of Transformer Engine, and isinstance fails "
+        "(multi_latent_attention.py:184)",
     ),
 )
 

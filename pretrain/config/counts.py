@@ -40,16 +40,16 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     (PaLM, arXiv 2204.02311 appendix B). Embeddings, positions, norms and biases are not counted. For a T5, returns the
     mean over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
-    heads = model.num_heads * model.head_width
+    heads = model.num_heads * (model.head_width + model.value_width)
     layers = [matrices for matrices, _ in _layers(model, model.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
-        return 6.0 * (sum(layers) + output) + 12.0 * model.num_layers * heads * length
+        return 6.0 * (sum(layers) + output) + 6.0 * model.num_layers * heads * length
     encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
-    keys_and_values = model.decoder_layers * 2 * width * heads  # of the encoder's output
+    keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
     scores = model.num_layers * length * length + model.decoder_layers * decoder_length * (decoder_length + length)
-    return (flops + 12.0 * heads * scores) / (length + decoder_length)
+    return (flops + 6.0 * heads * scores) / (length + decoder_length)
 
 
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
@@ -79,13 +79,27 @@ def _block(model: ModelConfig, hidden: int) -> int:
 def _attention(model: ModelConfig, number: int) -> int:
     """Return the parameters of queries and output, keys and values; a decoder also attends to the encoder's output."""
     width, head = model.hidden_size, model.head_width
+    if model.kv_lora_rank is not None:
+        return _latent_attention(model, model.kv_lora_rank)
     attention = 2 * width * head * (model.num_heads + model.query_groups)
     return attention + (4 * width * head * model.num_heads if _is_decoder(model, number) else 0)
 
 
+def _latent_attention(model: ModelConfig, rank: int) -> int:
+    """Return the parameters of queries, compressed keys and values with the rotary key, and output."""
+    width, queries = model.hidden_size, model.num_heads * model.head_width
+    rotary = model.qk_rope_head_dim or 0
+    values = model.num_heads * model.value_width
+    ranks = model.q_lora_rank
+    total = width * queries if ranks is None else ranks * (width + queries)
+    return total + width * (rank + rotary) + rank * (queries - model.num_heads * rotary + values) + values * width
+
+
 def _norms(model: ModelConfig, number: int) -> int:
-    """Return the number of norm parameters of a layer: one norm per block, plus query and key norms."""
+    """Return the number of norm parameters of a layer: one norm per block, plus those of queries and keys, or of
+    compressed vectors."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
+    total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
     return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
 
 

@@ -23,7 +23,7 @@ class ModelConfig:
     hidden_size: int = 192
     """Width of the residual stream."""
     num_heads: int = 6
-    """Number of attention heads; divides hidden_size unless head_dim is set."""
+    """Number of attention heads; divides hidden_size unless head_dim or kv_lora_rank is set."""
     num_query_groups: int | None = None
     """Key/value heads, each shared by num_heads / num_query_groups query heads (grouped-query attention); None for
     num_heads."""
@@ -31,6 +31,18 @@ class ModelConfig:
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
     """Normalize queries and keys over the width of a head before the scores."""
+    kv_lora_rank: int | None = None
+    """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
+    values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
+    q_lora_rank: int | None = None
+    """Width of the vector into which multi-latent attention compresses queries; None for uncompressed queries."""
+    qk_head_dim: int | None = None
+    """Elements of a query or key head without position (multi-latent attention)."""
+    qk_rope_head_dim: int | None = None
+    """Elements of a query head with a rotary position, and of the rotary key that all heads share (multi-latent
+    attention)."""
+    v_head_dim: int | None = None
+    """Elements of a value head (multi-latent attention)."""
     ffn_hidden_size: int = 768
     """Hidden width of a dense feed-forward block and of each expert."""
     dense_ffn_hidden_size: int | None = None
@@ -119,8 +131,15 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of an attention head."""
+        """Width of a query or key head."""
+        if self.qk_head_dim is not None and self.qk_rope_head_dim is not None:
+            return self.qk_head_dim + self.qk_rope_head_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.head_width if self.v_head_dim is None else self.v_head_dim
 
     @property
     def query_groups(self) -> int:
@@ -168,9 +187,10 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise UserError for the first invalid value or pair of values of the section."""
-        if self.head_dim is None:
+        self._check_latent()
+        if self.head_dim is None and self.kv_lora_rank is None:
             divides("model.num_heads", self.num_heads, "model.hidden_size", self.hidden_size)
-        if self.position == "rope" and self.head_width % 2:
+        if self.position == "rope" and self.kv_lora_rank is None and self.head_width % 2:
             name = f"model.hidden_size={self.hidden_size} / model.num_heads={self.num_heads}"
             name = name if self.head_dim is None else f"model.head_dim={self.head_dim}"
             raise UserError(f"{name} must be even with model.position=rope")
@@ -200,6 +220,29 @@ class ModelConfig:
                 raise UserError(f"model.{name}={value} is not positive; use none to drop nothing")
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
+
+    def _check_latent(self) -> None:
+        """Raise UserError for an invalid combination of the keys of multi-latent attention."""
+        widths = ("qk_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.kv_lora_rank is None:
+            for name in ("q_lora_rank", *widths):
+                if getattr(self, name) is not None:
+                    raise UserError(f"model.{name}={getattr(self, name)} needs model.kv_lora_rank")
+            return
+        key = f"model.kv_lora_rank={self.kv_lora_rank}"
+        for name in widths:
+            if getattr(self, name) is None:
+                raise UserError(f"{key} needs model.{name}")
+        for name, value in (("kind", "gpt"), ("position", "rope")):
+            if getattr(self, name) != value:
+                raise UserError(f"{key} needs model.{name}={value}, not {getattr(self, name)}")
+        for name in ("num_query_groups", "head_dim"):
+            if getattr(self, name) is not None:
+                raise UserError(f"model.{name}={getattr(self, name)} is not supported with {key}: use none")
+        if self.qk_norm:
+            raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
+        if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
+            raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 
     def _check_experts(self) -> None:
         if self.top_k > self.num_experts:

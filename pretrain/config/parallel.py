@@ -124,6 +124,11 @@ class ParallelConfig:
             )
         divides("parallel.tensor", self.tensor, "model.num_heads", model.num_heads)
         divides("parallel.tensor", self.tensor, "model.num_query_groups", model.query_groups)
+        if model.kv_lora_rank is not None and model.qk_rope_head_dim is not None:
+            width = model.kv_lora_rank + model.qk_rope_head_dim
+            divides("parallel.tensor", self.tensor, "model.kv_lora_rank + model.qk_rope_head_dim", width)
+        if model.q_lora_rank is not None:
+            divides("parallel.tensor", self.tensor, "model.q_lora_rank", model.q_lora_rank)
         divides("parallel.tensor", self.tensor, "model.vocab_size", model.vocab_size)
         # A T5 is built dense, then its experts are inserted.
         if len(model.layers_with_experts) < len(model.layer_numbers) or model.kind == "t5":
@@ -173,6 +178,10 @@ class ParallelConfig:
     def _check_context(self, model: ModelConfig) -> None:
         if model.kind != "gpt":
             raise UserError(f"parallel.context={self.context} needs model.kind=gpt, not {model.kind}")
+        if model.kv_lora_rank is not None:
+            raise UserError(
+                f"parallel.context={self.context} is not supported with model.kv_lora_rank={model.kv_lora_rank}: use 1"
+            )
         name, ranks = "parallel.tensor x parallel.context", self._dense
         divides(name, ranks, "model.num_heads", model.num_heads)
         if self.is_sequence_parallel:

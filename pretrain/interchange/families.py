@@ -97,6 +97,7 @@ _DEMANDS = (
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("norm", lambda m: m.norm == "rms", "rms"),
     Demand("position", lambda m: m.position == "rope", "rope"),
+    Demand("kv_lora_rank", lambda m: m.kv_lora_rank is None, "none"),
     Demand("activation", lambda m: m.activation == "silu", "silu, with model.gated=true"),
     Demand("gated", lambda m: m.gated, "true"),
     Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),

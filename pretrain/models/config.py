@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import init_method_normal
 
 from fmoe.experts import truncated_normal_
@@ -40,6 +40,9 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
     if model.qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
+    if model.kv_lora_rank is not None:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
 
 
 def set_rope_theta(module: Any, recipe: Recipe) -> None:
@@ -76,8 +79,23 @@ def _split(recipe: Recipe) -> dict:
     }
 
 
+def _latent_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of multi-latent attention."""
+    return {
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": model.rope_theta,
+        "rotary_scaling_factor": 1.0,
+    }
+
+
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
-    return TransformerConfig(
+    is_latent = model.kv_lora_rank is not None
+    return (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=options.pop("num_layers", model.num_layers),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
@@ -110,5 +128,6 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **(_latent_fields(model) if is_latent else {}),
         **options,
     )

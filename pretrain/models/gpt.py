@@ -13,6 +13,7 @@ from fmoe import random
 from megatron_patch.attention import SDPAttention
 from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
+from megatron_patch.latent_attention import LatentAttention
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import own_norms, transformer_config
@@ -22,10 +23,14 @@ def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
     """See `pretrain.models`."""
+    is_latent = recipe.model.kv_lora_rank is not None
+    layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
+    if is_latent:
+        layer_spec.submodules.self_attention.module = LatentAttention
     return build_gpt(
         recipe,
         transformer_config(recipe),
-        get_gpt_layer_local_spec(),
+        layer_spec,
         without_mlp=recipe.model.layers_with_experts,
         pre_process=pre_process,
         post_process=post_process,

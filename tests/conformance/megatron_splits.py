@@ -89,6 +89,30 @@ BUILDERS = {
             ),
         )
     ),
+    "gpt, latent attention": Builder(
+        replace(
+            GPT,
+            model=replace(
+                GPT.model,
+                norm="rms",
+                kv_lora_rank=14,
+                q_lora_rank=12,
+                qk_head_dim=7,
+                qk_rope_head_dim=4,
+                v_head_dim=6,
+                rope_theta=1e3,
+                moe_layers=(2, 3, 4),
+                dense_ffn_hidden_size=40,
+                num_shared_experts=2,
+                gate="naive",
+                jitter=0.0,
+                normalize=False,
+                gated=True,
+                activation="silu",
+                tie_embeddings=False,
+            ),
+        )
+    ),
     "t5, modern": kind(
         "t5",
         0.35,

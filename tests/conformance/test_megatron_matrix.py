@@ -130,6 +130,29 @@ def test_grouped_queries_norms_of_heads_and_shared_experts_too(forks, alone, cas
     test_a_split_equals_one_process(forks, alone, case)
 
 
+LATENT = [
+    {"model": "gpt, latent attention", "layout": layout, "sequence": sequence, "distributed": distributed}
+    | {"recompute": recompute, "schedule": "1f1b", "overlap": distributed}
+    for layout, sequence, distributed, recompute in (
+        ("TP2", "on", True, "none"),
+        ("TP2", "off", False, "none"),
+        ("EP2", "-", True, "full"),
+        ("PP2", "-", False, "selective"),
+        ("DP2", "-", True, "none"),
+        ("PP2 VPP2", "-", False, "none"),
+        ("TP2xPP2", "on", False, "full"),
+        ("TP2xEP2", "on", True, "none"),
+        ("TP2xEP2", "off", True, "selective"),
+        ("TP2 ETP2", "on", False, "none"),
+    )
+]
+
+
+@pytest.mark.parametrize("case", [marks(case, False) for case in LATENT])  # by default test_latent_attention.py has one
+def test_latent_attention_too(forks, alone, case):
+    test_a_split_equals_one_process(forks, alone, case)
+
+
 MUON = [
     {"optimizer": "muon", "model": model, "layout": layout, "sequence": sequence, "distributed": distributed}
     | {"recompute": "none", "schedule": "1f1b", "overlap": distributed}
@@ -146,6 +169,7 @@ MUON = [
         ("gpt, modern", "TP2xEP2", "on", True),
         ("gpt, modern", "EP2xDP2", "-", True),
         ("gpt, modern", "TP2xPP2", "on", False),
+        ("gpt, latent attention", "TP2xEP2", "on", True),
         ("bert", "TP2", "on", True),
         ("t5, modern", "TP2xEP2", "on", True),
         ("t5, modern", "EP2", "-", False),

@@ -71,6 +71,17 @@ MODELS = {
         "tie_embeddings": False,
         "gate": "sigmoid",
     },
+    "latent attention": {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    "latent attention, compressed queries": {
+        "num_heads": 3,
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "norm": "rms",
+        "tie_embeddings": False,
+    },
     "noisy": {"gate": "noisy"},
     "random": {"gate": "random"},
     "t5, modern": {
@@ -92,6 +103,7 @@ MODELS = {
     },
     "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe_every": 2, "position": "learned_absolute"},
 }
+LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 
@@ -190,6 +202,29 @@ def test_flops_of_a_modern_gpt_by_hand():
     assert flops(model) == 3 * (2 * matrices + scores)
 
 
+def test_flops_of_latent_attention_by_hand():
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_heads=4,
+        kv_lora_rank=7,
+        qk_head_dim=6,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+        ffn_hidden_size=10,
+        sequence_length=16,
+        vocab_size=32,
+        num_experts=0,
+    )
+    keys_and_values = 8 * (7 + 2) + 7 * 4 * (6 + 5)  # compressed with the rotary key, then of each head
+    queries, output = 8 * 4 * (6 + 2), 4 * 5 * 8
+    matrices = 2 * (queries + keys_and_values + output + 2 * 8 * 10) + 32 * 8
+    scores = 2 * 16 * 4 * ((6 + 2) + 5) * 2  # 2 layers x (q k^T, then probabilities x v) x multiply and add
+    assert flops(model) == 3 * (2 * matrices + scores)
+    compressed = replace(model, q_lora_rank=3)
+    assert flops(compressed) - flops(model) == 6 * 2 * (3 * (8 + 4 * (6 + 2)) - queries)
+
+
 def test_flops_of_a_t5_by_hand():
     sizes = {"hidden_size": 64, "num_heads": 2, "ffn_hidden_size": 256, "vocab_size": 512, "sequence_length": 64}
     model = ModelConfig(kind="t5", num_layers=1, num_decoder_layers=2, num_experts=4, top_k=2, moe_layers=(3,), **sizes)
@@ -223,6 +258,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             num_query_groups=4,
             head_dim=10,
             qk_norm=True,
+            **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
             sequence_length=64,
@@ -358,7 +394,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0),
+        model=replace(recipe.model, rope_theta=10000.0, **dict.fromkeys(LATENT)),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -378,6 +414,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
         ),
         Recipe(data=DataConfig(document_mask=True), model=ModelConfig(rope_theta=1e6, num_query_groups=2)),
+        Recipe(model=ModelConfig(**LATENT)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
     )
@@ -386,7 +423,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         path = tmp_path / f"{number}.toml"
         write_recipe(written, path)
         assert load_recipe(str(path)) == written
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(6)]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(7)]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)

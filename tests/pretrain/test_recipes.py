@@ -18,6 +18,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 COUNTS = {
     "bert": (6_337_472, 2_208_704),
     "deepseek-moe-16b": (16_375_728_128, 2_828_650_496),
+    "deepseek-v2-lite": (15_706_484_224, 2_661_150_208),
     "gpt-64-bytes": (409_289_728, 19_219_456),
     "gpt-96": (4_935_960_576, 204_785_664),
     "gshard-600b": (619_333_802_496, 1_462_491_648),
@@ -39,6 +40,7 @@ PUBLISHED = {
     "gshard-600b": ((600, 30), (1.5, 0.05)),  # the active ones from GLaM, arXiv 2112.06905
     "mixtral-8x7b": ((46.7, 0.05), (12.9, 0.05)),  # its announcement; the paper has 47 and 13
     "deepseek-moe-16b": ((16.4, 0.05), (2.8, 0.05)),
+    "deepseek-v2-lite": ((15.7, 0.05), None),  # active: see below
     "qwen3-moe-30b-a3b": ((30.5, 0.05), (3.3, 0.06)),  # 3.35, which its card cuts off
 }
 # Processes of a grid that the published size asks for.
@@ -55,6 +57,13 @@ def test_sizes_are_the_published_ones(name):
             value, rounding = published
             assert abs(count / 1e9 - value) <= rounding, f"{count:,}"
     assert recipe.parallel.world_size == WORLD_SIZES.get(name, recipe.parallel.world_size)
+
+
+def test_published_active_parameters_without_the_embedding():
+    """DeepSeek-V2-Lite's 2.4 billion, which cut off 2.45, leave out the matrix whose rows are looked up."""
+    recipe = load_recipe("deepseek-v2-lite")
+    active = recipe.num_active_params() - recipe.model.vocab_size * recipe.model.hidden_size
+    assert 2.4e9 <= active < 2.5e9
 
 
 def test_every_recipe_is_counted():
@@ -144,6 +153,8 @@ def small(name):
 
 # What the page says to add.
 OF_DEEPSEEK = ["--model.moe-layers", "2", "--model.dense-ffn-hidden-size", "256"]
+OF_LATENT = ["--model.head-dim", "none", "--model.kv-lora-rank", "32", "--model.qk-head-dim", "16"]
+OF_LATENT += ["--model.qk-rope-head-dim", "8", "--model.v-head-dim", "16"]
 OF_T5 = ["--model.num-decoder-layers", "2", "--model.group-size", "none"]
 IN_CI = ("mixtral-8x7b", "switch-c")
 OF_THEIR_OWN = ("quickstart", "t5", "bert")  # trained by other tests
@@ -164,8 +175,10 @@ def test_made_small_it_trains(forks, tiny_corpus, tmp_path, name):
         options += OF_T5
     if recipe.model.num_query_groups is None:
         options += ["--model.num-query-groups", "none"]
-    if name == "deepseek-moe-16b":
+    if name.startswith("deepseek"):
         options += OF_DEEPSEEK
+    if recipe.model.kv_lora_rank is not None:
+        options += OF_LATENT
     options += ["--run.folder", tmp_path / "run", "--train.steps", "2", "--train.seed", str(key("recipe", name) % 1000)]
     options += ["--optimizer.warmup-steps", "0", "--tracking.no-wandb", "--model.vocab-size", "384"]
     options += ["--data.tokenizer", tiny_corpus.tokenizer, "--model.sequence-length", "32"]

@@ -82,6 +82,7 @@ CHAINS = {
     ],
     "TP2 x DP2 distributed to PP2": [Split(tensor=2, data=2, distributed=True), Split(pipeline=2)],
     "modern": [Split(tensor=2, expert=2), Split(expert=2, distributed=True), Split(tensor=2, pipeline=2)],
+    "latent attention": [Split(tensor=2), Split(expert=2, distributed=True), Split(pipeline=2)],
     "experts cut by TP, virtual stages": [
         Split(tensor=2, expert_tensor=2),
         Split(pipeline=2, virtual=2),
@@ -94,6 +95,14 @@ MODELS = {
         "num_layers": 4,
         "moe_layers": (1, 4),
         "gated": True,
+        "tie_embeddings": False,
+    },
+    "latent attention": {
+        "kv_lora_rank": 10,
+        "q_lora_rank": 12,
+        "qk_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
         "tie_embeddings": False,
     },
     "modern": {
@@ -159,6 +168,7 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
     "TP 2-1-2-switch",
     "TP2 x PP2 to EP2 x DP2-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
+    "latent attention-switch",
     "EP 2-1-4-sigmoid",
 )
 @pytest.mark.parametrize(("chain", "gate"), CASES)

@@ -47,6 +47,15 @@ MODELS = {
         "gated": True,
         "activation": "silu",
     },
+    "latent attention": {
+        "norm": "rms",
+        "kv_lora_rank": 12,
+        "q_lora_rank": 20,
+        "qk_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 7,
+        "num_shared_experts": 1,
+    },
 }
 
 
@@ -109,7 +118,7 @@ def compare_decoders(options):
     return worst, sequence[7:], ways, counted, bool((torch.get_rng_state() == before).all())
 
 
-@pytest.mark.by_default("learned positions, some layers", "gshard", "sigmoid", "modern")
+@pytest.mark.by_default("learned positions, some layers", "gshard", "sigmoid", "modern", "latent attention")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_full_passes_in_which_nothing_is_dropped(forks, name):
     worst, expected, ways, counted, is_untouched = only(forks.run(1, compare_decoders, MODELS[name]))

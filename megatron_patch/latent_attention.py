@@ -1,0 +1,63 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) of Megatron-core's local layers."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from fmoe.runtime import collectives
+
+
+class LatentAttention(MLASelfAttention):
+    """`MLASelfAttention` with the whole gradient of the rotary key under tensor parallelism.
+
+    All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
+    Megatron-core, whose local down projection is split by columns, uses the heads of one rank alone.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        if config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(functools.partial(_gather, config))
+
+
+def _gather(
+    config: MLATransformerConfig, module: Any, inputs: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Gather the columns of the compressed keys and values and of the rotary key.
+
+    Megatron-core gathers only an output that is still split. It treats a whole one as that of a replicated layer, which
+    has a slice of the tokens under sequence parallelism: there it gathers the rotary keys and sums their gradients.
+    """
+    columns, bias = output
+    whole = gather_from_tensor_model_parallel_region(columns)
+    if config.sequence_parallel:
+        return scatter_to_sequence_parallel_region(whole), bias
+    latent, key = whole.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+    return torch.cat([latent, _SumGradients.apply(key, module.tp_group)], dim=-1), bias
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity whose gradient is summed over a group.
+
+    Megatron-core's `copy_to_tensor_model_parallel_region` loses the sum if the gradient is not contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        collectives.run(dist.all_reduce, total, group=ctx.group)
+        return total, None
