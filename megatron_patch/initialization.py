@@ -33,6 +33,8 @@ def keyed_layer_spec(
     class KeyedLayer(spec.module):
         def __init__(self, config, submodules, layer_number: int = 1, vp_stage: int | None = None, **options):
             number = layer_number + get_transformer_layer_offset(config, vp_stage)
+            if options.get("is_mtp_layer"):  # from megatron-core 0.17 on, which counts these layers from 1
+                number = config.num_layers + layer_number
             if number in without_mlp:
                 submodules = replace(submodules, mlp=IdentityOp)
             with random.keyed("layer's dense weights", seed, part, number):

@@ -17,23 +17,31 @@ from fmoe.convert import check_chosen, check_model, plan_blocks
 from fmoe.convert.blocks import Block
 from fmoe.convert.upcycle import Upcycling
 from megatron_patch.layer import MegatronMoE
+from megatron_patch.mtp import mtp_layers
 from megatron_patch.upcycle import expert_options, fill, mlp_block
 
 MODELS = (GPTModel, T5Model, BertModel, CLIPViTModel)
 
 
 class Stack(NamedTuple):
-    """A transformer block of a model.
+    """A transformer block of a model, or its modules for multi-token prediction.
 
     Attributes:
         layers: layers of the block on this rank.
         config: config of the block.
-        offset: number of layers in earlier blocks of the model.
+        offset: number to add to the layers' ``layer_number``: that of layers in earlier blocks of the model.
+        is_mtp: whether the layers are those of multi-token prediction, which share their config with the decoder.
     """
 
     layers: tuple[Any, ...]
     config: TransformerConfig
     offset: int
+    is_mtp: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers over all ranks."""
+        return self.config.mtp_num_layers or 0 if self.is_mtp else self.config.num_layers
 
 
 def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
@@ -46,7 +54,8 @@ def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
 
 
 def stacks(model: Any) -> tuple[Stack, ...]:
-    """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5."""
+    """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5, layers
+    of multi-token prediction last."""
     blocks = {"decoder": model.config}
     if isinstance(model, BertModel):
         blocks = {"encoder": model.config}
@@ -57,6 +66,9 @@ def stacks(model: Any) -> tuple[Stack, ...]:
         block = getattr(model, name)  # None on a pipeline stage without this block
         found.append(Stack(() if block is None else tuple(block.layers), config, offset))
         offset += config.num_layers
+    if model.config.mtp_num_layers:
+        layers = tuple(mtp_layers(model))
+        found.append(Stack(tuple(layer for layer, _ in layers), model.config, layers[0][1] if layers else 0, True))
     return tuple(found)
 
 
@@ -94,7 +106,8 @@ def fmoefy(
     Args:
         num_experts: number of experts of each layer, over all ranks.
         layers: numbers of the layers to change, counted from 1 over the whole model as in Megatron; the layers of a
-            T5's decoder come after the encoder's. None for all layers.
+            T5's decoder come after the encoder's, those of multi-token prediction after the decoder's. None for all
+            layers.
         upcycle: initialize every expert from the MLP of its layer, which leaves the model's output unchanged. By
             default experts are drawn, as with `fmoe_layer_spec`: copies of a random MLP would only make experts equal.
             Through `fmoe.fmoefy`, the default is True.
@@ -110,7 +123,7 @@ def fmoefy(
     if hasattr(model, "module"):
         raise UserError(f"the model is wrapped in {type(model).__name__}: convert it before you wrap it")
     parts = checked_stacks(model, "megatron_patch.fmoefy")
-    total = sum(config.num_layers for _, config, _ in parts)
+    total = sum(stack.num_layers for stack in parts)
     for number in sorted(layers or ()):
         if not 1 <= number <= total:
             raise UserError(
@@ -118,7 +131,7 @@ def fmoefy(
             )
     chosen = [
         (layer, offset)
-        for in_stack, _, offset in parts
+        for in_stack, _, offset, _ in parts
         for layer in in_stack
         if layers is None or layer.layer_number + offset in layers
     ]
@@ -137,10 +150,10 @@ def fmoefy(
     ]
     for (layer, _), new in zip(chosen, made, strict=True):
         layer.mlp = new.train(layer.training)
-    for _, config, offset in parts:
+    for _, config, offset, is_mtp in parts:
         if made:  # for every stack, because the schedule reads only one of the configs
             config.num_moe_experts = made[0].num_experts
-        if layers is not None:  # layers differ: sharded_state_dict must not stack them into one tensor
+        if layers is not None and not is_mtp:  # layers differ: sharded_state_dict must not stack them into one tensor
             numbers = range(offset + 1, offset + config.num_layers + 1)
             config.moe_layer_freq = [int(number in layers) for number in numbers]
     return model
@@ -180,7 +193,7 @@ def _convert(
 ) -> nn.Module:
     """Call `fmoefy` with arguments of `fmoe.fmoefy`: its forms of ``layers``, counted from 1, and its defaults."""
     if isinstance(layers, int):
-        count = sum(s.config.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
+        count = sum(s.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:
             raise UserError(f"layers={layers} (every n-th layer) selects no layer: the model has {count}")
         layers = range(layers, count + 1, layers)

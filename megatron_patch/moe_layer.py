@@ -152,11 +152,11 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
             The model is then unchanged.
     """
     parts = checked_stacks(model, "convert_moe_layers")
-    total = sum(config.num_layers for _, config, _ in parts)
+    total = sum(stack.num_layers for stack in parts)
     more = {"model_layers": total} if len(parts) > 1 else {}
     made = [
         (layer, _converted(layer, {"seed": seed, "layer_offset": offset, **more, **options}))
-        for in_stack, _, offset in parts
+        for in_stack, _, offset, _ in parts
         for layer in in_stack
         if isinstance(layer.mlp, MoELayer)
     ]

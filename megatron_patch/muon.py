@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     for module in modules:
         if isinstance(module, GroupedMLP):
             raise UserError("Muon does not support Megatron-core's GroupedMLP: convert the model with fmoefy")
-        if isinstance(module, TransformerLayer):
+        if isinstance(module, TransformerLayer | MultiTokenPredictionLayer):
             found |= hidden_matrices(module)
     for module in modules:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight in found:

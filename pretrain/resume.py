@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "guard.*": "from here on; the window of the spikes is kept",
     "tracking.*": "from here on",
     "model.eval_capacity_factor": "validation only",
+    "model.mtp_loss": "from here on",
     "data.validation": "validation only",
     "data.prefetch": "the time at which batches are built, not their content",
     "train.steps": "ends later or earlier; without optimizer.decay_steps the decay ends there too",

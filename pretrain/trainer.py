@@ -114,6 +114,9 @@ class Trainer:
             "mfu": self._flops_per_token * tokens / seconds / peak,
             "memory_mb": _memory_mb(self.processes.device),
         }
+        if result.mtp_losses:
+            metrics["mtp_loss"] = sum(result.mtp_losses) / len(result.mtp_losses)
+            metrics |= {f"mtp_loss/depth_{depth}": loss for depth, loss in enumerate(result.mtp_losses, start=1)}
         for number, epochs in enumerate(self.inputs.epochs_per_sample, start=1):
             metrics[f"epochs/source_{number}"] = epochs * schedule.first(self.step)
         scaler = self.engine.grad_scaler

@@ -33,6 +33,7 @@ LIMITS = {
     "optimizer.warmup_tokens": 2**53,
     "model.num_layers": 2**16,
     "model.num_decoder_layers": 2**16,
+    "model.mtp_layers": 2**8,
     "model.num_experts": 2**20,
     "model.num_shared_experts": 2**20,
     "model.sequence_length": 2**28,
@@ -103,7 +104,7 @@ POSITIVE = {
 }
 NOT_NEGATIVE = {
     "data": ("prefetch",),
-    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std"),
+    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
     "optimizer": (
         "min_lr",
         "warmup_steps",

@@ -25,6 +25,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     if model.position == "relative":
         total += 2 * _RELATIVE_BUCKETS * model.num_heads
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
+    total += model.mtp_layers * 3 * _norm(model, width)  # of the hidden state, the embedding and the output
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
@@ -44,7 +45,8 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     layers = [matrices for matrices, _ in _layers(model, model.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
-        return 6.0 * (sum(layers) + output) + 6.0 * model.num_layers * heads * length
+        depth = len(model.layer_numbers)
+        return 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * depth * heads * length
     encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
     keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
@@ -59,7 +61,9 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense
-        layers.append((matrices + _attention(model, number), others))
+        # Multi-token prediction projects hidden state and embedding to the layer's input.
+        projection = 2 * model.hidden_size**2 if number in model.mtp_numbers else 0
+        layers.append((matrices + _attention(model, number) + projection, others))
     return layers
 
 

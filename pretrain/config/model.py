@@ -69,6 +69,12 @@ class ModelConfig:
     token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
+    mtp_layers: int = 0
+    """Number of further tokens that each position predicts in training, with one more layer each (multi-token
+    prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
+    model.kind=gpt."""
+    mtp_loss: float = 0.3
+    """Factor of the mean loss of the further tokens, which is added to the training loss."""
     init: Literal["normal", "switch"] = "normal"
     """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
     truncated normal, with standard deviation sqrt(0.1 / inputs) for all matrices but embeddings and output layer."""
@@ -175,15 +181,23 @@ class ModelConfig:
 
     @property
     def layer_numbers(self) -> range:
-        """Layer numbers from 1; a T5's decoder layers follow its encoder's."""
-        return range(1, self.num_layers + self.decoder_layers + 1)
+        """Layer numbers from 1; a T5's decoder layers follow its encoder's, `mtp_numbers` are last."""
+        return range(1, self.mtp_numbers.stop)
+
+    @property
+    def mtp_numbers(self) -> range:
+        """Numbers of the layers of multi-token prediction, which only training runs."""
+        first = self.num_layers + self.decoder_layers + 1
+        return range(first, first + self.mtp_layers)
 
     @property
     def layers_with_experts(self) -> tuple[int, ...]:
         """Numbers of the layers that have experts."""
         if not self.num_experts:
             return ()
-        return self.moe_layers or tuple(n for n in self.layer_numbers if n % self.moe_every == 0)
+        last = self.mtp_numbers.start - 1
+        found = self.moe_layers or tuple(n for n in range(1, last + 1) if n % self.moe_every == 0)
+        return (*found, *self.mtp_numbers) if last in found else found
 
     def check(self) -> None:
         """Raise UserError for the first invalid value or pair of values of the section."""
@@ -220,6 +234,22 @@ class ModelConfig:
                 raise UserError(f"model.{name}={value} is not positive; use none to drop nothing")
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
+        self._check_mtp()
+
+    def _check_mtp(self) -> None:
+        if not self.mtp_layers:
+            if self.mtp_loss != ModelConfig.mtp_loss:
+                raise UserError(f"model.mtp_loss={self.mtp_loss} needs model.mtp_layers > 0")
+            return
+        if self.kind != "gpt":
+            raise UserError(f"model.mtp_layers={self.mtp_layers} needs model.kind=gpt, not {self.kind}")
+        if not self.mtp_loss > 0:
+            raise UserError(f"model.mtp_loss={self.mtp_loss} is not positive; use model.mtp_layers=0 for none")
+        if self.mtp_layers >= self.sequence_length:
+            raise UserError(
+                f"model.mtp_layers={self.mtp_layers} must be less than model.sequence_length={self.sequence_length}: "
+                "no token would be left to predict"
+            )
 
     def _check_latent(self) -> None:
         """Raise UserError for an invalid combination of the keys of multi-latent attention."""
@@ -251,12 +281,12 @@ class ModelConfig:
         for number in self.moe_layers:
             if self.moe_layers.count(number) > 1:
                 raise UserError(f"model.moe_layers={self.moe_layers} has {number} twice")
-            if number not in self.layer_numbers:
+            if not 1 <= number < self.mtp_numbers.start:
                 last = f"model.num_layers={self.num_layers}"
                 last += f" + model.num_decoder_layers={self.decoder_layers}" if self.kind == "t5" else ""
                 raise UserError(f"model.moe_layers has {number}; layers are 1 to {last}")
         if not self.layers_with_experts:
-            raise UserError(f"model.moe_every={self.moe_every} exceeds the {len(self.layer_numbers)} layers")
+            raise UserError(f"model.moe_every={self.moe_every} exceeds the {self.mtp_numbers.start - 1} layers")
         if self.dense_ffn_hidden_size is not None and len(self.layers_with_experts) == len(self.layer_numbers):
             raise UserError(
                 f"model.dense_ffn_hidden_size={self.dense_ffn_hidden_size} needs layers without experts: "

@@ -144,6 +144,8 @@ class ParallelConfig:
             raise UserError(f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use 1")
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise UserError(f"parallel.virtual_pipeline={self.virtual_pipeline} has no effect with parallel.pipeline=1")
+        if model.mtp_layers:
+            self._check_mtp(model)
         if self.model_chunks > 1 and self.schedule == "gpipe":
             raise UserError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} is not supported with parallel.schedule=gpipe: "
@@ -174,6 +176,17 @@ class ParallelConfig:
                         f"parallel.{key}={getattr(self, key)} needs whole experts, parallel.expert_tensor=1, not "
                         f"{self.expert_tensor}"
                     )
+
+    def _check_mtp(self, model: ModelConfig) -> None:
+        if self.context > 1:
+            raise UserError(
+                f"parallel.context={self.context} is not supported with model.mtp_layers={model.mtp_layers}"
+            )
+        if self.pipeline > 1 and model.position == "learned_absolute":
+            raise UserError(
+                f"parallel.pipeline={self.pipeline} is not supported with model.mtp_layers={model.mtp_layers} and "
+                "model.position=learned_absolute: use rope"
+            )
 
     def _check_context(self, model: ModelConfig) -> None:
         if model.kind != "gpt":

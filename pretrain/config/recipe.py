@@ -116,6 +116,11 @@ class Recipe:
             raise UserError(f"model.num_decoder_layers={decoder_layers} needs model.kind=t5, not {model.kind}")
         if model.objective != "gpt" and data.document_mask:
             raise UserError(f"data.document_mask=true needs model.kind=gpt, not {model.kind}")
+        if model.mtp_layers and data.document_mask:
+            raise UserError(
+                f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: further tokens "
+                "would be those of the next document"
+            )
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
         if not 1 <= data.mean_span < math.inf:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
-from megatron_patch import MegatronMoE, bf16_linear
+from megatron_patch import MegatronMoE, bf16_linear, mtp
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
 from pretrain.config import Recipe
@@ -47,6 +47,7 @@ class StepResult:
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped and a lower loss scale will be tried.
+        mtp_losses: mean of the global batch for each further token of multi-token prediction, in nats per token.
     """
 
     loss: float
@@ -56,6 +57,7 @@ class StepResult:
     asks_to_stop: bool = False
     loss_scale: float | None = None
     has_overflowed: bool = False
+    mtp_losses: tuple[float, ...] = ()
 
 
 def init_parallel(recipe: Recipe, processes: Processes) -> None:
@@ -147,6 +149,7 @@ class Engine:
         self.asks_to_stop = False
         self.on_progress: Callable[[], None] = lambda: None
         self.last_loss: Tensor | None = None
+        self._mtp_losses: Tensor | None = None  # this rank's in the last training step
 
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
@@ -205,9 +208,10 @@ class Engine:
         found_inf = self.optimizer.prepare_grads()  # the same on every rank
         own_norm = float("inf") if found_inf else self.optimizer.get_grad_norm()
         # One reduction for all that ranks must agree on. Sums keep non-finite values of any rank.
-        sums = torch.cat([loss.view(1), loss.new_tensor([own_norm, self.asks_to_stop])])
+        mtp_losses = [] if self._mtp_losses is None else [self._mtp_losses]
+        sums = torch.cat([loss.view(1), loss.new_tensor([own_norm, self.asks_to_stop]), *mtp_losses])
         dist.all_reduce(sums)
-        loss_sum, norm_sum, asks_to_stop = sums.tolist()
+        loss_sum, norm_sum, asks_to_stop, *mtp_sums = sums.tolist()
         mean_loss, grad_norm = loss_sum / self._num_losses, norm_sum / self.processes.world_size
         has_overflowed = found_inf and can_fall
         reason: str | None
@@ -223,7 +227,8 @@ class Engine:
             end_step(self.gpt, self.data_group)
         else:
             skip_step(self.gpt)
-        return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0, loss_scale, has_overflowed)
+        own_losses = tuple(total / self._num_losses for total in mtp_sums)
+        return StepResult(mean_loss, grad_norm, lr, reason, asks_to_stop > 0, loss_scale, has_overflowed, own_losses)
 
     @property
     def scale_limit(self) -> str:
@@ -245,9 +250,18 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        mtp.take_losses()  # of a step that was interrupted
         with contextlib.nullcontext() if reduce else self._unreduced():
             self.last_loss = self.accumulate(samples, batches.first(step), size, step)
+        if depth := self.recipe.model.mtp_layers:
+            losses = mtp.take_losses()
+            zeros = self.last_loss.new_zeros(depth)  # before the last pipeline stage
+            self._mtp_losses = zeros if losses is None else losses / self._num_micro_batches(size)
         return self.last_loss
+
+    def _num_micro_batches(self, count: int) -> int:
+        """Return the number of this rank's micro batches among ``count`` samples."""
+        return count // (self.recipe.train.micro_batch * self.data_group.size())
 
     @contextlib.contextmanager
     def _unreduced(self) -> Iterator[None]:
@@ -299,7 +313,7 @@ class Engine:
             forward_step_func=self._forward_step,
             data_iterator=iterators,
             model=self.model,
-            num_microbatches=count // (train.micro_batch * self.data_group.size()),
+            num_microbatches=self._num_micro_batches(count),
             seq_length=self.recipe.model.sequence_length,
             micro_batch_size=train.micro_batch,
             forward_only=step is None,

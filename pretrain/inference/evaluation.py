@@ -90,7 +90,8 @@ def evaluate(
         layers = {module: name for name, module in model.named_modules()}
         reports = metrics(model)
         numbered = {module.layer_number: reports[name] for module, name in layers.items() if name in reports}
-        result.layers = dict(sorted(numbered.items()))
+        unused = recipe.model.mtp_numbers
+        result.layers = {number: numbered[number] for number in sorted(numbered) if number not in unused}
     return result
 
 

@@ -95,6 +95,7 @@ def drops_in_evaluation(model: ModelConfig) -> bool:
 _DEMANDS = (
     Demand("kind", lambda m: m.kind == "gpt", "gpt"),
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
+    Demand("mtp_layers", lambda m: not m.mtp_layers, "0"),
     Demand("norm", lambda m: m.norm == "rms", "rms"),
     Demand("position", lambda m: m.position == "rope", "rope"),
     Demand("kv_lora_rank", lambda m: m.kv_lora_rank is None, "none"),

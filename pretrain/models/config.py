@@ -45,6 +45,11 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
         attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
 
 
+def norm_class(model: ModelConfig) -> type | None:
+    """Return the class of the recipe's norms outside of layers; None for Megatron-core's choice."""
+    return WrappedTorchNorm if model.norm == "rms" else None
+
+
 def set_rope_theta(module: Any, recipe: Recipe) -> None:
     """Set the base of the rotary positions of a T5Model or BertModel, whose constructors have no ``rotary_base``."""
     model = recipe.model
@@ -109,6 +114,8 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=False,
+        mtp_num_layers=model.mtp_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,
         hidden_dropout=model.dropout,
         init_method_std=model.init_std,

@@ -10,19 +10,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from fmoe import random
+from megatron_patch import patches
 from megatron_patch.attention import SDPAttention
 from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from megatron_patch.latent_attention import LatentAttention
+from megatron_patch.mtp import MTPModel, mtp_block_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
-from pretrain.models.config import own_norms, transformer_config
+from pretrain.models.config import norm_class, own_norms, transformer_config
 
 
 def build(
     recipe: Recipe, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
     """See `pretrain.models`."""
+    patches.install()  # before attention is built
     is_latent = recipe.model.kv_lora_rank is not None
     layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
     if is_latent:
@@ -39,22 +42,34 @@ def build(
 
 
 def build_gpt(
-    recipe: Recipe, config: TransformerConfig, layer_spec: ModuleSpec, *, without_mlp: Collection[int] = (), **stage
+    recipe: Recipe,
+    config: TransformerConfig,
+    layer_spec: ModuleSpec,
+    *,
+    without_mlp: Collection[int] = (),
+    vp_stage: int | None = None,
+    **stage,
 ) -> GPTModel:
-    """Build the embedding, the layers of the spec with torch's fused attention, and the output layer.
-    `keyed_layer_spec` describes ``without_mlp``."""
+    """Build the embedding, the layers of the spec with torch's fused attention, and the output layer, and on the last
+    stage the modules of multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
     seed = recipe.train.seed
+    keyed_spec, mtp = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp), {}
+    if recipe.model.mtp_layers:
+        mtp_spec = mtp_block_spec(config, layer_spec, keyed_spec, seed, vp_stage, norm_class(recipe.model))
+        mtp = {"mtp_block_spec": mtp_spec}
     with random.keyed("embedding", seed):
-        model = GPTModel(
+        model = (MTPModel if mtp else GPTModel)(
             config,
-            keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp),
+            keyed_spec,
             vocab_size=recipe.model.vocab_size,
             max_sequence_length=recipe.model.sequence_length,
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
             position_embedding_type=recipe.model.position,
             rotary_base=recipe.model.rope_theta,
+            vp_stage=vp_stage,
+            **mtp,
             **stage,
         )
     slice_rotary_positions(model)

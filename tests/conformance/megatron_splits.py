@@ -113,6 +113,10 @@ BUILDERS = {
             ),
         )
     ),
+    "gpt, mtp": Builder(replace(GPT, model=replace(GPT.model, mtp_layers=2, mtp_loss=0.5))),
+    "gpt, mtp, dense and untied": Builder(
+        replace(GPT, model=replace(GPT.model, moe_layers=(1, 3), mtp_layers=1, tie_embeddings=False, norm="rms"))
+    ),
     "t5, modern": kind(
         "t5",
         0.35,
@@ -185,6 +189,7 @@ def train(recipe: Recipe, builder: str, steps: int = STEPS) -> Seen:
     for step in range(steps):
         result = engine.train_step(step, samples)
         figures |= {f"loss {step}": result.loss, f"gradient norm {step}": result.grad_norm}
+        figures |= {f"mtp loss {step} {depth}": loss for depth, loss in enumerate(result.mtp_losses)}
         for number, report in engine.routing().items():
             figures |= {
                 f"load {step} {number}": torch.tensor(report.load),

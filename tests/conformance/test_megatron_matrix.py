@@ -153,6 +153,32 @@ def test_latent_attention_too(forks, alone, case):
     test_a_split_equals_one_process(forks, alone, case)
 
 
+MTP = [
+    {"model": model, "layout": layout, "sequence": sequence, "distributed": distributed, "recompute": recompute}
+    | {"schedule": schedule, "overlap": distributed}
+    for model, layout, sequence, distributed, recompute, schedule in (
+        ("gpt, mtp", "TP2", "on", False, "none", "1f1b"),
+        ("gpt, mtp", "TP2", "off", True, "full", "1f1b"),
+        ("gpt, mtp", "EP2", "-", True, "selective", "1f1b"),
+        ("gpt, mtp", "PP2", "-", False, "none", "1f1b"),
+        ("gpt, mtp", "PP2", "-", True, "full", "gpipe"),
+        ("gpt, mtp", "PP4", "-", True, "none", "1f1b"),
+        ("gpt, mtp", "PP2 VPP2", "-", True, "none", "1f1b"),
+        ("gpt, mtp", "TP2xEP2 ETP2", "on", True, "selective", "1f1b"),
+        ("gpt, mtp, dense and untied", "DP2", "-", True, "none", "1f1b"),
+        ("gpt, mtp, dense and untied", "PP2", "-", True, "none", "1f1b"),
+        ("gpt, mtp, dense and untied", "PP2 VPP2", "-", False, "full", "1f1b"),
+        ("gpt, mtp, dense and untied", "TP2xPP2", "on", False, "selective", "1f1b"),
+        ("gpt, mtp, dense and untied", "TP2xPP2", "off", True, "none", "1f1b"),
+    )
+]
+
+
+@pytest.mark.parametrize("case", [marks(case, False) for case in MTP])  # by default test_run_mtp.py has some
+def test_multi_token_prediction_too(forks, alone, case):
+    test_a_split_equals_one_process(forks, alone, case)
+
+
 MUON = [
     {"optimizer": "muon", "model": model, "layout": layout, "sequence": sequence, "distributed": distributed}
     | {"recompute": "none", "schedule": "1f1b", "overlap": distributed}
@@ -173,6 +199,7 @@ MUON = [
         ("bert", "TP2", "on", True),
         ("t5, modern", "TP2xEP2", "on", True),
         ("t5, modern", "EP2", "-", False),
+        ("gpt, mtp", "TP2xPP2", "on", True),
     )
 ]
 

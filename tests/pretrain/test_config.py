@@ -82,6 +82,15 @@ MODELS = {
         "norm": "rms",
         "tie_embeddings": False,
     },
+    "latent attention, further tokens": {
+        "mtp_layers": 1,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "further tokens": {"mtp_layers": 2, "num_query_groups": 2, "qk_norm": True},
+    "further tokens, last layer plain": {"mtp_layers": 1, "moe_layers": (1,), "norm": "rms", "tie_embeddings": False},
     "noisy": {"gate": "noisy"},
     "random": {"gate": "random"},
     "t5, modern": {
@@ -174,6 +183,8 @@ def test_flops_per_token_by_hand():
     tied = replace(model, tie_embeddings=True)
     assert flops(tied) == flops(model), "tying changes parameters, not arithmetic"
     assert flops(replace(model, top_k=3)) - flops(model) == 6 * expert
+    further = attention + 2 * expert + router + 2 * 8 * 8 + 32 * 8  # and the projection and the output layer once more
+    assert flops(replace(model, mtp_layers=2)) - flops(model) == 2 * 3 * (2 * further + scores / 2)
 
 
 def test_flops_of_a_modern_gpt_by_hand():
@@ -271,6 +282,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             norm_eps=1e-6,
             dropout=0.1,
             tie_embeddings=False,
+            mtp_layers=2,
+            mtp_loss=0.1,
             init="switch",
             init_std=1e-3,
             num_experts=6,
@@ -394,7 +407,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0, **dict.fromkeys(LATENT)),
+        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT)),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -563,6 +576,13 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"kind": "t5", "num_query_groups": 2}, ["model.num_query_groups=2", "model.kind=t5", "model.num_heads=6"]),
         ({"position": "learned_absolute", "rope_theta": 1e6}, ["model.rope_theta=1000000.0", "learned_absolute"]),
         ({"num_experts": 0, "num_shared_experts": 1}, ["model.num_shared_experts=1", "model.num_experts"]),
+        ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
+        ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),
+        ({"mtp_layers": -1}, ["model.mtp_layers=-1"]),
+        ({"mtp_layers": 1, "kind": "t5"}, ["model.mtp_layers=1", "model.kind=gpt", "t5"]),
+        ({"mtp_layers": 1, "kind": "bert"}, ["model.mtp_layers=1", "model.kind=gpt", "bert"]),
+        ({"mtp_layers": 8, "sequence_length": 8}, ["model.mtp_layers=8", "model.sequence_length=8"]),
+        ({"mtp_layers": 1, "moe_layers": (5,)}, ["model.moe_layers", "5", "model.num_layers=4"]),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
 )
@@ -570,6 +590,34 @@ def test_values_of_the_model_that_exclude_each_other(values, parts):
     with pytest.raises(UserError) as error:
         Recipe(model=ModelConfig(**values)).check()
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"data": DataConfig(document_mask=True)}, ["data.document_mask=true"]),
+        ({"parallel": ParallelConfig(context=2)}, ["parallel.context=2"]),
+        (
+            {
+                "parallel": ParallelConfig(pipeline=2),
+                "model": ModelConfig(mtp_layers=1, position="learned_absolute"),
+            },
+            ["parallel.pipeline=2", "model.position=learned_absolute"],
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_multi_token_prediction_excludes(sections, parts):
+    with pytest.raises(UserError) as error:
+        Recipe(**{"model": ModelConfig(mtp_layers=1)} | sections).check()
+    assert all(part in str(error.value) for part in ("model.mtp_layers=1", *parts)), str(error.value)
+
+
+def test_layers_of_multi_token_prediction_are_of_the_last_layers_kind():
+    assert ModelConfig(mtp_layers=2).layers_with_experts == (1, 2, 3, 4, 5, 6)
+    assert ModelConfig(mtp_layers=2, moe_every=4).layers_with_experts == (4, 5, 6)
+    assert ModelConfig(mtp_layers=2, moe_every=3).layers_with_experts == (3,)
+    assert ModelConfig(mtp_layers=2, moe_layers=(1, 4)).layers_with_experts == (1, 4, 5, 6)
 
 
 @pytest.mark.parametrize(

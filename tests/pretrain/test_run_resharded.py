@@ -81,6 +81,7 @@ CHAINS = {
         Split(data=2, distributed=True, overlap=True),
     ],
     "TP2 x DP2 distributed to PP2": [Split(tensor=2, data=2, distributed=True), Split(pipeline=2)],
+    "further tokens": [Split(tensor=2, pipeline=2), Split(expert=2, distributed=True), Split(pipeline=2)],
     "modern": [Split(tensor=2, expert=2), Split(expert=2, distributed=True), Split(tensor=2, pipeline=2)],
     "latent attention": [Split(tensor=2), Split(expert=2, distributed=True), Split(pipeline=2)],
     "experts cut by TP, virtual stages": [
@@ -105,6 +106,7 @@ MODELS = {
         "v_head_dim": 5,
         "tie_embeddings": False,
     },
+    "further tokens": {"mtp_layers": 2},
     "modern": {
         "num_heads": 4,
         "num_query_groups": 2,
@@ -167,6 +169,7 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
     "on and off, EP and DP-switch",
     "TP 2-1-2-switch",
     "TP2 x PP2 to EP2 x DP2-switch",
+    "further tokens-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
     "latent attention-switch",
     "EP 2-1-4-sigmoid",
@@ -212,6 +215,13 @@ def crcs(pieces):
     return {
         piece.name: zlib.crc32(piece.data.detach().contiguous().view(-1).view(torch.uint8).numpy()) for piece in pieces
     }
+
+
+def test_modules_for_further_tokens_are_saved_and_loaded(forks, tmp_path):
+    base = replace(RECIPE, model=replace(RECIPE.model, mtp_layers=2))
+    ((before, after, _),) = values(forks.run(1, saved_and_loaded, tmp_path, base))
+    assert sum(name.startswith("model/mtp.layers.1.") for name in before) > 8
+    assert after == before
 
 
 def test_a_gates_bias_is_saved_and_loaded(forks, tmp_path):

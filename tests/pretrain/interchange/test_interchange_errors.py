@@ -50,6 +50,7 @@ REFUSED = {
     "options of a gate": ({"gate_options": {"bias": True}}, "auto", "model.gate_options={'bias': True}"),
     "other experts": ({"expert": "swiglu"}, "auto", "model.expert=swiglu"),
     "options of experts": ({"expert_options": {"bias": True}}, "auto", "model.expert_options={'bias': True}"),
+    "further tokens": ({"mtp_layers": 1}, "auto", "model.mtp_layers=1"),
     "finer experts": ({"granularity": 2}, "auto", "model.granularity=2"),
     "drops in evaluation": ({"eval_capacity_factor": 3.9}, "auto", "model.eval_capacity_factor=3.9"),
     "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use true"),
