@@ -20,7 +20,7 @@ class LatentAttention(MLASelfAttention):
     """`MLASelfAttention` with the whole gradient of the rotary key under tensor parallelism.
 
     All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
-    Megatron-core, whose local down projection is split by columns, uses the heads of one rank alone.
+    Megatron-core, whose local down projection is split by columns, uses only the heads of one rank.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **options: Any):
@@ -34,8 +34,8 @@ def _gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the columns of the compressed keys and values and of the rotary key.
 
-    Megatron-core gathers only an output that is still split. It treats a whole one as that of a replicated layer, which
-    has a slice of the tokens under sequence parallelism: there it gathers the rotary keys and sums their gradients.
+    Megatron-core gathers only an output that is still split. It treats a whole one as the output of a replicated layer,
+    with a slice of the tokens under sequence parallelism: there it gathers the rotary keys and sums their gradients.
     """
     columns, bias = output
     whole = gather_from_tensor_model_parallel_region(columns)

@@ -29,8 +29,8 @@ class Stack(NamedTuple):
     Attributes:
         layers: layers of the block on this rank.
         config: config of the block.
-        offset: number to add to the layers' ``layer_number``: that of layers in earlier blocks of the model.
-        is_mtp: whether the layers are those of multi-token prediction, which share their config with the decoder.
+        offset: number to add to the layers' ``layer_number``: the layers in earlier blocks of the model.
+        is_mtp: whether the layers belong to multi-token prediction, which shares its config with the decoder.
     """
 
     layers: tuple[Any, ...]

@@ -264,7 +264,7 @@ def _measure(squares: Tensor, slots: list[Slot], weights: list[Tensor], compared
 
 
 def load_state_in_its_dtypes(optimizer: Optimizer, state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Replace the named state, after ``optimizer.load_state_dict``, with that of ``state_dict`` in its own dtypes.
+    """Replace the named state, after ``optimizer.load_state_dict``, with the state in ``state_dict``, in its dtypes.
 
     torch casts state to the parameter's dtype; moments of 16-bit parameters must stay float32.
     """

@@ -37,9 +37,9 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     """Return the floating point operations per token of a training step, forward and backward.
 
-    Counts 6 operations for each active matrix parameter, and adds those of the attention scores, without recomputation
-    (PaLM, arXiv 2204.02311 appendix B). Embeddings, positions, norms and biases are not counted. For a T5, returns the
-    mean over the tokens of both stacks."""
+    Counts 6 operations for each active matrix parameter, and adds the attention scores, without recomputation (PaLM,
+    arXiv 2204.02311 appendix B). Embeddings, positions, norms and biases are not counted. For a T5, returns the mean
+    over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
     layers = [matrices for matrices, _ in _layers(model, model.top_k)]

@@ -119,7 +119,7 @@ class Recipe:
         if model.mtp_layers and data.document_mask:
             raise UserError(
                 f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: further tokens "
-                "would be those of the next document"
+                "would be tokens of the next document"
             )
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
