@@ -97,4 +97,4 @@ def take_losses() -> Tensor | None:
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     losses = tracker.get("values", tracker.get("loss_values"))  # before and from megatron-core 0.19 on
     tracker.clear()
-    return None if losses is None else torch.as_tensor(losses).detach()
+    return None if losses is None else losses.detach()
