@@ -31,6 +31,8 @@ RECIPE = Recipe(
     optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5),
     train=TrainConfig(steps=STEPS, global_batch=8, micro_batch=2),
 )
+# A large eps: where a gradient is rounding alone, the size of the step is not.
+STEADY = replace(RECIPE, optimizer=replace(RECIPE.optimizer, eps=1e-3))
 
 
 class Samples:
@@ -69,7 +71,7 @@ def train(recipe):
 @pytest.fixture(scope="module")
 def alone(forks):
     """In one process, and in one micro batch instead of four: noise and routing groups depend on neither."""
-    return only(forks.run(1, train, replace(RECIPE, train=replace(RECIPE.train, micro_batch=8))))
+    return only(forks.run(1, train, replace(STEADY, train=replace(STEADY.train, micro_batch=8))))
 
 
 SPLITS = {
@@ -86,7 +88,7 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_equal_one(forks, alone, split, distributed):
     parallel = ParallelConfig(**SPLITS[split])
-    recipe = replace(RECIPE, parallel=parallel, optimizer=replace(RECIPE.optimizer, distributed=distributed))
+    recipe = replace(STEADY, parallel=parallel, optimizer=replace(STEADY.optimizer, distributed=distributed))
     ranks = values(forks.run(2, train, recipe))
     for name, expected in alone.items():
         found = [rank[name] for rank in ranks]
