@@ -1,44 +1,26 @@
 """Conversion between ``[model]`` of a recipe and config.json of a Hugging Face model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.families import FAMILIES, KEYS, Family, Key, toml
-
-# Keys of config.json, of any family, that change what a model computes, and the only values that fmoe supports.
-_ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("hidden_act", ("silu", None)),
-    ("attention_bias", (False, None)),
-    ("mlp_bias", (False, None)),
-    ("quantization_config", (None,)),
-    ("partial_rotary_factor", (1, 1.0, None)),
-    ("is_encoder_decoder", (False, None)),
-)
+from pretrain.interchange.families import FAMILIES
+from pretrain.interchange.family import Family, Key, toml
 
 
 def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json of a model; ``dtype`` is torch's name of its weights' dtype."""
-    config: dict[str, Any] = {
+    return {
         "architectures": [family.architecture],
         "model_type": family.name,
-        "hidden_act": "silu",
-        "head_dim": model.head_width,
-        "attention_dropout": 0.0,
-        **{key.theirs: key.of(model) for key in (*KEYS, *family.keys)},
+        **{key.theirs: key.of(model) for key in family.keys},
         **family.write(model),
         **family.constants,
-        "output_router_logits": False,
-        "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
     }
-    # transformers 5 reads rope_parameters, 4 rope_theta.
-    config["rope_scaling"] = None
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    return config
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
@@ -51,39 +33,23 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    _check_only(family, config)
+    for only in family.only:
+        value = config.get(only.theirs)
+        if not any(value == one and type(value) is type(one) for one in only.values):
+            can_be = " or ".join(toml(one) for one in only.values if one is not None) or "none"
+            raise UserError(f"{only.theirs}={toml(value)} is not supported: only {can_be} is")
     config = {**config, "rope_theta": _rope_theta(config)}
     if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
-    values = {key.ours: _value(key, config) for key in (*KEYS, *family.keys)}
-    values |= family.read(config)
-    head = config.get("head_dim")
-    if head is not None:
-        values["head_dim"] = _value(Key("head_dim", "head_dim", int), config)
-    elif values["hidden_size"] % values["num_heads"]:
-        raise UserError(
-            f"num_attention_heads={values['num_heads']} does not divide hidden_size={values['hidden_size']}"
-        )
-    values = _as_default(values)
-    return family, ModelConfig(
-        norm="rms",
-        activation="silu",
-        gated=True,
-        position="rope",
-        gate="naive",
-        capacity_factor=None,
-        eval_capacity_factor=None,
-        jitter=0.0,
-        z_loss=0.0,
-        **values,
-    )
+    values = {key.ours: _value(key, config) for key in family.keys}
+    return family, ModelConfig(**_without_defaults({**family.fixed, **values, **family.read(config)}))
 
 
-def _as_default(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove values that equal our keys' defaults."""
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out values that equal what our keys' None means."""
     values = dict(values)
-    if values["num_query_groups"] == values["num_heads"]:
+    if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]
     if values.get("head_dim") == values["hidden_size"] / values["num_heads"]:
         del values["head_dim"]
@@ -125,18 +91,3 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
             raise UserError(f"{key}: partial_rotary_factor={toml(rope['partial_rotary_factor'])} must be 1")
         theta = rope.get("rope_theta", theta)
     return theta
-
-
-def _check_only(family: Family, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a setting of config.json that fmoe does not support."""
-    for key, allowed in _ONLY:
-        value = config.get(key)
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            can_be = " or ".join(toml(one) for one in allowed if one is not None) or "none"
-            raise UserError(f"{key}={toml(value)} is not supported: only {can_be} is")
-    if family.has_window(config):
-        window = toml(config.get("sliding_window"))
-        raise UserError(f"sliding_window={window} is not supported: only full attention is")
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
-        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")

@@ -14,7 +14,7 @@ from pretrain.checkpoint import Piece, save_parts
 from pretrain.checkpoint.shard import name_of
 from pretrain.config import DataConfig, ModelConfig, OptimizerConfig, Recipe, RunConfig, TrainConfig, write_recipe
 from pretrain.interchange.configs import model_of
-from pretrain.interchange.families import Family
+from pretrain.interchange.family import Family
 from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
 from pretrain.interchange.outgoing import NO_TOKENIZER
 from pretrain.interchange.tensors import Place, places, sizes_of

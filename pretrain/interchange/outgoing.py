@@ -16,7 +16,8 @@ from pretrain.config import Recipe, build_recipe
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
-from pretrain.interchange.families import Family, family_for
+from pretrain.interchange.families import family_for
+from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
     CONFIG,
     GENERATION_CONFIG,

@@ -1,8 +1,8 @@
 """Mapping between the tensors of a Hugging Face folder ("theirs") and of a checkpoint of fmoe ("ours").
 
-A family of models is a table of `Entry`, and a new family is a new table (docs/interchange.md has an example). Sizes
-are written in letters: V rows of the embedding, D width, Q query heads and G key/value heads of width d, F hidden units
-of a dense block, H hidden units of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
+A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
+the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
+of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -105,76 +105,6 @@ class Entry:
     ours: str
     theirs: Mapping[str, str]
     transform: Transform = Same()  # noqa: RUF009 - stateless
-
-
-_LAYER = "model.layers.{layer}"
-_ATTENTION = f"{_LAYER}.self_attn"
-_OUR_LAYER = "model/decoder.layers.{layer}"
-
-# Common to Llama's descendants.
-_COMMON = (
-    Entry("model", "model/embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}),
-    Entry(
-        "layer", f"{_OUR_LAYER}.self_attention.linear_qkv.layer_norm_weight", {f"{_LAYER}.input_layernorm.weight": "D"}
-    ),
-    Entry(
-        "layer",
-        f"{_OUR_LAYER}.self_attention.linear_qkv.weight",
-        {
-            f"{_ATTENTION}.q_proj.weight": "Qd D",
-            f"{_ATTENTION}.k_proj.weight": "Gd D",
-            f"{_ATTENTION}.v_proj.weight": "Gd D",
-        },
-        QueryKeyValue(),
-    ),
-    Entry("layer", f"{_OUR_LAYER}.self_attention.linear_proj.weight", {f"{_ATTENTION}.o_proj.weight": "D Qd"}),
-    Entry(
-        "layer", f"{_OUR_LAYER}.mlp.linear_fc1.layer_norm_weight", {f"{_LAYER}.post_attention_layernorm.weight": "D"}
-    ),
-    Entry("model", "model/decoder.final_layernorm.weight", {"model.norm.weight": "D"}),
-    Entry("output", "model/output_layer.weight", {"lm_head.weight": "V D"}),
-)
-_QK_NORM = (
-    Entry("layer", f"{_OUR_LAYER}.self_attention.q_layernorm.weight", {f"{_ATTENTION}.q_norm.weight": "d"}),
-    Entry("layer", f"{_OUR_LAYER}.self_attention.k_layernorm.weight", {f"{_ATTENTION}.k_norm.weight": "d"}),
-)
-_DENSE = (
-    Entry(
-        "dense",
-        f"{_OUR_LAYER}.mlp.linear_fc1.weight",
-        {f"{_LAYER}.mlp.gate_proj.weight": "F D", f"{_LAYER}.mlp.up_proj.weight": "F D"},
-        Halves(),
-    ),
-    Entry("dense", f"{_OUR_LAYER}.mlp.linear_fc2.weight", {f"{_LAYER}.mlp.down_proj.weight": "D F"}),
-)
-
-
-def _experts(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
-    """Return the entries of router and experts, with separate matrices per expert."""
-    expert = f"{_LAYER}.{block}.experts.{{expert}}"
-    return (
-        Entry("moe", f"{_OUR_LAYER}.mlp.gate.weight", {f"{_LAYER}.{block}.gate.weight": "E D"}),
-        Entry(
-            "expert",
-            f"{_OUR_LAYER}.mlp.experts.weight_in",
-            {f"{expert}.{gate}.weight": "H D", f"{expert}.{value}.weight": "H D"},
-            Halves(),
-        ),
-        Entry("expert", f"{_OUR_LAYER}.mlp.experts.weight_out", {f"{expert}.{output}.weight": "D H"}),
-    )
-
-
-# Experts in transformers 5's in-memory layout, which it writes on request.
-_STACKED = (
-    Entry("moe", f"{_OUR_LAYER}.mlp.gate.weight", {f"{_LAYER}.mlp.gate.weight": "E D"}),
-    Entry("moe", f"{_OUR_LAYER}.mlp.experts.weight_in", {f"{_LAYER}.mlp.experts.gate_up_proj": "E 2H D"}),
-    Entry("moe", f"{_OUR_LAYER}.mlp.experts.weight_out", {f"{_LAYER}.mlp.experts.down_proj": "E D H"}),
-)
-
-MIXTRAL = (*_COMMON, *_experts("block_sparse_moe", "w1", "w3", "w2"))
-MIXTRAL_STACKED = (*_COMMON, *_STACKED)
-QWEN3_MOE = (*_COMMON, *_QK_NORM, *_DENSE, *_experts("mlp", "gate_proj", "up_proj", "down_proj"))
-QWEN3_MOE_STACKED = (*_COMMON, *_QK_NORM, *_DENSE, *_STACKED)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ GOOD = {
 }
 
 REFUSED = {
-    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral: use rms"),
+    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
     "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),
@@ -44,7 +44,7 @@ REFUSED = {
     ),
     "sigmoid gate": ({"gate": "sigmoid"}, "auto", "model.gate=sigmoid"),
     "gshard": ({"gate": "gshard"}, "auto", "model.gate=gshard"),
-    "jitter": ({"gate": "switch", "jitter": 0.01}, "auto", "model.jitter=0.01"),
+    "jitter": ({"gate": "switch", "jitter": 0.01, "qk_norm": True}, "auto", "model.jitter=0.01"),
     "sigmoid scores": ({"score": "sigmoid"}, "auto", "model.score=sigmoid"),
     "scaled weights": ({"routed_scale": 2.5}, "auto", "model.routed_scale=2.5"),
     "options of a gate": ({"gate_options": {"bias": True}}, "auto", "model.gate_options={'bias': True}"),
@@ -55,10 +55,10 @@ REFUSED = {
     "drops in evaluation": ({"eval_capacity_factor": 3.9}, "auto", "model.eval_capacity_factor=3.9"),
     "no qk_norm": ({}, "qwen3_moe", "model.qk_norm=false is not supported by qwen3_moe: use true"),
     "qk_norm": ({"qk_norm": True}, "mixtral", "model.qk_norm=true"),
-    "dense layers": ({"moe_layers": (2,)}, "auto", r"model.moe_layers=\(2,\) .* experts in every layer"),
+    "dense layers": ({"moe_layers": (2,)}, "auto", "model.qk_norm=false .* qwen3_moe, the nearest .*: use true"),
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
-    "switch": ({"gate": "switch", "jitter": 0.0}, "auto", "model.gate=switch"),
+    "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
     "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe"),
 }
 

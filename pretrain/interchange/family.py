@@ -1,0 +1,120 @@
+"""What a family of Hugging Face models is: its tensors, its keys of config.json, and the models it can represent."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pretrain.config import ModelConfig
+from pretrain.interchange.tensors import Entry
+
+# Keys of [model] that do not change the logits of a trained model. A family need not mention them.
+ONLY_TRAINING = frozenset(
+    {"dropout", "init", "init_std", "capacity_factor", "group_size", "balance_loss", "balance_scope", "z_loss"}
+    | {"loss_weights", "bias_step", "mtp_loss", "dense_ffn_hidden_size", "num_decoder_layers", "rope_theta"}
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json that corresponds to one of ``[model]``.
+
+    Attributes:
+        theirs, ours: names in config.json and in ``[model]``.
+        kind: int, float or bool.
+        other: alternative name in config.json.
+        default: value that transformers assumes for a missing key; None if the key is required.
+        value: computes the exported value where ours may be None; by default, the value of ours is exported.
+    """
+
+    theirs: str
+    ours: str
+    kind: type
+    default: Any = None
+    value: Callable[[ModelConfig], Any] | None = None
+    other: str | None = None
+
+    def of(self, model: ModelConfig) -> Any:
+        """Return the key's value in config.json."""
+        return getattr(model, self.ours) if self.value is None else self.value(model)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A condition that a recipe must meet for a family to represent its model.
+
+    Attributes:
+        ours: the key named in the error.
+        holds: tests the condition.
+        why: the allowed values, for the error.
+    """
+
+    ours: str
+    holds: Callable[[ModelConfig], bool]
+    why: str
+
+
+@dataclass(frozen=True)
+class Only:
+    """Values of a key of config.json, None for a missing one, outside which a model is not supported."""
+
+    theirs: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type`` of transformers.
+
+    Keys of ``[model]`` that `keys`, `fixed`, `demands` and `varies` do not mention must have their default value,
+    unless they are in `ONLY_TRAINING`.
+
+    Attributes:
+        name: the ``model_type`` and value of ``--format``.
+        architecture: transformers' class.
+        table: its tensors, in the form that export writes.
+        tables: all forms of its tensors that import reads.
+        keys: keys of config.json that correspond to one of ``[model]``.
+        fixed: keys of ``[model]`` with the only value that the family has: a condition of export, a result of import.
+        demands: other conditions of export.
+        varies: further keys of ``[model]`` that `read` and `write` convert.
+        constants: keys of config.json with the same value in every export.
+        only: conditions of import.
+        read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
+        write: returns keys of config.json without a `Key`.
+        ignored: endings of tensors in a folder that an import leaves out.
+    """
+
+    name: str
+    architecture: str
+    table: tuple[Entry, ...]
+    tables: tuple[tuple[Entry, ...], ...]
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any]
+    demands: tuple[Demand, ...] = ()
+    varies: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    only: tuple[Only, ...] = ()
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    ignored: tuple[str, ...] = ()
+
+    def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
+        """Return the keys of ``[model]`` whose values the family cannot represent, each with its allowed values."""
+        found: dict[str, str] = {}
+        demanded = {demand.ours for demand in self.demands}
+        mentioned = {*self.varies, *demanded, *ONLY_TRAINING, *(key.ours for key in self.keys)}
+        for key, default in dataclasses.asdict(ModelConfig()).items():
+            wanted = self.fixed.get(key, default)
+            if (key in self.fixed or key not in mentioned) and getattr(model, key) != wanted:
+                found[key] = toml(wanted)
+        for demand in self.demands:
+            if not demand.holds(model):
+                found.setdefault(demand.ours, demand.why)
+        return list(found.items())
+
+
+def toml(value: Any) -> str:
+    """Spell a value as TOML for a message, shortened."""
+    text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,262 @@
+"""Descendants of Llama with experts: Mixtral and Qwen3-MoE, and what they have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.interchange.family import Demand, Family, Key, Only, toml
+from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue
+
+LAYER = "model.layers.{layer}"
+ATTENTION = f"{LAYER}.self_attn"
+OUR_LAYER = "model/decoder.layers.{layer}"
+
+# Common to Llama's descendants.
+COMMON = (
+    Entry("model", "model/embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}),
+    Entry(
+        "layer", f"{OUR_LAYER}.self_attention.linear_qkv.layer_norm_weight", {f"{LAYER}.input_layernorm.weight": "D"}
+    ),
+    Entry(
+        "layer",
+        f"{OUR_LAYER}.self_attention.linear_qkv.weight",
+        {
+            f"{ATTENTION}.q_proj.weight": "Qd D",
+            f"{ATTENTION}.k_proj.weight": "Gd D",
+            f"{ATTENTION}.v_proj.weight": "Gd D",
+        },
+        QueryKeyValue(),
+    ),
+    Entry("layer", f"{OUR_LAYER}.self_attention.linear_proj.weight", {f"{ATTENTION}.o_proj.weight": "D Qd"}),
+    Entry("layer", f"{OUR_LAYER}.mlp.linear_fc1.layer_norm_weight", {f"{LAYER}.post_attention_layernorm.weight": "D"}),
+    Entry("model", "model/decoder.final_layernorm.weight", {"model.norm.weight": "D"}),
+    Entry("output", "model/output_layer.weight", {"lm_head.weight": "V D"}),
+)
+QK_NORM = (
+    Entry("layer", f"{OUR_LAYER}.self_attention.q_layernorm.weight", {f"{ATTENTION}.q_norm.weight": "d"}),
+    Entry("layer", f"{OUR_LAYER}.self_attention.k_layernorm.weight", {f"{ATTENTION}.k_norm.weight": "d"}),
+)
+DENSE = (
+    Entry(
+        "dense",
+        f"{OUR_LAYER}.mlp.linear_fc1.weight",
+        {f"{LAYER}.mlp.gate_proj.weight": "F D", f"{LAYER}.mlp.up_proj.weight": "F D"},
+        Halves(),
+    ),
+    Entry("dense", f"{OUR_LAYER}.mlp.linear_fc2.weight", {f"{LAYER}.mlp.down_proj.weight": "D F"}),
+)
+
+
+def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entry, ...]:
+    """Return the entries of router and experts, with separate matrices per expert."""
+    expert = f"{LAYER}.{block}.experts.{{expert}}"
+    return (
+        Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.{block}.gate.weight": "E D"}),
+        Entry(
+            "expert",
+            f"{OUR_LAYER}.mlp.experts.weight_in",
+            {f"{expert}.{gate}.weight": "H D", f"{expert}.{value}.weight": "H D"},
+            Halves(),
+        ),
+        Entry("expert", f"{OUR_LAYER}.mlp.experts.weight_out", {f"{expert}.{output}.weight": "D H"}),
+    )
+
+
+# Experts in transformers 5's in-memory layout, which it writes on request.
+STACKED = (
+    Entry("moe", f"{OUR_LAYER}.mlp.gate.weight", {f"{LAYER}.mlp.gate.weight": "E D"}),
+    Entry("moe", f"{OUR_LAYER}.mlp.experts.weight_in", {f"{LAYER}.mlp.experts.gate_up_proj": "E 2H D"}),
+    Entry("moe", f"{OUR_LAYER}.mlp.experts.weight_out", {f"{LAYER}.mlp.experts.down_proj": "E D H"}),
+)
+
+MIXTRAL_TABLE = (*COMMON, *expert_entries("block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE_TABLE = (*COMMON, *QK_NORM, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"))
+
+
+def weights_sum_to_one(model: ModelConfig) -> bool:
+    """Return whether the weights of a token's experts sum to one in evaluation."""
+    if model.gate == "switch":
+        return False
+    return model.normalize is not False
+
+
+def drops_in_evaluation(model: ModelConfig) -> bool:
+    """Return whether an expert may be full in evaluation: the capacity factor is below num_experts / top_k."""
+    factor = model.eval_capacity_factor
+    return factor is not None and factor * model.top_k < model.num_experts
+
+
+KEYS = (
+    Key("vocab_size", "vocab_size", int),
+    Key("hidden_size", "hidden_size", int),
+    Key("num_hidden_layers", "num_layers", int),
+    Key("num_attention_heads", "num_heads", int),
+    Key("max_position_embeddings", "sequence_length", int),
+    Key("num_experts_per_tok", "top_k", int),
+    Key("num_key_value_heads", "num_query_groups", int, value=lambda m: m.query_groups),
+    Key("initializer_range", "init_std", float, 0.02),
+    Key("router_aux_loss_coef", "balance_loss", float, 0.001),
+    Key("tie_word_embeddings", "tie_embeddings", bool, False),
+)
+FIXED = {"kind": "gpt", "norm": "rms", "position": "rope", "activation": "silu", "gated": True}
+# A choice of the top k of a softmax, dropless in evaluation.
+SOFTMAX = (
+    Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
+    Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
+    Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "0 with model.gate=switch, or model.gate=naive"),
+    Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
+    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+    Demand(
+        "eval_capacity_factor",
+        lambda m: not drops_in_evaluation(m),
+        "none, or at least model.num_experts / model.top_k, which drop no token",
+    ),
+)
+ONLY = (
+    Only("hidden_act", ("silu", None)),
+    Only("attention_bias", (False, None)),
+    Only("mlp_bias", (False, None)),
+    Only("quantization_config", (None,)),
+    Only("partial_rotary_factor", (1, 1.0, None)),
+    Only("is_encoder_decoder", (False, None)),
+)
+# Of an imported model: routed without drops, balanced by the loss alone.
+DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": None, "jitter": 0.0, "z_loss": 0.0}
+
+
+def write_llama(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that all descendants have."""
+    return {
+        "hidden_act": "silu",
+        "head_dim": model.head_width,
+        "attention_dropout": 0.0,
+        "output_router_logits": False,
+        "use_cache": True,
+        # transformers 5 reads rope_parameters, 4 rope_theta.
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+    }
+
+
+def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the head's width, and check that positions are not scaled and attention not limited.
+
+    Raises:
+        UserError: a value is not supported.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
+        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")
+    head = config.get("head_dim")
+    if head is not None and (type(head) is not int or head < 1):
+        raise UserError(f"head_dim={toml(head)} must be a positive integer")
+    return {"head_dim": head}
+
+
+def refuse_window(config: Mapping[str, Any]) -> None:
+    """Raise UserError: attention is limited to a sliding window."""
+    window = toml(config.get("sliding_window"))
+    raise UserError(f"sliding_window={window} is not supported: only full attention is")
+
+
+_EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
+
+
+def _are_all_with_experts(model: ModelConfig) -> bool:
+    return len(model.layers_with_experts) == model.num_layers
+
+
+def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("sliding_window") is not None:
+        refuse_window(config)
+    return read_llama(config) | DROPLESS | {"normalize": True}
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    table=MIXTRAL_TABLE,
+    tables=(MIXTRAL_TABLE, (*COMMON, *STACKED)),
+    keys=(
+        *KEYS,
+        Key("num_local_experts", "num_experts", int),
+        Key("intermediate_size", "ffn_hidden_size", int),
+        Key("rms_norm_eps", "norm_eps", float, 1e-5),
+        Key("rope_theta", "rope_theta", float, 1e6),
+    ),
+    fixed=FIXED,
+    demands=(
+        *SOFTMAX,
+        Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
+        Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+        Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
+        Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+    ),
+    varies=("head_dim",),
+    constants={"router_jitter_noise": 0.0, "sliding_window": None},
+    only=ONLY,
+    read=_read_mixtral,
+    write=write_llama,
+)
+
+
+def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    dense = [number for number in model.layer_numbers if number not in model.layers_with_experts]
+    every = [number for number in model.layer_numbers if number % model.moe_every]
+    is_regular = dense == every
+    return write_llama(model) | {
+        "decoder_sparse_step": model.moe_every if is_regular else 1,
+        "mlp_only_layers": [] if is_regular else [number - 1 for number in dense],
+        "intermediate_size": model.dense_width,
+        "norm_topk_prob": weights_sum_to_one(model),
+    }
+
+
+def _read_qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    if bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None:
+        refuse_window(config)
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    if type(step) is not int or step < 1:
+        raise UserError(f"decoder_sparse_step={step!r} must be a positive integer")
+    if not isinstance(dense, list) or any(type(n) is not int or n not in layers for n in dense):
+        raise UserError(f"mlp_only_layers={dense!r} must be a list of layers from 0 to {len(layers) - 1}")
+    if type(normalize := config.get("norm_topk_prob", False)) is not bool:
+        raise UserError(f"norm_topk_prob={normalize!r} must be true or false")
+    with_experts = [n + 1 for n in layers if n not in dense and (n + 1) % step == 0]
+    if not with_experts:
+        raise UserError(f"no layer has experts with decoder_sparse_step={step} and mlp_only_layers={dense}")
+    values = read_llama(config) | DROPLESS | {"normalize": normalize}
+    if dense:
+        values["moe_layers"] = tuple(with_experts)
+    else:
+        values["moe_every"] = step
+    if len(with_experts) < len(layers):
+        width = config.get("intermediate_size")
+        if type(width) is not int or width < 1:
+            raise UserError(f"intermediate_size={width!r} must be a positive integer")
+        values["dense_ffn_hidden_size"] = width
+    return values
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    table=QWEN3_MOE_TABLE,
+    tables=(QWEN3_MOE_TABLE, (*COMMON, *QK_NORM, *DENSE, *STACKED)),
+    keys=(
+        *KEYS,
+        Key("num_experts", "num_experts", int, other="num_local_experts"),
+        Key("moe_intermediate_size", "ffn_hidden_size", int),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("rope_theta", "rope_theta", float, 1e4),
+    ),
+    fixed=FIXED | {"qk_norm": True},
+    demands=SOFTMAX,
+    varies=("head_dim", "normalize", "moe_layers", "moe_every"),
+    constants={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    only=ONLY,
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+)
