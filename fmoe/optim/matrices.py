@@ -154,6 +154,10 @@ def _described(module: nn.Module, name: str, parameter: Tensor) -> Matrices | No
     return Matrices.of(parameter, parts=1 + (module.gated and is_first), **split)
 
 
+# Elements of matrices that are iterated together on a CPU, where the temporaries of more leave the caches.
+_ON_CPU = 1 << 18
+
+
 @torch.no_grad()
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     """Return an approximation of U V^T for matrices with singular value decomposition U S V^T.
@@ -164,13 +168,24 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     Args:
         x: [..., M, N] in float32 or float64, the precision of the iteration.
     """
+    rows, columns = x.shape[-2:]
+    stack = x.reshape(math.prod(x.shape[:-2]), rows, columns)
+    if x.device.type != "cpu":
+        return _newton_schulz(stack, steps).view(x.shape)
+    result = torch.empty_like(stack)
+    together = max(_ON_CPU // max(rows * columns, 1), 1)
+    for few, into in zip(stack.split(together), result.split(together), strict=True):
+        into.copy_(_newton_schulz(few, steps))
+    return result.view(x.shape)
+
+
+def _newton_schulz(x_BMN: Tensor, steps: int) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = x.shape[-2] > x.shape[-1]  # the products are smaller with fewer rows than columns
-    shape = x.shape
+    is_tall = x_BMN.shape[1] > x_BMN.shape[2]  # the products are smaller with fewer rows than columns
     # Contiguous, because rounding depends on strides, and slices of a fused weight have other strides than the whole.
-    x = (x.mT if is_tall else x).contiguous().view(math.prod(shape[:-2]), min(shape[-2:]), max(shape[-2:]))
+    x = (x_BMN.mT if is_tall else x_BMN).contiguous()
     x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).reshape(shape)
+    return x.mT.contiguous() if is_tall else x

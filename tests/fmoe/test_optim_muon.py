@@ -363,3 +363,13 @@ def test_wrong_values_are_one_line(case):
 def test_sections_that_do_not_divide_the_rows():
     with pytest.raises(UserError, match=r"sections=\(3, 1, 1\) do not divide the 12 rows"):
         Matrices.of(nn.Parameter(torch.ones(12, 2))).with_sections(3, 1, 1)
+
+
+def test_many_matrices_are_iterated_in_parts():
+    """On a CPU a stack is cut so that a part fits into a cache: each matrix ends as it does alone, bit for bit."""
+    stack = torch.randn(3, 100, 96, 64, generator=torch.Generator().manual_seed(0))
+    found = orthogonalize(stack)
+    assert found.shape == stack.shape
+    for number in (0, 41, 42, 43, 99):
+        assert torch.equal(found[1, number], orthogonalize(stack[1, number]))
+    assert orthogonalize(stack[:0]).shape == (0, 100, 96, 64)
