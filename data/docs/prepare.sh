@@ -3,37 +3,4 @@
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-
-if [[ ${1-} == -h || ${1-} == --help ]]; then
-  cat <<'HELP'
-usage: prepare.sh [OUT_DIR]
-
-Writes English documentation of this machine as text (train.jsonl, validation.jsonl, test.jsonl), a tokenizer of
-2,048 pieces (tokenizer.model) and the token files of the three splits (train.bin, .idx, .json, ...) into OUT_DIR, by
-default the folder out beside this script. A step whose outputs exist is skipped; delete OUT_DIR to start anew.
-
-FMOE names the command to use, e.g. FMOE=.venv/bin/fmoe (default: fmoe).
-HELP
-  exit 0
-fi
-if (($# > 1)) || [[ ${1-} == -* ]]; then
-  echo "usage: prepare.sh [OUT_DIR]     (prepare.sh --help tells more)" >&2
-  exit 2
-fi
-
-fmoe=${FMOE:-fmoe}
-out=${1:-$here/out}
-
-# Outputs are put in place complete, and of several the one that is tested here as the last.
-if [[ ! -e $out/test.jsonl ]]; then
-  "$fmoe" data corpus docs --out "$out" --overwrite
-fi
-if [[ ! -e $out/tokenizer.model ]]; then
-  "$fmoe" data tokenizer "$out/train.jsonl" --out "$out/tokenizer.model" --vocab-size 2048
-fi
-for split in train validation test; do
-  if [[ ! -e $out/$split.idx ]]; then
-    "$fmoe" data prepare "$out/$split.jsonl" --tokenizer "$out/tokenizer.model" --out "$out/$split" --overwrite
-  fi
-done
-echo "$out is complete"
+CORPUS=docs exec bash "$here/../pylib/prepare.sh" "$@"

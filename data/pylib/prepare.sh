@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# The default corpus, from nothing to tokens. `--help` tells more.
+# A corpus from nothing to tokens: the default one, or that of ../docs/prepare.sh. `--help` tells more.
 set -euo pipefail
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+corpus=${CORPUS:-pylib}
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../$corpus" && pwd)
 
 if [[ ${1-} == -h || ${1-} == --help ]]; then
   cat <<'HELP'
 usage: prepare.sh [OUT_DIR]
 
-Writes the sources of Python's standard library as text (train.jsonl, validation.jsonl, test.jsonl), a tokenizer of
-2,048 pieces (tokenizer.model) and the token files of the three splits (train.bin, .idx, .json, ...) into OUT_DIR, by
-default the folder out beside this script. A step whose outputs exist is skipped; delete OUT_DIR to start anew.
+Writes text (train.jsonl, validation.jsonl, test.jsonl), a tokenizer of 2,048 pieces (tokenizer.model) and the token
+files of the three splits (train.bin, .idx, .json, ...) into OUT_DIR, by default the folder out beside the script. The
+text is the sources of Python's standard library (data/pylib), or English documentation of this machine (data/docs). A
+step whose outputs exist is skipped; delete OUT_DIR to start anew.
 
 FMOE names the command to use, e.g. FMOE=.venv/bin/fmoe (default: fmoe).
 HELP
@@ -26,7 +28,7 @@ out=${1:-$here/out}
 
 # Outputs are put in place complete, and of several the one that is tested here as the last.
 if [[ ! -e $out/test.jsonl ]]; then
-  "$fmoe" data corpus --out "$out" --overwrite
+  "$fmoe" data corpus "$corpus" --out "$out" --overwrite
 fi
 if [[ ! -e $out/tokenizer.model ]]; then
   "$fmoe" data tokenizer "$out/train.jsonl" --out "$out/tokenizer.model" --vocab-size 2048
