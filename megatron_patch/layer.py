@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -262,6 +263,16 @@ class MegatronAux(AuxLosses):
                 self.num_layers,
                 avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
+
+
+def drop_tracked_losses() -> None:
+    """Empty Megatron's aux-loss tracker, whose tensors have one entry per layer of the first model of the process."""
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+    else:  # from megatron-core 0.18 on
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
 
 
 @functools.cache

@@ -8,6 +8,7 @@
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
 | 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` asks its signature  |
 | 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, around the import            |
+| 0.18 on  | the aux-loss tracker is an object of a new module        | `layer.drop_tracked_losses` asks for the old   |
 | 0.18 on  | a layer spec has partial functions, which no copy equals | specs are copied, never compared               |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |
 | 0.19 on  | GPTModel and an import warn                              | silenced in __init__.py, pretrain.engine.model |

@@ -19,6 +19,7 @@ from fmoe import end_step, random
 from fmoe.experts import FFNExperts
 from fmoe.gates import skip_step
 from megatron_patch import MegatronMoE, bf16_linear, mtp
+from megatron_patch.layer import drop_tracked_losses
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
 from pretrain.config import Recipe
@@ -77,8 +78,9 @@ def init_parallel(recipe: Recipe, processes: Processes) -> None:
 
 
 def stop_parallel() -> None:
-    """Destroy the groups that `init_parallel` created."""
+    """Destroy the groups that `init_parallel` created, and Megatron's records of the model's losses."""
     parallel_state.destroy_model_parallel()
+    drop_tracked_losses()
 
 
 class Engine:
