@@ -6,13 +6,15 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from fmoe import UserError
 from fmoe.optim import Matrices, hidden_matrices
+
+_GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed it
 
 
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
@@ -29,7 +31,7 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     modules = [module for chunk in chunks for module in chunk.modules()]
     found: dict[Tensor, Matrices] = {}
     for module in modules:
-        if isinstance(module, GroupedMLP):
+        if isinstance(module, _GROUPED):
             raise UserError("Muon does not support Megatron-core's GroupedMLP: convert the model with fmoefy")
         if isinstance(module, TransformerLayer | MultiTokenPredictionLayer):
             found |= hidden_matrices(module)

@@ -4,6 +4,7 @@
 |----------|----------------------------------------------------------|------------------------------------------------|
 | to 0.18  | the gradient norm takes different experts for replicas   | `patches.PATCHES`, on ChainedOptimizer         |
 | 0.16     | MLA asks stand-ins for Transformer Engine's classes      | `patches.PATCHES`, on HAVE_TE                  |
+| to 0.16  | experts may be a GroupedMLP, side by side in one matrix  | `muon.megatron_matrices` refuses it            |
 | 0.17 on  | the metadata ask for Python 3.12                         | pip takes 0.16.1 on Python 3.11                |
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
 | 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` asks its signature  |

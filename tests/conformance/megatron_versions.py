@@ -1,12 +1,14 @@
 """Compares versions of megatron-core: ``python tests/conformance/megatron_versions.py FOLDER...``. Not a test.
 
 Each folder has one version: ``pip install --no-deps --ignore-requires-python --target FOLDER megatron-core==0.19.2``.
-Each version trains every model of `megatron_splits` for five steps in one process of its own. The first folder is the
-reference for losses, gradient norms, routing statistics, gradients, final parameters and optimizer state. Exits with 1
-if any bit differs.
+Each version imports every module of our packages, then trains every model of `megatron_splits` for five steps in one
+process of its own. The first folder is the reference for losses, gradient norms, routing statistics, gradients, final
+parameters and optimizer state. Exits with 1 if any bit differs.
 """
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,13 @@ STEPS = 5
 
 def train(file: str) -> None:
     """Train all models with the megatron-core of this process; write its version, and model -> what was seen."""
+    import megatron_patch
+    import pretrain
+
+    for package in (megatron_patch, pretrain):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     torch.set_num_threads(1)
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     from megatron_patch import versions
