@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fmoe.runtime import collectives
 
+_FROM_SPEC = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
 
 class LatentAttention(MLASelfAttention):
     """`MLASelfAttention` with the whole gradient of the rotary key under tensor parallelism.
@@ -27,6 +29,14 @@ class LatentAttention(MLASelfAttention):
         super().__init__(config, *args, **options)
         if config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(functools.partial(_gather, config))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the modules that the spec names.
+
+        megatron-core 0.19 calls this. Its own choice refuses norms of compressed keys and values unless
+        ``config.qk_layernorm`` is set, and then asks for Transformer Engine if queries are not compressed.
+        """
+        return {name: getattr(submodules, name) for name in _FROM_SPEC}
 
 
 def _gather(
