@@ -175,6 +175,8 @@ class GroupMonitor:
     def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
         reported: ranks that have waited since ``begin`` report after `PATIENCE`."""
+        seconds = self._timeout()
+        is_late = time.monotonic() - begin >= _BEFORE_WATCHDOG * seconds > 0  # the backend's timeout came before ours
         self._post(what, number)
         end = max(begin + PATIENCE + _GRACE, time.monotonic() + 0.3)
         last, absent = end + _GRACE, None
@@ -186,7 +188,8 @@ class GroupMonitor:
             if before is not None and len(absent) < len(before):  # more ranks report; on a busy machine this is slow
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
-        return PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})")
+        missing = self._missing(number) + (f" within the group's timeout {seconds:g} s" if is_late else "")
+        return PeerError(f"{self.context}, {what}: {missing} ({_one_line(error)})")
 
     def _post(self, what: str, number: int) -> None:
         text = json.dumps([number, what])

@@ -1,4 +1,4 @@
-"""Waits on a GPU, with stand-ins for its collectives: they end before nccl's watchdog does, and name the rank."""
+"""Waits with stand-ins for collectives: on a GPU they end before nccl's watchdog does; errors name the rank."""
 
 import time
 from types import SimpleNamespace
@@ -80,3 +80,18 @@ def test_a_rank_that_failed_is_named(monitor):
     monitor._store.set("fmoe/failed", '[2, 1, "rank 1 failed in layer 3: ValueError: no"]')
     with pytest.raises(PeerError, match="rank 1 failed in layer 3: ValueError: no"):
         monitor.wait_on_device(Work(60), "exchange of counts", 3)
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.4, " within the group's timeout 0.4 s"), (0.05, "")])
+def test_the_timeout_of_the_backend_is_named_as_ours(monitor, monkeypatch, seconds, limit):
+    """On a busy machine the backend gives up first."""
+    monkeypatch.setattr(collectives, "_GRACE", 0.0)
+    work = Work(seconds)
+
+    def wait(timeout=None):
+        time.sleep(max(work._end - time.monotonic(), 0))
+        raise RuntimeError("Timed out waiting 400ms for send operation to complete")
+
+    work.wait = wait
+    with pytest.raises(PeerError, match=rf"exchange of rows: rank 1 did not answer{limit} \(Timed out waiting"):
+        monitor.wait(work, "exchange of rows", 3)
