@@ -21,7 +21,8 @@ def table():
 
 def test_every_entry_is_put_in_once(forks):
     for reason, is_new, is_kept in only(forks.run(1, table)):
-        assert ".py:" in reason and is_new and is_kept
+        is_of_older_versions = reason.startswith("0.16.1:") and version("megatron-core") != "0.16.1"
+        assert ".py:" in reason and (is_new or is_of_older_versions) and is_kept
 
 
 def moved(index):
