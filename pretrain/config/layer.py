@@ -172,14 +172,12 @@ def moe_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def build_layer(
-    model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], object], ...] = (), **more: Any
-) -> MoE:
+def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], object], ...] = (), **more: Any) -> MoE:
     """Build a layer of the recipe's experts in this process, without Megatron-core, for inputs [B, S, D].
 
     Args:
-        init_methods: fill the gate's matrix and the experts' input matrices, and the experts' output matrices; empty for
-            the layer's own.
+        init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
+            matrices; empty for the layer's own.
         more: further options of `fmoe.build.Spec`.
 
     Raises:

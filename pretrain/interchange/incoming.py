@@ -125,7 +125,8 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
     """Return the dtype of all tensors; float32 if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
-    dtypes = {stored[name].dtype: name for place in found for name in place.theirs if not place.ours.endswith(KEPT_IN_FP32)}
+    places = [place for place in found if not place.ours.endswith(KEPT_IN_FP32)]
+    dtypes = {stored[name].dtype: name for place in places for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(

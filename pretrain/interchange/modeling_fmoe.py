@@ -3,8 +3,8 @@
 `fmoe export` copies this file into a folder of ``--format fmoe``. Importing it as a module registers it with
 `AutoModelForCausalLM`.
 
-Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D width, H heads, G key/value
-heads, d width of a head, V vocabulary.
+Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D width, H heads, G heads of
+keys and values, d width of a head, V vocabulary.
 """
 
 import contextlib
@@ -209,7 +209,6 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
-        inner, output = _init_methods(model)
         attention = SelfAttention if model.kv_lora_rank is None else LatentAttention
         self.dropout = nn.Dropout(model.dropout)
         self.input_layernorm = _norm(model, model.hidden_size)
@@ -218,7 +217,11 @@ class DecoderLayer(nn.Module):
         self.mlp: nn.Module
         if number in model.layers_with_experts:
             self.mlp = build_layer(
-                model, init_methods=(inner, output), aux_loss="manual", name=f"layer {number}", seed=key("layer", 0, number)
+                model,
+                init_methods=_init_methods(model),
+                aux_loss="manual",
+                name=f"layer {number}",
+                seed=key("layer", 0, number),
             )
         else:
             self.mlp = DenseMLP(model)

@@ -71,7 +71,7 @@ def export_checkpoint(
     dtype = _check_tensors(checkpoint, family, found)
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
     files = {**family.files(), **({} if loaded is None else files_for(loaded, recipe.model.sequence_length))}
-    plan = [Planned(name, checkpoint.dtype(place.ours), shape) for place in found for name, shape in place.theirs.items()]
+    plan = [Planned(name, checkpoint.dtype(place.ours), size) for place in found for name, size in place.theirs.items()]
     with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
         config, generation = config_of(family, recipe.model, name_of(dtype)), {}

@@ -10,8 +10,8 @@ import torch
 
 from fmoe import random
 from fmoe.errors import UserError
-from fmoe.gates import GATES
 from fmoe.experts import EXPERTS
+from fmoe.gates import GATES
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer, is_shipped
 from pretrain.interchange.family import Demand, Family, Only, toml

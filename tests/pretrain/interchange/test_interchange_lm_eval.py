@@ -14,7 +14,7 @@ from pretrain.interchange import export_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval: pip install 'fmoe[interop]'"),
+    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (the extra interop)"),
 ]
 
 MIXTRAL = {
@@ -80,7 +80,8 @@ def test_its_loss_is_ours(forks, recipe_file, tiny_corpus, tmp_path, name):
     settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "1"]
     command += ["--model_args", f"pretrained={tmp_path / 'out'},dtype=float32,trust_remote_code=True"]
-    command += ["--tasks", "local_text", "--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "found")]
+    command += ["--tasks", "local_text", "--include_path", str(tmp_path / "tasks")]
+    command += ["--output_path", str(tmp_path / "found")]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     (found,) = (tmp_path / "found").rglob("results*.json")

@@ -1,5 +1,6 @@
 """The family fmoe: every option of a GPT, loaded, trained and generated from by transformers."""
 
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -9,14 +10,17 @@ import pytest
 import torch
 from compare import assert_close
 from forks import only
+from forks import values as results_of
+from huggingface_folders import saved_at
 
 sys.path.append(str(Path(__file__).parents[2] / "conformance"))
 import exports
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, Recipe, TrainConfig, load_recipe
+from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.cli import export_main
 from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.folder import CONFIG
 
@@ -108,9 +112,7 @@ def made(runs):
         greedy = []
         for prompt in batch["tokens"][:2, :PROMPT].tolist():
             decoder = GPTDecoder(model, exports.LENGTH)
-            steps = generate(
-                decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=exports.VOCAB
-            )
+            steps = generate(decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=exports.VOCAB)
             greedy.append([token for (token,) in steps])
         found.append((logits, torch.tensor(greedy)))
     return found
@@ -173,13 +175,32 @@ def test_there_and_back(exported, tmp_path, name):
     assert exports.same_bits(out, tmp_path / "fourth")
 
 
-def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path):
+def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
     recipe, run, *_ = exported[FINER]
-    done = export_checkpoint(run, tmp_path / "out", tokenizer="none")
-    assert done.family.name == "fmoe"
-    assert "trust_remote_code" in done.notes[0] and "model.mtp_layers=1" in done.notes[1]
+    assert export_main([str(run), str(tmp_path / "out"), "--tokenizer", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
     assert "mtp" not in " ".join(exports.weights(tmp_path / "out"))
     assert why_own(recipe.model).startswith("model.")
+
+
+SPLITS = {
+    "EP2": (DROPS, ParallelConfig(expert=2)),
+    "TP2": (FINER, ParallelConfig(tensor=2)),
+    "PP2": (BIASES, ParallelConfig(pipeline=2)),
+    "TP2, dense": ("dense", ParallelConfig(tensor=2)),
+}
+
+
+@pytest.mark.by_default("TP2")
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_checkpoint_of_any_split_is_exported_alike(exported, forks, tmp_path, split):
+    name, parallel = SPLITS[split]
+    _, run, out, *_ = exported[name]
+    results_of(forks.run(2, saved_at, run, tmp_path / "saved", parallel, "fp32"))
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", "fmoe", tokenizer="none")
+    assert exports.same_bits(tmp_path / "out", out)
+    assert (tmp_path / "out" / CONFIG).read_text() == (out / CONFIG).read_text()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -215,9 +236,9 @@ def test_a_cache_is_refused_where_later_tokens_matter(exported):
     model = load(exported[DROPS][2])
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     assert model(tokens).past_key_values is None
-    with pytest.raises(UserError, match="eval_capacity_factor=0.75"):
+    with pytest.raises(UserError, match=r"eval_capacity_factor=0\.75"):
         model(tokens, use_cache=True)
-    with pytest.raises(UserError, match="position 16 .* 16 learned positions"):
+    with pytest.raises(UserError, match=r"position 16 .* 16 learned positions"):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(UserError, match="attention_mask has shape"):
         model(tokens, attention_mask=torch.ones(1, 3))
@@ -245,6 +266,37 @@ def test_training_has_the_balance_loss_and_learns(exported):
         assert all(p.grad is not None for p in model.parameters())
         optimizer.step()
     assert loss < 0.5 * first.loss
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate (the extra interop)")
+def test_trainer(exported, tmp_path):
+    """The Trainer of transformers, with gradient accumulation: the mean of the micro batches' losses, which falls."""
+    import transformers
+
+    recipe, _, out, *_ = exported[BIASES]
+    model = load(out)
+    tokens = exports.batch_of(recipe)["tokens"]
+    data = [{"input_ids": row, "labels": row} for row in tokens] * 8
+    model.train()
+    with torch.no_grad():
+        before = model(tokens, labels=tokens).loss.item()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=8,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(before, rel=0.1) and losses[-1] < 0.7 * losses[0]
 
 
 def test_new_models_have_weights_as_training_draws_them():
@@ -290,7 +342,7 @@ def test_what_is_refused(exported, tmp_path):
     source = exported["dense"][2]
     for change, message in (
         ({"model": None}, "model=none must be an object"),
-        ({"model": {"widht": 3}}, "widht"),
+        ({"model": {"breadth": 3}}, "breadth"),
         ({"model": {"gate": "mine"}}, "model.gate=mine"),
         ({"model": {"num_heads": "six"}}, "num_heads"),
         ({"vocab_size": 65}, "word_embeddings.weight has shape"),
