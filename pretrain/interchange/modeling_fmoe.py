@@ -294,14 +294,14 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         Args:
             attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
             position_ids: [B, S]; by default, the number of tokens before that are not padding.
-            past_key_values: transformers' `DynamicCache`.
+            past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
             labels: [B, S], the tokens themselves; -100 is not predicted.
             use_cache: return a cache; by default, that of the configuration where no token depends on later ones.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
-            UserError: a cache with a gate whose choices for a token depend on later tokens; a mask of another shape;
-                more tokens than learned positions.
+            UserError: a cache with a gate whose choices for a token depend on later tokens, or of fixed length; a mask
+                of another shape; more tokens than learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         (batch, length), device = x_BSD.shape[:2], x_BSD.device
@@ -309,6 +309,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if (reason := self.looks_ahead()) and (past or use_cache):
             raise UserError(f"use_cache=True is not supported with {reason}; generate() needs no limit and lifts it")
+        if getattr(past_key_values, "is_compileable", False):
+            raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if wants_cache and past_key_values is None and not reason:
             past_key_values = DynamicCache(config=self.config)
         if attention_mask is not None and attention_mask.shape != (batch, past + length):
@@ -423,3 +425,5 @@ def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 if __name__ == "pretrain.interchange.modeling_fmoe":  # not in a copy, which a config.json names
     AutoConfig.register("fmoe", FMoEConfig)
     AutoModelForCausalLM.register(FMoEConfig, FMoEForCausalLM)
+    FMoEConfig.register_for_auto_class()  # save_pretrained copies this file
+    FMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -16,7 +16,7 @@ from pretrain.config import Recipe, build_recipe
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
-from pretrain.interchange.families import family_for
+from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
     CONFIG,
@@ -83,7 +83,10 @@ def export_checkpoint(
         for name, data in files.items():
             write_bytes(folder / name, data)
     written = (*names, CONFIG, GENERATION_CONFIG, *files)
-    return Exported(family, sum(prod(p.shape) for p in plan), written, family.notes(recipe.model))
+    notes = family.notes(recipe.model)
+    if form == "auto" and (why := why_own(recipe.model)):
+        notes = (why, *notes)
+    return Exported(family, sum(prod(p.shape) for p in plan), written, notes)
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:

@@ -170,6 +170,7 @@ def test_there_and_back(exported, tmp_path, name):
     assert exports.same_bits(out, tmp_path / "again")
     assert json.loads((out / CONFIG).read_text()) == json.loads((tmp_path / "again" / CONFIG).read_text())
     model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "modeling_fmoe.py").read_bytes() == (out / "modeling_fmoe.py").read_bytes()
     import_folder(tmp_path / "saved", tmp_path / "third")
     export_checkpoint(tmp_path / "third", tmp_path / "fourth", "fmoe", tokenizer="none")
     assert exports.same_bits(out, tmp_path / "fourth")
@@ -180,8 +181,8 @@ def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
     assert export_main([str(run), str(tmp_path / "out"), "--tokenizer", "none"]) == 0
     said = capsys.readouterr().out
     assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
+    assert why_own(recipe.model) in said
     assert "mtp" not in " ".join(exports.weights(tmp_path / "out"))
-    assert why_own(recipe.model).startswith("model.")
 
 
 SPLITS = {
@@ -242,6 +243,8 @@ def test_a_cache_is_refused_where_later_tokens_matter(exported):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(UserError, match="attention_mask has shape"):
         model(tokens, attention_mask=torch.ones(1, 3))
+    with pytest.raises(UserError, match="StaticCache"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     assert load(exported["dense"][2])(tokens).past_key_values.get_seq_length() == 4
 
 
