@@ -28,7 +28,7 @@ from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
 
-_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, d]
 
@@ -241,6 +241,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
     dropout in training are as in the recipe, but not keyed by step and token.
     """
 
+    decoder: Any  # the type of nn.ModuleDict lacks its modules' types
     config_class = FMoEConfig
     accepts_loss_kwargs = False  # Trainer divides the loss, with its balance losses, by the accumulation steps
     _supports_sdpa = True

@@ -146,6 +146,7 @@ FINER = "latent attention, compressed queries, gshard, finer experts, further to
 BIASES = "experts with biases, other experts than the dense layer"
 
 
+@pytest.mark.by_default(DROPS, FINER, BIASES, "dense", "expert choice")
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(exported, tmp_path, name):
     recipe, _, out, logits, greedy = exported[name]
