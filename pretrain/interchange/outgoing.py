@@ -74,10 +74,13 @@ def export_checkpoint(
     plan = [Planned(name, checkpoint.dtype(place.ours), size) for place in found for name, size in place.theirs.items()]
     with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
-        config, generation = config_of(family, recipe.model, name_of(dtype)), {}
+        config = config_of(family, recipe.model, name_of(dtype))
+        generation: dict[str, Any] = {}
         if loaded is not None:
             config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
             generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
+            if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate`
+                generation["suppress_tokens"] = unused
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():

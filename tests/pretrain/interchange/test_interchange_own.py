@@ -22,7 +22,7 @@ from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.cli import export_main
 from pretrain.interchange.families import family_for, why_own
-from pretrain.interchange.folder import CONFIG
+from pretrain.interchange.folder import CONFIG, GENERATION_CONFIG
 
 LIMIT = exports.LIMIT
 PROMPT, NEW = 6, 8
@@ -80,7 +80,7 @@ MODELS = {
         "capacity_factor": None,
     },
     "latent attention, plain queries, layer norm": {**LATENT, "gate": "noisy"},
-    "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms"},
+    "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms", "vocab_size": 400},
     "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
     **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
 }
@@ -112,7 +112,9 @@ def made(runs):
         greedy = []
         for prompt in batch["tokens"][:2, :PROMPT].tolist():
             decoder = GPTDecoder(model, exports.LENGTH)
-            steps = generate(decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=exports.VOCAB)
+            steps = generate(
+                decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=recipe.model.vocab_size
+            )
             greedy.append([token for (token,) in steps])
         found.append((logits, torch.tensor(greedy)))
     return found
@@ -270,6 +272,12 @@ def test_training_has_the_balance_loss_and_learns(exported):
         assert all(p.grad is not None for p in model.parameters())
         optimizer.step()
     assert loss < 0.5 * first.loss
+
+
+def test_generation_leaves_out_rows_without_a_token(exported, tiny_corpus, tmp_path):
+    export_checkpoint(exported["dense"][1], tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
+    settings = json.loads((tmp_path / "out" / GENERATION_CONFIG).read_text())
+    assert settings["suppress_tokens"] == list(range(384, 400))
 
 
 @pytest.mark.slow
