@@ -1,12 +1,13 @@
 """The options of a recipe's MoE layers: the keywords of gate, experts, exchange and losses, and the sizes of their
 parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fmoe import random
+from fmoe import MoE, random
 from fmoe.errors import UserError, known_names, option_names
 from fmoe.exchange import EXCHANGES
 from fmoe.experts import EXPERTS, build_experts, taken_options
@@ -150,6 +151,48 @@ def _from_table(
             free = [other for other in known if other not in homes]
             raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
     return dict(options)
+
+
+def moe_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options of `fmoe.build.Spec` that a recipe's layers have at every split, without their widths.
+
+    Raises:
+        UserError: an invalid option of the gate, the experts or the losses.
+    """
+    return {
+        "d_hidden": model.expert_width,
+        "expert": model.expert,
+        "expert_options": expert_options(model),
+        "shared_expert": model.num_shared_experts * model.ffn_hidden_size or None,
+        "top_k": model.chosen_experts,
+        "gate": model.gate,
+        "gate_options": gate_options(model),
+        "loss_weights": loss_weights(model),
+        "group_size": model.group_size,
+    }
+
+
+def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], object], ...] = (), **more: Any) -> MoE:
+    """Build a layer of the recipe's experts in this process, without Megatron-core, for inputs [B, S, D].
+
+    Args:
+        init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
+            matrices; empty for the layer's own.
+        more: further options of `fmoe.build.Spec`.
+
+    Raises:
+        UserError: see `moe_options`.
+    """
+    options = moe_options(model)
+    of_model: dict[str, Any] = {"activation": model.activation, "gated": model.gated, "bias": False}
+    if init_methods:
+        of_model |= dict(zip(("init_method", "output_init_method"), init_methods, strict=True))
+        if "init_method" in (option_names(GATES[model.gate]) or ()):
+            options["gate_options"] = {"init_method": init_methods[0], **options["gate_options"]}
+    options["expert_options"] = {**taken_options(model.expert, of_model), **options["expert_options"]}
+    if model.expert != "ffn":
+        options["shared_options"] = of_model
+    return MoE.build(d_model=model.hidden_size, num_experts=model.routed_experts, **{**options, **more})
 
 
 def router_shapes(model: ModelConfig) -> list[tuple[int, ...]]:

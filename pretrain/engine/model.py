@@ -15,7 +15,7 @@ from fmoe.gates import build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
 from pretrain.config import ModelConfig, Recipe
-from pretrain.config.layer import exchange_options, expert_options, expert_shapes, gate_options, loss_weights
+from pretrain.config.layer import exchange_options, expert_shapes, gate_options, loss_weights, moe_options
 from pretrain.engine.optimizer import check_optimizer
 from pretrain.models import kind_of
 
@@ -32,19 +32,12 @@ def build_model(
     if model.dropout:
         key_dropout(module, recipe.train.seed)
     if model.num_experts:
+        options = moe_options(model)
         fmoefy(
             module,
             model.routed_experts,
             layers=model.layers_with_experts,
-            d_hidden=model.expert_width,
-            expert=model.expert,
-            expert_options=expert_options(model),
-            shared_expert=model.num_shared_experts * model.ffn_hidden_size or None,
-            top_k=model.chosen_experts,
-            gate=model.gate,
-            gate_options=gate_options(model) | _balance_group(model),
-            loss_weights=loss_weights(model),
-            group_size=model.group_size,
+            **{**options, "gate_options": options["gate_options"] | _balance_group(model)},
             overlap_shared=recipe.parallel.overlap_shared_experts,
             exchange=recipe.parallel.exchange,
             exchange_options=exchange_options(recipe.parallel),

@@ -51,6 +51,8 @@ def export_main(argv: Sequence[str]) -> int:
     )
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")
+    for note in done.notes:
+        print(f"  {note}")
     if "tokenizer.json" not in done.files:
         print("  without a tokenizer: pass --tokenizer PATH to add one")
     return 0

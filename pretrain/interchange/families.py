@@ -4,25 +4,43 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
+from pretrain.interchange.own import FMOE
 
-# In the order in which "auto" tries them.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE)}
+# In the order in which "auto" tries them; the last is taken for what transformers does not have.
+FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, FMOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:
-    """Return the family to export a model as; "auto" picks the first that fits.
+    """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
         UserError: no family fits; the message names the nearest, and the first key that differs with its allowed
             values.
     """
     if name == "auto":
-        family = min(FAMILIES.values(), key=lambda family: len(family.misfits(model)))
+        family = _nearest(model)
+        family = FMOE if family.misfits(model) and not FMOE.misfits(model) else family
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:
         raise UserError(f"--format {name} is invalid: use auto, {', '.join(FAMILIES)}")
-    for key, allowed in family.misfits(model):
-        value, nearest = toml(getattr(model, key)), ", the nearest family" if name == "auto" else ""
-        raise UserError(f"model.{key}={value} is not supported by {family.name}{nearest}: use {allowed}")
+    if family.misfits(model):
+        raise UserError(_misfit(family, model, name == "auto"))
     return family
+
+
+def why_own(model: ModelConfig) -> str:
+    """Return why no family of transformers represents a model; empty if one does."""
+    family = _nearest(model)
+    return _misfit(family, model, is_nearest=True) if family.misfits(model) else ""
+
+
+def _nearest(model: ModelConfig) -> Family:
+    return min((family for family in FAMILIES.values() if family is not FMOE), key=lambda f: len(f.misfits(model)))
+
+
+def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
+    """Return the first key of a model that a family does not support."""
+    key, allowed = family.misfits(model)[0]
+    nearest = ", the nearest family" if is_nearest else ""
+    return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"

@@ -1,12 +1,12 @@
 """What a family of Hugging Face models is: its tensors, its keys of config.json, and the models it can represent."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.config import ModelConfig
-from pretrain.interchange.tensors import Entry
+from pretrain.interchange.tensors import Entry, Place, places
 
 # Keys of [model] that do not change the logits of a trained model. A family need not mention them.
 ONLY_TRAINING = frozenset(
@@ -83,6 +83,10 @@ class Family:
         read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
         write: returns keys of config.json without a `Key`.
         ignored: endings of tensors in a folder that an import leaves out.
+        places: returns the tensors of a model, instead of `table`, for a family whose tensors depend on more of it.
+        files: returns further files of an export by name.
+        notes: returns lines about an export for the user.
+        left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
     """
 
     name: str
@@ -98,6 +102,18 @@ class Family:
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     ignored: tuple[str, ...] = ()
+    places: Callable[[ModelConfig], Iterable[Place]] | None = None
+    files: Callable[[], Mapping[str, bytes]] = dict
+    notes: Callable[[ModelConfig], tuple[str, ...]] = lambda model: ()
+    left_out: str = ""
+
+    def tensors(self, model: ModelConfig) -> list[Place]:
+        """Return all tensors of a model in the form that export writes."""
+        return list(places(self.table, model) if self.places is None else self.places(model))
+
+    def forms(self, model: ModelConfig) -> list[list[Place]]:
+        """Return all tensors of a model in each form that import reads."""
+        return [list(places(table, model)) for table in self.tables] if self.places is None else [self.tensors(model)]
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
         """Return the keys of ``[model]`` whose values the family cannot represent, each with its allowed values."""

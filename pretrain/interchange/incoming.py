@@ -1,6 +1,7 @@
 """Import: from a Hugging Face folder to a checkpoint that a run starts from."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -17,7 +18,7 @@ from pretrain.interchange.configs import model_of
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
 from pretrain.interchange.outgoing import NO_TOKENIZER
-from pretrain.interchange.tensors import Place, places, sizes_of
+from pretrain.interchange.tensors import KEPT_IN_FP32, Place, sizes_of
 from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
@@ -96,7 +97,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
     Raises:
         UserError: in that form, a tensor is missing, unexpected, or of another shape.
     """
-    forms = [list(places(table, model)) for table in family.tables]
+    forms = family.forms(model)
     names = set(folder.tensors)
     found = max(forms, key=lambda form: sum(name in names for place in form for name in place.theirs))
     wanted: dict[str, tuple[int, ...]] = {}
@@ -124,7 +125,8 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
     """Return the dtype of all tensors; float32 if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
-    dtypes = {stored[name].dtype: name for place in found for name in place.theirs}
+    places = [place for place in found if not place.ours.endswith(KEPT_IN_FP32)]
+    dtypes = {stored[name].dtype: name for place in places for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
@@ -136,9 +138,10 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
 def _pieces(
     folder: HuggingFaceFolder, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
 ) -> Iterator[Piece]:
-    sizes = sizes_of(model)
+    sizes, stacks = sizes_of(model), Counter(place.ours for place in found)
     for place in found:
-        theirs = [folder.read(name).to(dtype) for name in place.theirs]
+        wanted = torch.float32 if place.ours.endswith(KEPT_IN_FP32) else dtype
+        theirs = [folder.read(name).to(wanted) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
@@ -147,4 +150,4 @@ def _pieces(
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:
             block, offset = (1, *ours.shape), (place.expert, *(0 for _ in ours.shape))
-            yield Piece(place.ours, (model.num_experts, *ours.shape), offset, block, ours.unsqueeze(0))
+            yield Piece(place.ours, (stacks[place.ours], *ours.shape), offset, block, ours.unsqueeze(0))

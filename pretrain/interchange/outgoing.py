@@ -16,7 +16,7 @@ from pretrain.config import Recipe, build_recipe
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.interchange.configs import config_of
-from pretrain.interchange.families import family_for
+from pretrain.interchange.families import family_for, why_own
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import (
     CONFIG,
@@ -28,7 +28,7 @@ from pretrain.interchange.folder import (
     write_json,
     write_weights,
 )
-from pretrain.interchange.tensors import Place, places, sizes_of
+from pretrain.interchange.tensors import KEPT_IN_FP32, Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
 
 SHARD_BYTES = 4 << 30
@@ -37,11 +37,12 @@ NO_TOKENIZER = "none"
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: family, number of parameters, names of the files."""
+    """Result of an export: family, number of parameters, names of the files, and lines for the user."""
 
     family: Family
     num_params: int
     files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def export_checkpoint(
@@ -66,22 +67,29 @@ def export_checkpoint(
     checkpoint = open_checkpoint(source)
     recipe = recipe_of(checkpoint)
     family = family_for(recipe.model, form)
-    found = list(places(family.table, recipe.model))
+    found = family.tensors(recipe.model)
     dtype = _check_tensors(checkpoint, family, found)
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
-    files = {} if loaded is None else files_for(loaded, recipe.model.sequence_length)
-    plan = [Planned(name, dtype, shape) for place in found for name, shape in place.theirs.items()]
+    files = {**family.files(), **({} if loaded is None else files_for(loaded, recipe.model.sequence_length))}
+    plan = [Planned(name, checkpoint.dtype(place.ours), size) for place in found for name, size in place.theirs.items()]
     with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
-        config, generation = config_of(family, recipe.model, name_of(dtype)), {}
+        config = config_of(family, recipe.model, name_of(dtype))
+        generation: dict[str, Any] = {}
         if loaded is not None:
             config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
             generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
+            if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate`
+                generation["suppress_tokens"] = unused
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
             write_bytes(folder / name, data)
-    return Exported(family, sum(prod(p.shape) for p in plan), (*names, CONFIG, GENERATION_CONFIG, *files))
+    written = (*names, CONFIG, GENERATION_CONFIG, *files)
+    notes = family.notes(recipe.model)
+    if form == "auto" and (why := why_own(recipe.model)):
+        notes = (why, *notes)
+    return Exported(family, sum(prod(p.shape) for p in plan), written, notes)
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
@@ -115,6 +123,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     """Return the tensors' common dtype; raise UserError unless names and shapes are those of the table."""
     ours = {place.ours: place for place in found}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
+    known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
     for name in known:
         if name not in ours:
             raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
@@ -123,7 +132,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
         whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
             raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
-    dtypes = {checkpoint.dtype(name) for name in known}
+    dtypes = {checkpoint.dtype(name) for name in known if not name.endswith(KEPT_IN_FP32)}
     if len(dtypes) > 1:
         raise UserError(
             f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: must be of one dtype"

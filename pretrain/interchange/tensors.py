@@ -18,6 +18,9 @@ from pretrain.config import ModelConfig
 
 Sizes = Mapping[str, int]
 
+KEPT_IN_FP32 = (".gate.expert_bias_E",)
+"""Endings of our names of tensors that are float32 in a model of any precision."""
+
 
 def sizes_of(model: ModelConfig) -> Sizes:
     """Return the sizes that the letters stand for."""
@@ -113,7 +116,7 @@ class Place:
 
     Attributes:
         ours: name in a checkpoint.
-        expert: index in the stack; None for the whole tensor.
+        expert: index in the stack, of experts or of equal layers; None for the whole tensor.
         theirs: names and shapes.
     """
 

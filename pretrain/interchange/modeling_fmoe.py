@@ -1,0 +1,430 @@
+"""The models of a recipe with ``kind = "gpt"`` for Hugging Face transformers, in torch and fmoe, without Megatron-core.
+
+`fmoe export` copies this file into a folder of ``--format fmoe``. Importing it as a module registers it with
+`AutoModelForCausalLM`.
+
+Shape letters: B sequences, S tokens of each, P past tokens (in the cache), K = P + S keys, D width, H heads, G heads of
+keys and values, d width of a head, V vocabulary.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PretrainedConfig
+from transformers import PreTrainedModel as TransformersModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from fmoe import collect_losses
+from fmoe.errors import UserError
+from fmoe.experts import FFNExperts, truncated_normal_
+from fmoe.gates import ExpertChoiceRouter, Router
+from fmoe.random import key
+from pretrain.config import ModelConfig, build_recipe
+from pretrain.config.layer import build_layer
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, d]
+
+
+class FMoEConfig(PretrainedConfig):
+    """Configuration of `FMoEForCausalLM`.
+
+    Args:
+        model: the section ``[model]`` of a recipe; missing keys have the recipe's defaults.
+        vocab_size: replaces ``vocab_size`` of ``model``, for `resize_token_embeddings`.
+        options: arguments of transformers' base class.
+
+    Raises:
+        UserError: an unknown key or an invalid value in ``model``.
+    """
+
+    model_type = "fmoe"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(self, model: Mapping[str, Any] | None = None, vocab_size: int | None = None, **options: Any):
+        self.model = {**(model or {}), **({} if vocab_size is None else {"vocab_size": vocab_size})}
+        recipe = self.recipe_model
+        recipe.check()
+        options["tie_word_embeddings"] = recipe.tie_embeddings
+        use_cache = options.pop("use_cache", True)
+        super().__init__(**options)
+        # transformers, and tools that use it, read these.
+        self.use_cache = use_cache
+        self.vocab_size = recipe.vocab_size
+        self.hidden_size = recipe.hidden_size
+        self.num_hidden_layers = recipe.num_layers
+        self.num_attention_heads = recipe.num_heads
+        self.num_key_value_heads = recipe.query_groups
+        self.head_dim = recipe.head_width
+        self.max_position_embeddings = recipe.sequence_length
+        self.initializer_range = recipe.init_std
+
+    @property
+    def recipe_model(self) -> ModelConfig:
+        """The section ``[model]``, typed."""
+        return build_recipe({"model": self.model}).model
+
+
+def _norm(model: ModelConfig, width: int) -> nn.Module:
+    cls = nn.LayerNorm if model.norm == "layer" else nn.RMSNorm
+    return cls(width, eps=model.norm_eps)
+
+
+def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
+    """Return the functions that fill a matrix, and the output matrix of a block."""
+    if model.init == "switch":
+        return truncated_normal_, truncated_normal_
+    stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
+    return functools.partial(nn.init.normal_, std=stds[0]), functools.partial(nn.init.normal_, std=stds[1])
+
+
+class _Linear(nn.Linear):
+    """A map without bias that knows its distribution of initial weights."""
+
+    def __init__(self, model: ModelConfig, inputs: int, outputs: int, *, is_output: bool = False):
+        super().__init__(inputs, outputs, bias=False)
+        self.init_method = _init_methods(model)[is_output]
+
+
+class _Attention(nn.Module):
+    """Causal attention. Subclasses compute queries [B, S, H, d], keys [B, S, G, d] and values [B, S, G, ...]."""
+
+    def __init__(self, model: ModelConfig, index: int):
+        super().__init__()
+        self.index, self.dropout, self.scale = index, model.dropout, model.head_width**-0.5
+        self.linear_proj = _Linear(model, model.num_heads * model.value_width, model.hidden_size, is_output=True)
+
+    def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
+        """Attend; ``mask`` is bool [B, 1, S, K], True where a query sees a key, or None for causal attention."""
+        query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.index)
+        y = F.scaled_dot_product_attention(
+            *(query, keys, values),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        return self.linear_proj(y.transpose(1, 2).flatten(2))
+
+
+class SelfAttention(_Attention):
+    """Attention with grouped queries. The rows of ``linear_qkv`` are, for each key/value head, those of its queries,
+    its key and its value."""
+
+    def __init__(self, model: ModelConfig, index: int):
+        super().__init__(model, index)
+        groups, self.width = model.query_groups, model.head_width
+        self.groups, self.queries = groups, model.num_heads // groups
+        self.linear_qkv = _Linear(model, model.hidden_size, (model.num_heads + 2 * groups) * self.width)
+        self.q_layernorm = _norm(model, self.width) if model.qk_norm else nn.Identity()
+        self.k_layernorm = _norm(model, self.width) if model.qk_norm else nn.Identity()
+
+    def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.linear_qkv(x_BSD).unflatten(-1, (self.groups, self.queries + 2, self.width))
+        query, keys, values = rows.split([self.queries, 1, 1], dim=3)
+        query, keys = self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(keys.flatten(2, 3))
+        return _rotated(query, rotary), _rotated(keys, rotary), values.flatten(2, 3)
+
+
+class LatentAttention(_Attention):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1). The cache holds keys and values of heads."""
+
+    def __init__(self, model: ModelConfig, index: int):
+        super().__init__(model, index)
+        assert model.kv_lora_rank is not None and model.qk_rope_head_dim is not None and model.qk_head_dim is not None
+        heads, width, self.has_query_rank = model.num_heads, model.hidden_size, model.q_lora_rank is not None
+        self.heads, self.rank = heads, model.kv_lora_rank
+        self.widths = model.qk_head_dim, model.qk_rope_head_dim, model.value_width
+        if model.q_lora_rank is None:
+            self.linear_q_proj = _Linear(model, width, heads * model.head_width)
+        else:
+            self.linear_q_down_proj = _Linear(model, width, model.q_lora_rank)
+            self.q_layernorm = _norm(model, model.q_lora_rank)
+            self.linear_q_up_proj = _Linear(model, model.q_lora_rank, heads * model.head_width)
+        self.linear_kv_down_proj = _Linear(model, width, model.kv_lora_rank + model.qk_rope_head_dim)
+        self.kv_layernorm = _norm(model, model.kv_lora_rank)
+        self.linear_kv_up_proj = _Linear(model, self.rank, heads * (model.qk_head_dim + model.value_width))
+
+    def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        plain, rope, value = self.widths
+        if self.has_query_rank:
+            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x_BSD)))
+        else:
+            query = self.linear_q_proj(x_BSD)
+        q_plain, q_rope = query.unflatten(-1, (self.heads, plain + rope)).split([plain, rope], dim=-1)
+        latent, k_rope = self.linear_kv_down_proj(x_BSD).split([self.rank, rope], dim=-1)
+        both = self.linear_kv_up_proj(self.kv_layernorm(latent)).unflatten(-1, (self.heads, plain + value))
+        k_plain, values = both.split([plain, value], dim=-1)
+        q_rope, k_rope = (_rotated(_pairs_apart(x), rotary) for x in (q_rope, k_rope.unsqueeze(2)))
+        keys = torch.cat([k_plain, k_rope.expand(-1, -1, self.heads, -1)], dim=-1)
+        return torch.cat([q_plain, q_rope], dim=-1), keys, values
+
+
+def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
+    """Rotate the pairs (i, i + d / 2) of each head by the angles of its position."""
+    if rotary is None:
+        return x_BSHd
+    cos, sin = (part.to(x_BSHd.dtype) for part in rotary)
+    first, second = x_BSHd.chunk(2, dim=-1)
+    return x_BSHd * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    """Move elements 2 i and 2 i + 1, which multi-latent attention pairs, to i and i + d / 2."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+class DenseMLP(nn.Module):
+    """Feed-forward block of a layer without experts; ``linear_fc1`` of a gated one has the gate above the value."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.activation, self.gated = _ACTIVATIONS[model.activation], model.gated
+        self.linear_fc1 = _Linear(model, model.hidden_size, model.dense_width * (1 + model.gated))
+        self.linear_fc2 = _Linear(model, model.dense_width, model.hidden_size, is_output=True)
+
+    def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None) -> Tensor:
+        hidden = self.linear_fc1(x_BSD)
+        if not self.gated:
+            return self.linear_fc2(self.activation(hidden))
+        gate, value = hidden.chunk(2, dim=-1)
+        return self.linear_fc2(self.activation(gate) * value)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a dense feed-forward block or experts, each after its norm and added to its input."""
+
+    def __init__(self, model: ModelConfig, number: int):
+        super().__init__()
+        attention = SelfAttention if model.kv_lora_rank is None else LatentAttention
+        self.dropout = nn.Dropout(model.dropout)
+        self.input_layernorm = _norm(model, model.hidden_size)
+        self.self_attention = attention(model, number - 1)
+        self.pre_mlp_layernorm = _norm(model, model.hidden_size)
+        self.mlp: nn.Module
+        if number in model.layers_with_experts:
+            self.mlp = build_layer(
+                model,
+                init_methods=_init_methods(model),
+                aux_loss="manual",
+                name=f"layer {number}",
+                seed=key("layer", 0, number),
+            )
+        else:
+            self.mlp = DenseMLP(model)
+
+    def forward(
+        self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any, valid_BS: Tensor | None
+    ) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.self_attention(self.input_layernorm(x_BSD), rotary, mask, cache))
+        return x_BSD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_BSD), valid_BS))
+
+
+class FMoEForCausalLM(TransformersModel, GenerationMixin):
+    """A GPT with experts, with the logits of `fmoe evaluate` and the greedy texts of `fmoe generate`.
+
+    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with it, the output for a token
+    would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise and
+    dropout in training are as in the recipe, but not keyed by step and token.
+    """
+
+    decoder: Any  # the type of nn.ModuleDict lacks its modules' types
+    config_class = FMoEConfig
+    accepts_loss_kwargs = False  # Trainer divides the loss, with its balance losses, by the accumulation steps
+    _supports_sdpa = True
+    _no_split_modules = ("DecoderLayer",)
+    _keep_in_fp32_modules_strict = ("expert_bias_E",)
+    _tied_weights_keys = {"output_layer.weight": "embedding.word_embeddings.weight"}  # noqa: RUF012 - transformers' form
+
+    def __init__(self, config: FMoEConfig):
+        super().__init__(config)
+        model = config.recipe_model
+        self.theta = model.rope_theta if model.position == "rope" else None
+        self.rotary_width = model.head_width if model.qk_rope_head_dim is None else model.qk_rope_head_dim
+        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
+        if model.position == "learned_absolute":
+            self.embedding["position_embeddings"] = nn.Embedding(model.sequence_length, model.hidden_size)
+        self.dropout = nn.Dropout(model.dropout)
+        self.decoder = nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(DecoderLayer(model, n + 1) for n in range(model.num_layers)),
+                "final_layernorm": _norm(model, model.hidden_size),
+            }
+        )
+        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, Router | FFNExperts):
+            module.reset_parameters()
+        elif isinstance(module, _Linear):
+            module.init_method(module.weight)
+        else:
+            super()._init_weights(module)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> MoeCausalLMOutputWithPast:
+        """Return logits [B, S, V], and the loss if there are labels.
+
+        Args:
+            attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
+            position_ids: [B, S]; by default, the number of tokens before that are not padding.
+            past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
+            labels: [B, S], the tokens themselves; -100 is not predicted.
+            use_cache: return a cache; by default, that of the configuration where no token depends on later ones.
+            logits_to_keep: number of last positions whose logits are returned; 0 for all.
+
+        Raises:
+            UserError: a cache with a gate whose choices for a token depend on later tokens, or of fixed length; a mask
+                of another shape; more tokens than learned positions.
+        """
+        x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
+        (batch, length), device = x_BSD.shape[:2], x_BSD.device
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if (reason := self.looks_ahead()) and (past or use_cache):
+            raise UserError(f"use_cache=True is not supported with {reason}; generate() needs no limit and lifts it")
+        if getattr(past_key_values, "is_compileable", False):
+            raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
+        if wants_cache and past_key_values is None and not reason:
+            past_key_values = DynamicCache(config=self.config)
+        if attention_mask is not None and attention_mask.shape != (batch, past + length):
+            shape = tuple(attention_mask.shape)
+            raise UserError(f"attention_mask has shape {shape}; it must be [B, K]={(batch, past + length)}")
+        seen_BK = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if position_ids is None and seen_BK is not None:
+            position_ids = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        elif position_ids is None:
+            position_ids = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(0)
+        if "position_embeddings" in self.embedding:
+            limit = self.config.max_position_embeddings
+            if past + length > limit and (last := int(position_ids.max())) >= limit:
+                raise UserError(f"position {last} is not in the model's {limit} learned positions")
+            x_BSD = x_BSD + self.embedding["position_embeddings"](position_ids)
+        rotary = None if self.theta is None else _angles(position_ids, self.rotary_width, self.theta)
+        mask = None if seen_BK is None and (past == 0 or length == 1) else _mask(seen_BK, past, length, device)
+        valid_BS = None if seen_BK is None else seen_BK[:, past:]
+        x_BSD, states = self.dropout(x_BSD), []
+        for layer in self.decoder["layers"]:
+            states.append(x_BSD)
+            x_BSD = layer(x_BSD, rotary, mask, past_key_values, valid_BS)
+        x_BSD = self.decoder["final_layernorm"](x_BSD)
+        logits = self.output_layer(x_BSD[:, -logits_to_keep:] if logits_to_keep else x_BSD)
+        aux_loss = collect_losses(self) if self.training else None
+        loss = None if labels is None else _loss(logits, labels)
+        return MoeCausalLMOutputWithPast(
+            loss=loss if loss is None or aux_loss is None else loss + aux_loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x_BSD) if output_hidden_states else None,
+        )
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Generate as transformers does, without a limit of the experts' capacity.
+
+        Raises:
+            UserError: experts choose among all tokens of a sequence.
+        """
+        with self._without_limits():
+            if reason := self.looks_ahead():
+                raise UserError(f"token-by-token generation is not supported with {reason}")
+            return super().generate(*args, **options)
+
+    def looks_ahead(self) -> str:
+        """Return the setting by which a token's output depends on later tokens; empty for none."""
+        for gate in self._gates():
+            if isinstance(gate, ExpertChoiceRouter):
+                return "gate=expert_choice"
+            factor = gate.eval_capacity_factor
+            if not self.training and factor is not None and factor * gate.top_k < gate.num_experts:
+                return f"eval_capacity_factor={factor}, which drops tokens"
+        return ""
+
+    @contextlib.contextmanager
+    def _without_limits(self) -> Iterator[None]:
+        limited = [gate for gate in self._gates() if not isinstance(gate, ExpertChoiceRouter)]
+        factors = [gate.eval_capacity_factor for gate in limited]
+        try:
+            for gate in limited:
+                gate.eval_capacity_factor = None
+            yield
+        finally:
+            for gate, factor in zip(limited, factors, strict=True):
+                gate.eval_capacity_factor = factor
+
+    def _gates(self) -> list[Router]:
+        return [module for module in self.decoder.modules() if isinstance(module, Router)]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens."""
+        return self.embedding["word_embeddings"]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        self.embedding["word_embeddings"] = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.output_layer
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the output layer."""
+        self.output_layer = new_embeddings
+
+
+def _angles(position_BS: Tensor, width: int, theta: float) -> Rotary:
+    powers = torch.arange(0, width, 2, dtype=torch.float32, device=position_BS.device) / width
+    angles = position_BS.float().unsqueeze(-1) * (1.0 / theta**powers)
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
+    return angles.cos(), angles.sin()
+
+
+def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    """Return bool [B or 1, 1, S, K], True where a query sees a key. Every query sees itself, because padding that sees
+    nothing would have NaN."""
+    query_S1 = torch.arange(past, past + length, device=device, dtype=torch.int64).unsqueeze(1)
+    key_K = torch.arange(past + length, device=device, dtype=torch.int64)
+    causal_SK = key_K <= query_S1
+    if seen_BK is None:
+        return causal_SK[None, None]
+    return ((causal_SK & seen_BK.unsqueeze(1)) | (key_K == query_S1)).unsqueeze(1)
+
+
+def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next tokens."""
+    targets = labels_BS[:, 1:].to(logits_BSV.device).flatten()
+    return F.cross_entropy(logits_BSV[:, :-1].float().flatten(0, 1), targets, ignore_index=-100)
+
+
+if __name__ == "pretrain.interchange.modeling_fmoe":  # not in a copy, which a config.json names
+    AutoConfig.register("fmoe", FMoEConfig)
+    AutoModelForCausalLM.register(FMoEConfig, FMoEForCausalLM)
+    FMoEConfig.register_for_auto_class()  # save_pretrained copies this file
+    FMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

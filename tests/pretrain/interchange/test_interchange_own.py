@@ -1,0 +1,384 @@
+"""The family fmoe: every option of a GPT, loaded, trained and generated from by transformers."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_close
+from forks import only
+from forks import values as results_of
+from huggingface_folders import saved_at
+
+sys.path.append(str(Path(__file__).parents[2] / "conformance"))
+import exports
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
+from pretrain.config.load import shipped_recipes
+from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.cli import export_main
+from pretrain.interchange.families import family_for, why_own
+from pretrain.interchange.folder import CONFIG, GENERATION_CONFIG
+
+LIMIT = exports.LIMIT
+PROMPT, NEW = 6, 8
+BASE = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=24,
+    sequence_length=exports.LENGTH,
+    vocab_size=exports.VOCAB,
+    num_experts=4,
+    top_k=2,
+    init_std=0.2,
+    gate="naive",
+    eval_capacity_factor=None,
+)
+LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+MODELS = {
+    "learned positions, sigmoid in groups, shared experts, dense layer": {
+        "position": "learned_absolute",
+        "qk_norm": True,
+        "num_query_groups": 2,
+        "gate": "sigmoid",
+        "gate_options": {"expert_groups": 2, "kept_groups": 1},
+        "routed_scale": 2.5,
+        "num_shared_experts": 2,
+        "moe_layers": (2,),
+        "dense_ffn_hidden_size": 40,
+        "tie_embeddings": False,
+        "eval_capacity_factor": 0.75,
+    },
+    "latent attention, compressed queries, gshard, finer experts, further tokens": {
+        **LATENT,
+        "q_lora_rank": 14,
+        "norm": "rms",
+        "activation": "silu",
+        "gated": True,
+        "gate": "gshard",
+        "granularity": 2,
+        "top_k": 1,
+        "mtp_layers": 1,
+        "eval_capacity_factor": 0.5,
+        "group_size": 5,
+    },
+    "experts with biases, other experts than the dense layer": {
+        "expert": "geglu",
+        "expert_options": {"bias": True},
+        "num_shared_experts": 1,
+        "activation": "relu",
+        "head_dim": 12,
+        "gate_options": {"bias": True},
+        "moe_every": 2,
+        "gated": True,
+        "rope_theta": 500.0,
+        "capacity_factor": None,
+    },
+    "latent attention, plain queries, layer norm": {**LATENT, "gate": "noisy"},
+    "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms", "vocab_size": 400},
+    "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
+    **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
+}
+RECIPES = {
+    name: Recipe(
+        model=replace(BASE, **values),
+        train=TrainConfig(global_batch=1, micro_batch=1, seed=11, precision="fp32"),
+    )
+    for name, values in MODELS.items()
+}
+
+
+def made(runs):
+    """Our logits and greedy tokens of random runs, which are saved; for a process of `forks`."""
+    from fmoe.gates import ExpertChoiceRouter, Router
+    from pretrain.inference.decoding import GPTDecoder, generate
+    from pretrain.inference.sampling import Sampling
+
+    found = []
+    for recipe, path in runs:
+        batch = exports.batch_of(recipe)
+        model, logits = exports.random_run(recipe, path, batch)
+        gates = [module for module in model.modules() if isinstance(module, Router)]
+        if any(isinstance(gate, ExpertChoiceRouter) for gate in gates):
+            found.append((logits, None))
+            continue
+        for gate in gates:  # as `load_model(..., drops=False)`
+            gate.eval_capacity_factor = None
+        greedy = []
+        for prompt in batch["tokens"][:2, :PROMPT].tolist():
+            decoder = GPTDecoder(model, exports.LENGTH)
+            steps = generate(
+                decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=recipe.model.vocab_size
+            )
+            greedy.append([token for (token,) in steps])
+        found.append((logits, torch.tensor(greedy)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(forks, tmp_path_factory):
+    """``exported[name]``: recipe, folder of the run, folder of the export, our logits, our greedy tokens."""
+    folder = tmp_path_factory.mktemp("own")
+    runs = {name: (recipe, folder / str(number) / "run") for number, (name, recipe) in enumerate(RECIPES.items())}
+    results = only(forks.run(1, made, list(runs.values())))
+    found = {}
+    for (name, (recipe, run)), (logits, greedy) in zip(runs.items(), results, strict=True):
+        out = run.with_name("out")
+        export_checkpoint(run, out, "fmoe", tokenizer="none")
+        found[name] = recipe, run, out, logits, greedy
+    return found
+
+
+def load(folder, **options):
+    """The model of a folder, by the module that is installed."""
+    import transformers
+
+    import pretrain.interchange.modeling_fmoe  # noqa: F401 - registers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+DROPS = "learned positions, sigmoid in groups, shared experts, dense layer"
+FINER = "latent attention, compressed queries, gshard, finer experts, further tokens"
+BIASES = "experts with biases, other experts than the dense layer"
+
+
+@pytest.mark.by_default(DROPS, FINER, BIASES, "dense", "expert choice")
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(exported, tmp_path, name):
+    recipe, _, out, logits, greedy = exported[name]
+    model = load(out)
+    assert model.__class__.__module__ == "pretrain.interchange.modeling_fmoe"
+    tokens = exports.batch_of(recipe)["tokens"]
+    with torch.no_grad():
+        assert_close(model(tokens).logits, logits, LIMIT, "logits")
+    if greedy is None:
+        with pytest.raises(UserError, match="gate=expert_choice"):
+            model.generate(tokens[:, :PROMPT], max_new_tokens=1)
+    else:
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        found = model.generate(tokens[:2, :PROMPT], **options)[:, PROMPT:]
+        assert torch.equal(found, greedy)
+        assert torch.equal(model.generate(tokens[:2, :PROMPT], use_cache=False, **options)[:, PROMPT:], greedy)
+
+    back = import_folder(out, tmp_path / "back")
+    defaults = {"mtp_layers": 0, "mtp_loss": ModelConfig.mtp_loss}
+    assert back.recipe.model == replace(recipe.model, **defaults) and back.family.name == "fmoe"
+    export_checkpoint(tmp_path / "back", tmp_path / "again", "fmoe", tokenizer="none")
+    assert exports.same_bits(out, tmp_path / "again")
+    assert json.loads((out / CONFIG).read_text()) == json.loads((tmp_path / "again" / CONFIG).read_text())
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "modeling_fmoe.py").read_bytes() == (out / "modeling_fmoe.py").read_bytes()
+    import_folder(tmp_path / "saved", tmp_path / "third")
+    export_checkpoint(tmp_path / "third", tmp_path / "fourth", "fmoe", tokenizer="none")
+    assert exports.same_bits(out, tmp_path / "fourth")
+
+
+def test_an_export_tells_what_it_needs_and_lacks(exported, tmp_path, capsys):
+    recipe, run, *_ = exported[FINER]
+    assert export_main([str(run), str(tmp_path / "out"), "--tokenizer", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "FMoEForCausalLM" in said and "trust_remote_code" in said and "model.mtp_layers=1" in said
+    assert why_own(recipe.model) in said
+    assert "mtp" not in " ".join(exports.weights(tmp_path / "out"))
+
+
+SPLITS = {
+    "EP2": (DROPS, ParallelConfig(expert=2)),
+    "TP2": (FINER, ParallelConfig(tensor=2)),
+    "PP2": (BIASES, ParallelConfig(pipeline=2)),
+    "TP2, dense": ("dense", ParallelConfig(tensor=2)),
+}
+
+
+@pytest.mark.by_default("TP2")
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_checkpoint_of_any_split_is_exported_alike(exported, forks, tmp_path, split):
+    name, parallel = SPLITS[split]
+    _, run, out, *_ = exported[name]
+    results_of(forks.run(2, saved_at, run, tmp_path / "saved", parallel, "fp32"))
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", "fmoe", tokenizer="none")
+    assert exports.same_bits(tmp_path / "out", out)
+    assert (tmp_path / "out" / CONFIG).read_text() == (out / CONFIG).read_text()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_neither_seen_nor_routed(exported, side):
+    """A sequence has the same logits alone and next to a longer one, with experts that drop tokens."""
+    recipe, _, out, *_ = exported[DROPS]
+    model = load(out)
+    tokens, length = exports.batch_of(recipe)["tokens"][:2], exports.LENGTH - 5
+    mask = torch.ones_like(tokens)
+    kept = slice(5, None) if side == "left" else slice(0, length)
+    mask[1] = 0
+    mask[1, kept] = 1
+    with torch.no_grad():
+        both = model(tokens, attention_mask=mask).logits
+        alone = model(tokens[1:, kept]).logits
+        whole = model(tokens[:1]).logits
+    assert torch.isfinite(both).all()
+    assert_close(both[1:, kept], alone, LIMIT, "padded")
+    assert_close(both[:1], whole, LIMIT, "not padded")
+
+
+def test_generation_of_padded_prompts(exported):
+    recipe, _, out, _, greedy = exported[DROPS]
+    model = load(out)
+    prompts = exports.batch_of(recipe)["tokens"][:2, :PROMPT]
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.int64), prompts], 1)
+    mask = (torch.arange(PROMPT + 2) >= 2).long().expand(2, -1)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, PROMPT + 2 :], greedy)
+
+
+def test_a_cache_is_refused_where_later_tokens_matter(exported):
+    model = load(exported[DROPS][2])
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert model(tokens).past_key_values is None
+    with pytest.raises(UserError, match=r"eval_capacity_factor=0\.75"):
+        model(tokens, use_cache=True)
+    with pytest.raises(UserError, match=r"position 16 .* 16 learned positions"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(UserError, match="attention_mask has shape"):
+        model(tokens, attention_mask=torch.ones(1, 3))
+    with pytest.raises(UserError, match="StaticCache"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    assert load(exported["dense"][2])(tokens).past_key_values.get_seq_length() == 4
+
+
+def test_training_has_the_balance_loss_and_learns(exported):
+    model = load(exported[BIASES][2])
+    tokens = exports.batch_of(exported[BIASES][0])["tokens"]
+    targets = tokens.clone()
+    targets[:, :3] = -100
+    plain = model(tokens, labels=targets)
+    by_hand = torch.nn.functional.cross_entropy(plain.logits[:, 2:-1].flatten(0, 1), tokens[:, 3:].flatten())
+    assert_close(plain.loss, by_hand, 1e-6, "loss")
+    assert plain.aux_loss is None
+    model.train()
+    first = model(tokens, labels=targets)
+    assert_close(first.loss - first.aux_loss, by_hand, 1e-6, "loss without the balance losses")
+    assert first.aux_loss > 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(tokens, labels=targets).loss
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+    assert loss < 0.5 * first.loss
+
+
+def test_generation_leaves_out_rows_without_a_token(exported, tiny_corpus, tmp_path):
+    export_checkpoint(exported["dense"][1], tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
+    settings = json.loads((tmp_path / "out" / GENERATION_CONFIG).read_text())
+    assert settings["suppress_tokens"] == list(range(384, 400))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate (the extra interop)")
+def test_trainer(exported, tmp_path):
+    """The Trainer of transformers, with gradient accumulation: the mean of the micro batches' losses, which falls."""
+    import transformers
+
+    recipe, _, out, *_ = exported[BIASES]
+    model = load(out)
+    tokens = exports.batch_of(recipe)["tokens"]
+    data = [{"input_ids": row, "labels": row} for row in tokens] * 8
+    model.train()
+    with torch.no_grad():
+        before = model(tokens, labels=tokens).loss.item()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=8,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(before, rel=0.1) and losses[-1] < 0.7 * losses[0]
+
+
+def test_new_models_have_weights_as_training_draws_them():
+    from pretrain.interchange.modeling_fmoe import FMoEConfig, FMoEForCausalLM
+
+    values = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "init_std": 0.05}
+    model = FMoEForCausalLM(FMoEConfig(model=values))
+    stds = {name: value.std().item() for name, value in model.named_parameters() if value.dim() > 1}
+    for name, std in stds.items():
+        is_output = name.endswith(("linear_proj.weight", "weight_out"))
+        assert std == pytest.approx(0.05 / (2 if is_output else 1), rel=0.1), name
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    with pytest.raises(UserError, match=r"model\.top_k=9"):
+        FMoEConfig(model={"top_k": 9})
+
+
+def test_sixteen_bits(exported, tmp_path, forks):
+    """The expert biases of the sigmoid gate stay in float32."""
+    recipe = RECIPES[DROPS]
+    recipe = replace(recipe, train=replace(recipe.train, precision="bf16"))
+    only(forks.run(1, exports.our_logits, [(recipe, tmp_path / "run")]))
+    export_checkpoint(tmp_path / "run", tmp_path / "out", tokenizer="none")
+    stored = {name: value.dtype for name, value in exports.weights(tmp_path / "out").items()}
+    assert {name for name, dtype in stored.items() if dtype != torch.bfloat16} == {
+        "decoder.layers.1.mlp.gate.expert_bias_E"
+    }
+    model = load(tmp_path / "out")
+    assert {name: value.dtype for name, value in model.state_dict().items()} == stored
+    assert import_folder(tmp_path / "out", tmp_path / "back").recipe.train.precision == "bf16"
+    export_checkpoint(tmp_path / "back", tmp_path / "again", tokenizer="none")
+    assert exports.same_bits(tmp_path / "out", tmp_path / "again")
+
+
+def test_what_is_refused(exported, tmp_path):
+    for values, message in (
+        ({"gate": "mine"}, "model.gate=mine .* run.imports"),
+        ({"gate": "random"}, "model.gate=random"),
+        ({"expert": "mine"}, "model.expert=mine .* run.imports"),
+        ({"kind": "bert"}, "model.kind=bert"),
+    ):
+        with pytest.raises(UserError, match=message):
+            family_for(replace(BASE, **values), "fmoe")
+    source = exported["dense"][2]
+    for change, message in (
+        ({"model": None}, "model=none must be an object"),
+        ({"model": {"breadth": 3}}, "breadth"),
+        ({"model": {"gate": "mine"}}, "model.gate=mine"),
+        ({"model": {"num_heads": "six"}}, "num_heads"),
+        ({"vocab_size": 65}, "word_embeddings.weight has shape"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ):
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        for file in source.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((source / CONFIG).read_text())
+        change = {"model": config["model"] | change["model"]} if change.get("model") else change
+        (folder / CONFIG).write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message) as raised:
+            import_folder(folder, tmp_path / "run")
+        assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()
+
+
+GPT = [name for name in shipped_recipes() if load_recipe(name).model.kind == "gpt"]
+
+
+def test_every_gpt_recipe_is_exported(forks, tmp_path):
+    """By the code in the folder, which is not registered in the process that loads it."""
+    found = exports.table(forks, {name: load_recipe(name) for name in GPT}, tmp_path)
+    families = {"mixtral-8x7b": "mixtral", "qwen3-moe-30b-a3b": "qwen3_moe", "quickstart": "fmoe", "gpt-96": "fmoe"}
+    assert {name: found[name]["family"] for name in families} == families
+    for name, values in found.items():
+        assert values["distance"] <= LIMIT and values["back"], (name, values)
