@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,13 @@ def write_gguf(llama_cpp: Path, folder: Path, name: str, dtype: torch.dtype, pre
     Raises:
         UserError: llama.cpp's converter failed; the message ends with its last line.
     """
-    command = [sys.executable, "-c", f"from {__name__} import convert; convert()", str(llama_cpp.resolve()), pre]
-    command += [str(folder), "--outfile", str(folder / GGUF), "--outtype", _TYPES[dtype], "--model-name", name]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    with tempfile.TemporaryDirectory(prefix="fmoe-") as temporary:
+        named = Path(temporary) / name  # the converter takes the model's name from the folder's
+        named.symlink_to(folder.resolve(), target_is_directory=True)
+        command = [sys.executable, "-c", f"from {__name__} import convert; convert()", str(llama_cpp.resolve()), pre]
+        command += [str(named), "--outfile", str(folder / GGUF), "--outtype", _TYPES[dtype]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode or not (folder / GGUF).is_file():
         lines = done.stderr.split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")

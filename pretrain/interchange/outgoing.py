@@ -93,7 +93,7 @@ def export_checkpoint(
             write_bytes(folder / name, data)
         names += [CONFIG, GENERATION_CONFIG, *files]
         if llama_cpp is not None:
-            names.append(write_gguf(llama_cpp, folder, out.name, dtype, pre))
+            names.append(write_gguf(llama_cpp, folder, out.resolve().name, dtype, pre))
     return Exported(family, sum(prod(p.shape) for p in plan), tuple(names))
 
 
