@@ -1,7 +1,7 @@
 """Conversion to and from Hugging Face model folders: ``fmoe export`` and ``fmoe import``.
 
 `family` says what a family of models is, `tensors` how its tensors map to ours; `llama` has families, `families` their
-list; `configs` converts config.json; `outgoing` exports, `incoming` imports.
+list; `configs` converts config.json; `outgoing` exports, `incoming` imports; `llama_cpp` writes GGUF files.
 """
 
 from pretrain.interchange.families import FAMILIES

@@ -37,6 +37,9 @@ def export_main(argv: Sequence[str]) -> int:
         metavar="GIB",
         help="maximum size of a weight file in GiB (default: 4)",
     )
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="DIR", help="folder of llama.cpp, whose converter adds model.gguf to OUT"
+    )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too
         raise UserError(f"--shard-gib {arguments.shard_gib} must be positive")
@@ -48,6 +51,7 @@ def export_main(argv: Sequence[str]) -> int:
         arguments.format,
         tokenizer=arguments.tokenizer,
         shard_bytes=int(arguments.shard_gib * 2**30),
+        llama_cpp=arguments.llama_cpp,
     )
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")

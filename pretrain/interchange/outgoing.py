@@ -28,6 +28,7 @@ from pretrain.interchange.folder import (
     write_json,
     write_weights,
 )
+from pretrain.interchange.llama_cpp import check_convertible, write_gguf
 from pretrain.interchange.tensors import KEPT_IN_FP32, Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
 
@@ -46,7 +47,13 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path, out: Path, form: str = "auto", *, tokenizer: str | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    out: Path,
+    form: str = "auto",
+    *,
+    tokenizer: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    llama_cpp: Path | None = None,
 ) -> Exported:
     """Write the model of a checkpoint, saved at any split, as a Hugging Face folder.
 
@@ -58,10 +65,11 @@ def export_checkpoint(
         form: name of a family in `families.FAMILIES`, or "auto".
         tokenizer: new location of the recipe's tokenizer, or "none".
         shard_bytes: maximum size of a weight file.
+        llama_cpp: folder of llama.cpp, whose converter adds a GGUF file.
 
     Raises:
-        UserError: the checkpoint is damaged; the family does not support the model, or tokenizer.json the tokenizer;
-            ``out`` is in use.
+        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model, or tokenizer.json the
+            tokenizer; ``out`` is in use.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)
@@ -72,7 +80,9 @@ def export_checkpoint(
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
     files = {**family.files(), **({} if loaded is None else files_for(loaded, recipe.model.sequence_length))}
     plan = [Planned(name, checkpoint.dtype(place.ours), size) for place in found for name, size in place.theirs.items()]
-    with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
+    nbytes = sum(planned.nbytes for planned in plan)
+    pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
+    with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
         config = config_of(family, recipe.model, name_of(dtype))
         generation: dict[str, Any] = {}
@@ -85,11 +95,13 @@ def export_checkpoint(
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
             write_bytes(folder / name, data)
-    written = (*names, CONFIG, GENERATION_CONFIG, *files)
+        names += [CONFIG, GENERATION_CONFIG, *files]
+        if llama_cpp is not None:
+            names.append(write_gguf(llama_cpp, folder, out.resolve().name, dtype, pre))
     notes = family.notes(recipe.model)
     if form == "auto" and (why := why_own(recipe.model)):
         notes = (why, *notes)
-    return Exported(family, sum(prod(p.shape) for p in plan), written, notes)
+    return Exported(family, sum(prod(p.shape) for p in plan), tuple(names), notes)
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:

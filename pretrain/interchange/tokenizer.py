@@ -19,7 +19,7 @@ TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 CONFIG = "tokenizer_config.json"
 # Files that may accompany tokenizer.json in a Hugging Face folder; kept through import and export.
-BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", SENTENCEPIECE)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # sentencepiece's types of pieces
 _UNIGRAM, _BPE = 1, 2
 _SPACE_MARK = "\u2581"  # sentencepiece's own spelling of a space
@@ -43,11 +43,13 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
 
     A tokenizer.json with a tokenizer_config.json next to it is copied unchanged, with its companions. Otherwise,
     AutoTokenizer is configured to behave like fmoe: it adds no tokens to a text, and a special piece spelled in a text
-    is encoded as text.
+    is encoded as text. A sentencepiece model that llama.cpp can apply is included, for its converter.
 
     Raises:
         UserError: the tokenizer.json would tokenize differently, for example for some sentencepiece models.
     """
+    beside: dict[str, bytes] = {}
+    for_llama_cpp: dict[str, bool] = {"add_bos_token": False}
     if not isinstance(tokenizer, SentencePieceTokenizer):
         kept = _beside(tokenizer.path)
         if CONFIG in kept:
@@ -56,7 +58,11 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
         model |= {"post_processor": None, "padding": None, "truncation": None}
         data = json.dumps(model, ensure_ascii=False).encode()
     else:
-        data = _converted(tokenizer)
+        proto = _proto(tokenizer)
+        data = _converted(tokenizer, proto)
+        if _suits_llama_cpp(proto):
+            beside[SENTENCEPIECE] = tokenizer.path.read_bytes()
+            for_llama_cpp["add_prefix_space"] = proto.normalizer_spec.add_dummy_prefix
     _compare(tokenizer, data)
     names = {i: piece for piece, i in tokenizer.ids.items()}
     config: dict[str, Any] = {
@@ -66,13 +72,14 @@ def files_for(tokenizer: Tokenizer, model_max_length: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
         "eos_token": names[tokenizer.end_of_document],
+        **for_llama_cpp,
     }
     if tokenizer.pad is not None:
         config["pad_token"] = names[tokenizer.pad]
     unknown = next((name for name in ("<unk>", "[UNK]") if name in names.values()), None)
     if unknown is not None:
         config["unk_token"] = unknown
-    return {TOKENIZER: data, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+    return {TOKENIZER: data, CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(), **beside}
 
 
 def files_from(source: Path) -> dict[str, bytes]:
@@ -95,14 +102,29 @@ def _beside(path: Path) -> dict[str, bytes]:
     return {name: (path.parent / name).read_bytes() for name in BESIDE if (path.parent / name).is_file()}
 
 
-def _converted(tokenizer: Tokenizer) -> bytes:
-    """Convert a sentencepiece model to a tokenizer.json."""
-    tokenizers = require("tokenizers", "pretrain", f"converting {tokenizer.path}")
+def _proto(tokenizer: Tokenizer) -> Any:
+    """Return the parsed file of a sentencepiece model."""
     require("google.protobuf", "pretrain", f"converting {tokenizer.path}")
     from sentencepiece import sentencepiece_model_pb2
 
     messages: Any = sentencepiece_model_pb2
-    proto = messages.ModelProto.FromString(tokenizer.path.read_bytes())
+    return messages.ModelProto.FromString(tokenizer.path.read_bytes())
+
+
+def _suits_llama_cpp(proto: Any) -> bool:
+    """Return whether llama.cpp encodes text as the sentencepiece model does.
+
+    llama.cpp merges by score, falls back to bytes, and normalizes nothing but the first space. From a unigram model's
+    scores, it would make other tokens; without the model's file, its converter fails.
+    """
+    spec, trainer = proto.normalizer_spec, proto.trainer_spec
+    is_normalized = bool(spec.precompiled_charsmap) or spec.remove_extra_whitespaces
+    return trainer.model_type == _BPE and trainer.byte_fallback and not is_normalized
+
+
+def _converted(tokenizer: Tokenizer, proto: Any) -> bytes:
+    """Convert a sentencepiece model to a tokenizer.json."""
+    tokenizers = require("tokenizers", "pretrain", f"converting {tokenizer.path}")
     spec = proto.normalizer_spec
     # Without a normalizer that adds or drops spaces, a space stays a space, and U+2581 in a text is a plain character.
     is_plain = not (spec.precompiled_charsmap or spec.add_dummy_prefix or spec.remove_extra_whitespaces)

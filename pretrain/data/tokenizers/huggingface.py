@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(ids, np.int64)
 
     @cached_property
+    def splits_digits_and_words(self) -> bool:
+        """Whether texts are split before merging as in models of `train_bytes`."""
+        tokenizers = require("tokenizers", "pretrain", f"reading {self.path}")
+        splits = self._model.pre_tokenizer
+        ours = _splits(tokenizers)
+        return self._model.normalizer is None and splits is not None and splits.__getstate__() == ours.__getstate__()
+
+    @cached_property
     def _decoders(self) -> frozenset[str]:
         """Names of the decoder's steps."""
         decoder = json.loads(self._model.to_str()).get("decoder") or {}
@@ -97,6 +106,17 @@ def _characters_of_bytes() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+def _splits(tokenizers: Any) -> Any:
+    """Return the pre-tokenizer of models trained here: newlines, digits, then GPT-2's words."""
+    return tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split("\n", "isolated"),
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+
+
 def load_json(data: bytes, path: Path) -> HuggingFaceTokenizer:
     """Parse a tokenizer from the file's content; ``path`` names it in errors.
 
@@ -117,13 +137,7 @@ def train_bytes(lines: Iterable[str], output: Path, vocab_size: int, special: Se
     """
     tokenizers = require("tokenizers", "pretrain", f"training {output}")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split("\n", "isolated"),
-            tokenizers.pre_tokenizers.Digits(individual_digits=True),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    model.pre_tokenizer = _splits(tokenizers)
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,

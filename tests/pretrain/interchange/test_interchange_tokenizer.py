@@ -11,7 +11,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
-from pretrain.interchange.tokenizer import CONFIG, TOKENIZER, are_equally_likely, files_for, files_from
+from pretrain.interchange.tokenizer import CONFIG, SENTENCEPIECE, TOKENIZER, are_equally_likely, files_for, files_from
 
 PYTHON = "def f(x):\n\tif x:\r\n        return  'ünïcode' * 3  # 日本\n\n\n    1234567890\n"
 
@@ -66,6 +66,13 @@ def test_ids_are_the_same(tmp_path, corpus, kind):
     assert theirs.vocab_size == ours.vocab_size == len(theirs) == size
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (ours.end_of_document, ours.pad, 1)
     assert theirs.model_max_length == 64
+    # llama.cpp reads this file, of bpe alone, and would add a space and a special piece in front of a text.
+    copied = tmp_path / "out" / SENTENCEPIECE
+    assert copied.is_file() == (kind == "sentencepiece bpe")
+    config = json.loads((tmp_path / "out" / CONFIG).read_bytes())
+    assert config["add_bos_token"] is False
+    if copied.is_file():
+        assert copied.read_bytes() == ours.path.read_bytes() and config["add_prefix_space"] is False
     texts = list(some_texts(corpus[1]))
     differ = [(text, theirs(text)["input_ids"]) for text in texts if theirs(text)["input_ids"] != ours.encode(text)]
     if kind == "sentencepiece unigram":  # 4 + 8 spaces or 8 + 4
@@ -98,9 +105,18 @@ def test_a_model_with_a_space_in_front(tmp_path, corpus):
         remove_extra_whitespaces=False,
     )
     theirs = written(tmp_path / "out", ours)
+    config = json.loads((tmp_path / "out" / CONFIG).read_bytes())
+    assert (tmp_path / "out" / SENTENCEPIECE).is_file() and config["add_prefix_space"] is True
     texts = [text for text in some_texts(corpus[1]) if "<" not in text]
     assert [t for t in texts if theirs(t)["input_ids"] != ours.encode(t)] == []
     assert theirs.decode(ours.encode("one two")) == "one two"
+
+
+def test_llama_cpp_needs_pieces_of_bytes(tmp_path, corpus):
+    ours = foreign(
+        tmp_path, corpus, model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False
+    )
+    assert files_for(ours, 64).keys() == {TOKENIZER, CONFIG}
 
 
 def test_what_cannot_be_imitated_is_told(tmp_path, corpus):
@@ -116,9 +132,10 @@ def test_a_tokenizer_keeps_its_companions(tmp_path, corpus):
     train_tokenizer([corpus[0]], theirs / TOKENIZER, 600, sentinels=0)
     (theirs / CONFIG).write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eod>"}')
     (theirs / "chat_template.jinja").write_text("{{ messages }}")
+    (theirs / SENTENCEPIECE).write_bytes(b"not read")
     found = files_from(theirs)
     assert {name: (theirs / name).read_bytes() for name in found} == found
-    assert found.keys() == {TOKENIZER, CONFIG, "chat_template.jinja"}
+    assert found.keys() == {TOKENIZER, CONFIG, "chat_template.jinja", SENTENCEPIECE}
     assert files_for(load_tokenizer(theirs / TOKENIZER), 64) == found
     assert files_from(tmp_path) == {}
 

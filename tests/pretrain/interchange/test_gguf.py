@@ -1,0 +1,193 @@
+"""llama.cpp reads exports: its tokens, logits and greedy text on a CPU. FMOE_LLAMA_CPP names a folder of its source."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compare import assert_close
+from huggingface_folders import save_random, weights
+from safetensors.torch import load_file, save_file
+from test_interchange_tokenizer import some_texts
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.data.tokenizers import load_tokenizer, train_tokenizer
+from pretrain.interchange.cli import export_main, import_main
+from pretrain.interchange.families import FAMILIES
+from pretrain.interchange.llama_cpp import GGUF, SCRIPT, check_convertible
+from pretrain.interchange.tokenizer import TOKENIZER, files_for
+
+COMMAND = Path(__file__).parents[1] / "inference" / "inference_command.py"
+PROMPT = "import json\n"
+PIECES, VOCAB = 800, 832  # the embedding is larger than the tokenizer
+TOKENIZERS = {
+    "bpe": ("tokenizer.model", {}),
+    "unigram": ("tokenizer.model", {"model_type": "unigram"}),
+    "byte-level": ("tokenizer.json", {}),
+    "bytes": ("tokenizer.json", {"model_type": "bytes", "vocab_size": 263, "sentinels": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def text():
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "".join((folder / name).read_text()[:40_000] for name in ("argparse.py", "textwrap.py"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, text):
+    """``tokenizer(KIND)`` -> the path of one that is trained on the text."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "text.txt").write_text(text)
+
+    def train(kind):
+        name, options = TOKENIZERS[kind]
+        path = folder / kind / name
+        if not path.exists():
+            path.parent.mkdir()
+            train_tokenizer([folder / "text.txt"], path, **{"vocab_size": PIECES, "sentinels": 4, **options})
+        return path
+
+    return train
+
+
+@pytest.fixture
+def llama_cpp():
+    folder = os.environ.get("FMOE_LLAMA_CPP")
+    if not folder:
+        pytest.skip("FMOE_LLAMA_CPP names no folder of llama.cpp's source")
+    return Path(folder)
+
+
+@pytest.fixture
+def scriptless(tmp_path):
+    """A folder like llama.cpp's, whose converter fails."""
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / SCRIPT).write_text("raise ValueError('no room\\x1b for this')")
+    return tmp_path / "llama.cpp"
+
+
+def imported(tmp_path, case, tokenizer, **values):
+    """A run with random weights, in which no padding of the vocabulary is ever the most probable token."""
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    save_random(theirs, case, vocab_size=VOCAB, **values)
+    for file in theirs.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "lm_head.weight" in tensors:
+            tensors["lm_head.weight"][PIECES:] = 0
+            save_file(tensors, file, {"format": "pt"})
+    import_main([str(theirs), str(run), "--tokenizer", str(tokenizer)])
+    return run
+
+
+CASES = {
+    "mixtral, bpe": ("mixtral", "bpe"),
+    "mixtral, byte-level": ("mixtral", "byte-level"),
+    "qwen3_moe, bpe": ("qwen3_moe", "bpe"),
+    "qwen3_moe, byte-level": ("qwen3_moe", "byte-level"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_logits_and_greedy_text(tmp_path, llama_cpp, tokenizer, text, forks, case):
+    package = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    import transformers
+
+    family, kind = CASES[case]
+    run, out = imported(tmp_path, family, tokenizer(kind)), tmp_path / "out"
+    assert export_main([str(run), str(out), "--llama-cpp", str(llama_cpp)]) == 0
+    float32 = {"type_k": package.GGML_TYPE_F32, "type_v": package.GGML_TYPE_F32, "flash_attn": False}
+    served = package.Llama(str(out / GGUF), n_ctx=32, n_threads=1, logits_all=True, verbose=False, **float32)
+    ours = load_tokenizer(tokenizer(kind))
+    assert served.n_vocab() == VOCAB and served.token_eos() == ours.end_of_document
+
+    # llama.cpp writes spaces as U+2581 before it looks for pieces of a sentencepiece model.
+    texts = [t for t in some_texts(text) if kind != "bpe" or "\u2581" not in t]
+    assert len(texts) > 200
+    assert [t for t in texts if served.tokenize(t.encode(), special=False) != ours.encode(t)] == []
+
+    ids = served.tokenize(PROMPT.encode())
+    served.eval(ids)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    assert_close(torch.from_numpy(np.array(served.scores[: len(ids)])), expected, 1e-5, "llama.cpp's logits")
+
+    options = ["--prompt", PROMPT, "--temperature", 0, "--max-tokens", 20, "--json"]
+    (end,) = forks.command(str(COMMAND), "generate", run, *options)
+    tokens = json.loads(end.out)["samples"][0]["tokens"]
+    greedy = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :].tolist()
+    drawn = [token for token, _ in zip(served.generate(ids, temp=0.0), tokens, strict=False)]
+    assert len(tokens) >= 2 and drawn == greedy == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "kind"), [("mixtral", "f32"), ("mixtral tied, bf16", "bf16")])
+def test_the_converter_alone_suffices_for_mixtral_with_sentencepiece(
+    tmp_path, llama_cpp, tokenizer, monkeypatch, case, kind
+):
+    """The file of ``--llama-cpp``, bit for bit; and the weights are those of the export."""
+    monkeypatch.syspath_prepend(str(llama_cpp / "gguf-py"))
+    gguf = pytest.importorskip("gguf")
+    run, out, alone = imported(tmp_path, case, tokenizer("bpe")), tmp_path / "out", tmp_path / "alone.gguf"
+    assert export_main([str(run), str(out), "--llama-cpp", str(llama_cpp)]) == 0
+    command = [sys.executable, str(llama_cpp / SCRIPT), str(out), "--outfile", str(alone), "--outtype", kind]
+    subprocess.run(command, check=True, capture_output=True)
+    assert alone.read_bytes() == (out / GGUF).read_bytes()
+    stored = {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(alone).tensors}
+    exported = weights(out)
+    experts = [exported[f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight"] for e in range(4)]
+    assert stored["token_embd.weight"] == bits(exported["model.embed_tokens.weight"])
+    assert stored["blk.1.ffn_down_exps.weight"] == bits(torch.stack(experts))
+
+
+def bits(weight):
+    return weight.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "tokenizer_kind", "message"),
+    [
+        ("qwen3_moe", {"moe_every": 2, "num_layers": 2}, "byte-level", "experts in every layer"),
+        ("qwen3_moe", {"normalize": False}, "byte-level", r"model\.normalize=false"),
+        ("qwen3_moe", {"gate": "switch", "top_k": 1}, "byte-level", r"model\.gate=switch"),
+        ("mixtral", {}, "unigram", r"tokenizer\.model is not supported .* bpe"),
+        ("mixtral", {}, "bytes", r"tokenizer\.json is not supported .* no merges"),
+        ("mixtral", {}, None, "--tokenizer"),
+    ],
+)
+def test_models_and_tokenizers_that_llama_cpp_lacks(scriptless, tokenizer, family, values, tokenizer_kind, message):
+    loaded = None if tokenizer_kind is None else load_tokenizer(tokenizer(tokenizer_kind))
+    files = {} if loaded is None else files_for(loaded, 32)
+    with pytest.raises(UserError, match=message):
+        check_convertible(scriptless, FAMILIES[family], ModelConfig(**{"gate": "naive", **values}), loaded, files)
+
+
+def test_splits_of_other_tokenizers_are_left_to_the_converter(scriptless, tokenizer, tmp_path):
+    """A tokenizer.json from elsewhere: llama.cpp knows it by its hash, or fails."""
+    ours = load_tokenizer(tokenizer("byte-level"))
+    spec = json.loads(ours.path.read_bytes())
+    spec["pre_tokenizer"]["pretokenizers"].pop(0)
+    (tmp_path / TOKENIZER).write_text(json.dumps(spec))
+    other = load_tokenizer(tmp_path / TOKENIZER)
+    found = [
+        check_convertible(scriptless, FAMILIES["mixtral"], ModelConfig(gate="naive"), t, files_for(t, 32))
+        for t in (ours, other)
+    ]
+    assert found == ["smollm", ""]
+
+
+def test_a_failure_leaves_nothing(tmp_path, scriptless, tokenizer):
+    run = imported(tmp_path, "mixtral", tokenizer("bpe"))
+    before = sorted(tmp_path.iterdir())
+    for folder, message in ((tmp_path, f"--llama-cpp .* {SCRIPT}"), (scriptless, r"failed: ValueError: no room\\x1b")):
+        with pytest.raises(UserError, match=message) as error:
+            export_main([str(run), str(tmp_path / "out"), "--llama-cpp", str(folder)])
+        assert "\n" not in str(error.value) and sorted(tmp_path.iterdir()) == before
