@@ -72,7 +72,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     """Return the parameters of a router, ``experts`` routed experts and all shared ones: in matrices, and others."""
     shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-    shared = model.num_shared_experts * _block(model, model.ffn_hidden_size)
+    shared = _block(model, model.shared_width) + model.shared_expert_gate * model.hidden_size
     return matrices + shared, sum(map(math.prod, shapes)) - matrices
 
 

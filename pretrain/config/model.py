@@ -99,7 +99,11 @@ class ModelConfig:
     """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity; a token
     gets granularity x top_k of them (DeepSeekMoE)."""
     num_shared_experts: int = 0
-    """Number of experts that process every token in addition, each of width ffn_hidden_size (DeepSeekMoE)."""
+    """Number of experts that process every token in addition, each of width shared_ffn_hidden_size (DeepSeekMoE)."""
+    shared_ffn_hidden_size: int | None = None
+    """Hidden width of a shared expert; None for ffn_hidden_size."""
+    shared_expert_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a linear map of the token to a number (Qwen2-MoE)."""
     gate: str = "switch"
     """Name of a gate: naive, switch, gshard, sigmoid, ... (docs/gates.md), or a registered one."""
     gate_options: Mapping[str, Any] = field(default_factory=dict)
@@ -175,6 +179,12 @@ class ModelConfig:
         return self.ffn_hidden_size // self.granularity
 
     @property
+    def shared_width(self) -> int:
+        """Hidden width of a layer's shared experts together."""
+        width = self.ffn_hidden_size if self.shared_ffn_hidden_size is None else self.shared_ffn_hidden_size
+        return self.num_shared_experts * width
+
+    @property
     def decoder_layers(self) -> int:
         """Layers of a T5's decoder; 0 for other models, whose one stack has `num_layers`."""
         if self.kind != "t5":
@@ -232,6 +242,12 @@ class ModelConfig:
             self._check_experts()
         elif self.num_shared_experts:
             raise UserError(f"model.num_shared_experts={self.num_shared_experts} needs model.num_experts > 0")
+        if not self.num_shared_experts:
+            if self.shared_ffn_hidden_size is not None:
+                name = f"model.shared_ffn_hidden_size={self.shared_ffn_hidden_size}"
+                raise UserError(f"{name} needs model.num_shared_experts > 0")
+            if self.shared_expert_gate:
+                raise UserError("model.shared_expert_gate=true needs model.num_shared_experts > 0")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -58,6 +58,13 @@ MODELS = {
     "norms of heads": {"qk_norm": True, "head_dim": 6},
     "biases of queries, keys and values": {"qkv_bias": True, "num_query_groups": 2, "head_dim": 6, "mtp_layers": 1},
     "shared experts": {"num_shared_experts": 3, "gated": True},
+    "wide shared experts with a gate": {
+        "num_shared_experts": 2,
+        "shared_ffn_hidden_size": 20,
+        "shared_expert_gate": True,
+        "gated": True,
+        "granularity": 2,
+    },
     "some layers wide": {"moe_layers": (2, 3), "dense_ffn_hidden_size": 40},
     "modern": {
         "norm": "rms",
@@ -115,6 +122,7 @@ MODELS = {
     "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe_every": 2, "position": "learned_absolute"},
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+NOT_T5 = {"qkv_bias": False}
 DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 
@@ -213,6 +221,8 @@ def test_flops_of_a_modern_gpt_by_hand():
     matrices = 2 * attention + 3 * 8 * 14 + experts + 32 * 8
     scores = 2 * (2 * 16 * 4 * 6) * 2
     assert flops(model) == 3 * (2 * matrices + scores)
+    wide = replace(model, shared_ffn_hidden_size=12, shared_expert_gate=True, qkv_bias=True)
+    assert flops(wide) - flops(model) == 6 * (3 * 8 * 2 + 8)
 
 
 def test_flops_of_latent_attention_by_hand():
@@ -271,6 +281,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             num_query_groups=4,
             head_dim=10,
             qk_norm=True,
+            qkv_bias=True,
             **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
@@ -295,6 +306,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             expert_options={"dropout": 0.1},
             granularity=4,
             num_shared_experts=1,
+            shared_ffn_hidden_size=200,
+            shared_expert_gate=True,
             gate="gshard",
             gate_options={"random_routing": False},
             score="softmax",
@@ -409,7 +422,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT)),
+        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT), **NOT_T5),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -428,7 +441,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             train=TrainConfig(precision="fp16"),
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
         ),
-        Recipe(data=DataConfig(document_mask=True), model=ModelConfig(rope_theta=1e6, num_query_groups=2)),
+        Recipe(
+            data=DataConfig(document_mask=True), model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True)
+        ),
         Recipe(model=ModelConfig(**LATENT)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
@@ -525,6 +540,7 @@ def test_options_override_the_file(options, key, value):
         ("model", "norm", "batch", ["model.norm='batch'", "layer", "rms"]),
         ("model", "dense_ffn_hidden_size", 512, ["model.dense_ffn_hidden_size=512", "without experts"]),
         ("model", "num_shared_experts", -1, ["model.num_shared_experts=-1"]),
+        ("model", "shared_ffn_hidden_size", 0, ["model.shared_ffn_hidden_size=0"]),
         ("model", "routed_scale", -1.0, ["model.routed_scale=-1.0"]),
         ("model", "bias_step", -1.0, ["model.bias_step=-1.0"]),
         ("model", "score", "tanh", ["model.score='tanh'", "softmax", "sigmoid"]),
@@ -578,6 +594,8 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"kind": "t5", "num_query_groups": 2}, ["model.num_query_groups=2", "model.kind=t5", "model.num_heads=6"]),
         ({"position": "learned_absolute", "rope_theta": 1e6}, ["model.rope_theta=1000000.0", "learned_absolute"]),
         ({"num_experts": 0, "num_shared_experts": 1}, ["model.num_shared_experts=1", "model.num_experts"]),
+        ({"shared_ffn_hidden_size": 8}, ["model.shared_ffn_hidden_size=8", "model.num_shared_experts"]),
+        ({"shared_expert_gate": True}, ["model.shared_expert_gate=true", "model.num_shared_experts"]),
         ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
         ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
         ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),

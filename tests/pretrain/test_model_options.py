@@ -10,7 +10,15 @@ from test_run_split_engine import STEADY
 
 from pretrain.config import ParallelConfig
 
-OPTIONS = {"norm": "rms", "num_heads": 4, "num_query_groups": 2, "qkv_bias": True}
+OPTIONS = {
+    "norm": "rms",
+    "num_heads": 4,
+    "num_query_groups": 2,
+    "qkv_bias": True,
+    "num_shared_experts": 2,
+    "shared_ffn_hidden_size": 20,
+    "shared_expert_gate": True,
+}
 ENGINE = replace(STEADY, model=replace(STEADY.model, **OPTIONS))
 
 
@@ -42,7 +50,9 @@ def test_splits_equal_one_process(forks, case):
         for found, wanted in zip(losses, expected[0][0], strict=True):
             assert found == pytest.approx(wanted, rel=1e-5)
     found, wanted = assembled(ranks), assembled(expected)
-    assert found.keys() == wanted.keys() and any("linear_qkv.bias" in key for key in found)
+    assert found.keys() == wanted.keys() and all(
+        any(name in key for key in found) for name in ("linear_qkv.bias", "shared.output_gate.weight")
+    )
     for key, value in wanted.items():
         assert_close(found[key], value, 3e-5, key)
     assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
