@@ -4,6 +4,7 @@ import json
 from math import prod
 
 import pytest
+from published import MORE, NOT_WRITTEN
 
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
@@ -70,13 +71,14 @@ QWEN3_30B_A3B = {
 PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
+    **MORE,
 }
 
 
 RECIPES = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-moe-30b-a3b"}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_of_that_shape_is_exported_as_it(name):
     config, model = PUBLISHED[name][0], load_recipe(RECIPES[name]).model
     family = family_for(model)
@@ -99,8 +101,7 @@ def test_published_models(name):
     assert sum(prod(shape) for place in found for shape in place.theirs.values()) == recipe.num_params()
     assert {place.ours for place in found} and all(place.ours.startswith("model/") for place in found)
     written = config_of(family, model, "bfloat16")
-    ignored = {"bos_token_id", "eos_token_id", "max_window_layers", "intermediate_size"}
-    ignored -= {"intermediate_size"} if name.startswith("Mixtral") else set()
+    ignored = NOT_WRITTEN - ({"intermediate_size", "sliding_window"} if name.startswith("Mixtral") else set())
     for key, value in config.items():
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
@@ -114,10 +115,13 @@ def test_the_same_model_by_transformers_own_configuration():
         assert model_of(theirs)[1] == model_of(config)[1], name
 
 
+KINDS = {"MixtralConfig": "mixtral", "Qwen3MoeConfig": "qwen3_moe", "Qwen2MoeConfig": "qwen2_moe"}
+
+
 def test_what_transformers_has_where_a_key_is_missing():
     import transformers
 
-    for kind, family in (("MixtralConfig", "mixtral"), ("Qwen3MoeConfig", "qwen3_moe")):
+    for kind, family in KINDS.items():
         full = getattr(transformers, kind)().to_dict()
         keys = [key for key in FAMILIES[family].keys if key.default is not None]
         bare = {key: value for key, value in full.items() if key not in {key.theirs for key in keys}}
