@@ -105,7 +105,8 @@ def _norms(model: ModelConfig, number: int) -> int:
     compressed vectors."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
-    return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
+    heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups
+    return total + (_norm(model, heads * model.head_width) if model.qk_norm else 0)
 
 
 def _norm(model: ModelConfig, width: int) -> int:

@@ -30,7 +30,10 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
-    """Normalize queries and keys over the width of a head before the scores."""
+    """Normalize queries and keys before the scores."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Elements over which qk_norm normalizes: those of a head, or those of all heads together (OLMoE); all needs
+    norm=rms."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     kv_lora_rank: int | None = None
@@ -227,6 +230,11 @@ class ModelConfig:
                     f"model.num_query_groups={self.num_query_groups} must equal model.num_heads={self.num_heads} with "
                     "model.kind=t5: its cross attention does not support groups"
                 )
+        if self.qk_norm_over != "head":
+            if not self.qk_norm:
+                raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true")
+            if self.norm != "rms":
+                raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.norm=rms, not {self.norm}")
         if self.qkv_bias and self.kind == "t5":
             raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":

@@ -1,8 +1,10 @@
 """Keys of [model] for other families' attention and shared experts: every split equals one process."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from compare import assert_close
 from forks import values
 from test_run_optim import assembled, trained
@@ -14,6 +16,8 @@ OPTIONS = {
     "norm": "rms",
     "num_heads": 4,
     "num_query_groups": 2,
+    "qk_norm": True,
+    "qk_norm_over": "all",
     "qkv_bias": True,
     "num_shared_experts": 2,
     "shared_ffn_hidden_size": 20,
@@ -26,6 +30,24 @@ def recipe_of(optimizer, distributed=False, **parallel):
     options = {"adamw": {}, "lamb": {"lr": 2e-2, "max_trust": 20.0}, "muon": {}}[optimizer]
     optimizer = replace(ENGINE.optimizer, name=optimizer, distributed=distributed, **options)
     return replace(ENGINE, optimizer=optimizer, parallel=ParallelConfig(**parallel))
+
+
+def test_the_norm_of_all_heads_by_hand():
+    """Output and gradients, in double precision."""
+    from megatron_patch.qk_norm import AllHeadsRMSNorm
+
+    norm = AllHeadsRMSNorm(6, SimpleNamespace(tensor_model_parallel_size=1), 1e-3, num_heads=3)
+    x, d_y = torch.randn(2, 5, 2, 3, 6)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    found = norm(x.requires_grad_())
+    found.backward(d_y)
+    rows, weight = (tensor.detach().double().requires_grad_() for tensor in (x.view(-1, 18), norm.weight))
+    expected = torch.stack([row / (row.square().mean() + 1e-3).sqrt() * weight for row in rows])
+    expected.backward(d_y.view(-1, 18).double())
+    assert_close(found.view(-1, 18).double(), expected, 1e-6, "output")
+    assert_close(x.grad.view(-1, 18).double(), rows.grad, 1e-6, "gradient of the input")
+    assert_close(norm.weight.grad.double(), weight.grad, 1e-6, "gradient of the weight")
 
 
 SPLITS = {
@@ -51,7 +73,8 @@ def test_splits_equal_one_process(forks, case):
             assert found == pytest.approx(wanted, rel=1e-5)
     found, wanted = assembled(ranks), assembled(expected)
     assert found.keys() == wanted.keys() and all(
-        any(name in key for key in found) for name in ("linear_qkv.bias", "shared.output_gate.weight")
+        any(name in key for key in found)
+        for name in ("linear_qkv.bias", "q_layernorm.weight", "shared.output_gate.weight")
     )
     for key, value in wanted.items():
         assert_close(found[key], value, 3e-5, key)
