@@ -167,6 +167,12 @@ def _are_all_with_experts(model: ModelConfig) -> bool:
     return len(model.layers_with_experts) == model.num_layers
 
 
+EVERY_LAYER = (
+    Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
+    Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+)
+
+
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("sliding_window") is not None:
         refuse_window(config)
@@ -188,8 +194,7 @@ MIXTRAL = Family(
     fixed=FIXED,
     demands=(
         *SOFTMAX,
-        Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
-        Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+        *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
     ),

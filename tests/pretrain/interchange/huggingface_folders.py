@@ -33,6 +33,7 @@ QWEN3_MOE = COMMON | {
 QWEN2_MOE = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"} | {
     "shared_expert_intermediate_size": 20
 }
+OLMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 4, "pad_token_id": None}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -80,6 +81,13 @@ CASES = {
     "qwen2_moe, without biases, experts in one tensor": (
         "Qwen2MoeConfig",
         QWEN2_MOE | {"qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "olmoe": ("OlmoeConfig", OLMOE | {"num_key_value_heads": 2}, torch.float32, {}),
+    "olmoe tied, experts in one tensor": (
+        "OlmoeConfig",
+        OLMOE | {"norm_topk_prob": True, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}},
         torch.bfloat16,
         {"save_original_format": False},
     ),

@@ -46,10 +46,47 @@ QWEN2_57B_A14B = QWEN1_5_MOE_A2_7B | {
     "shared_expert_intermediate_size": 20480,
     "sliding_window": 65536,
 }
+OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 50304,
+}
 # Name: configuration, parameters, active parameters, number of tensors.
 MORE = {
     "Qwen1.5-MoE-A2.7B": (QWEN1_5_MOE_A2_7B, 14.3e9, 2.7e9, 4659),
     "Qwen2-57B-A14B": (QWEN2_57B_A14B, 57.4e9, 14.2e9, 5771),
+    "OLMoE-1B-7B-0924": (OLMOE_1B_7B, 6.92e9, 1.28e9, 3219),
 }
 # Keys whose values have no effect, or are written in another form.
-NOT_WRITTEN = {"bos_token_id", "eos_token_id", "max_window_layers", "intermediate_size", "sliding_window"}
+NOT_WRITTEN = {
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "max_window_layers",
+    "intermediate_size",
+    "sliding_window",
+}

@@ -29,6 +29,7 @@ GOOD = {
 }
 
 QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
+ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
 
 REFUSED = {
     "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
@@ -61,12 +62,15 @@ REFUSED = {
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
     "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
-    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe"),
+    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe"),
     "a shared expert without a gate": (
         QWEN2 | {"shared_expert_gate": False},
         "qwen2_moe",
         "model.shared_expert_gate=false",
     ),
+    "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use all"),
+    "norms of all heads": (ALL_HEADS | {"moe_every": 2}, "olmoe", "model.moe_every=2"),
+    "norms of all wide heads": (ALL_HEADS | {"head_dim": 64}, "olmoe", "model.head_dim=64"),
     "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use true"),
     "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
     "a gated shared expert": (
@@ -92,6 +96,7 @@ def test_what_no_family_holds(case):
         ({"eval_capacity_factor": 4.0, "capacity_factor": 1.0}, "mixtral"),
         ({"qk_norm": True, "moe_layers": (1, 2), "normalize": False}, "qwen3_moe"),
         ({"qk_norm": True, "gate": "switch", "jitter": 0.0}, "qwen3_moe"),
+        (ALL_HEADS | {"normalize": False}, "olmoe"),
         (QWEN2 | {"moe_every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
     ],
 )
@@ -124,7 +129,7 @@ CONFIGS = {
     "another family": (
         "mixtral",
         {"model_type": "llama"},
-        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe",
+        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
     "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),

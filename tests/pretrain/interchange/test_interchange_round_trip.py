@@ -22,7 +22,15 @@ def assert_same_weights(found, expected):
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2", "qwen2_moe, dense layers")
+QUICK = (
+    "mixtral",
+    "qwen3_moe, dense layers, weights as they are",
+    "EP2",
+    "TP2",
+    "PP2",
+    "qwen2_moe, dense layers",
+    "olmoe",
+)
 NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 
 
@@ -69,6 +77,9 @@ SPLITS = {
     "qwen2_moe, TP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(tensor=2)),
     "qwen2_moe, EP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(expert=2)),
     "qwen2_moe, PP2": (NO_DENSE, "bf16", ParallelConfig(pipeline=2)),
+    "olmoe, TP2": ("olmoe", "fp32", ParallelConfig(tensor=2)),
+    "olmoe, EP2": ("olmoe", "fp32", ParallelConfig(expert=2)),
+    "olmoe, PP2": ("olmoe tied, experts in one tensor", "bf16", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),
     "EP2, one key/value head for all": (
         "mixtral, one expert a token, experts in one tensor",
