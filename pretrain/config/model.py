@@ -8,6 +8,9 @@ from typing import Any, Literal
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
 
+# Factors that only models of kind gpt have.
+GPT_SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -69,6 +72,14 @@ class ModelConfig:
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
     """Constant that norms add to the variance or mean square."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None for 1 / sqrt(width of a head)."""
+    embedding_scale: float = 1.0
+    """Factor of token embeddings (Granite, arXiv 2408.13359; needs model.kind=gpt)."""
+    residual_scale: float = 1.0
+    """Factor of the output of each attention and feed-forward block (Granite; needs model.kind=gpt)."""
+    logit_divisor: float = 1.0
+    """Number by which logits are divided (Granite; needs model.kind=gpt)."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same at every split."""
@@ -241,9 +252,12 @@ class ModelConfig:
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
-        for name in ("rope_theta", "norm_eps", "routed_scale"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"model.{name}={getattr(self, name)} is not a positive number")
+        for name in GPT_SCALES:
+            if getattr(self, name) != 1 and self.kind != "gpt":
+                raise UserError(f"model.{name}={getattr(self, name)} needs model.kind=gpt, not {self.kind}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout={self.dropout} is not in [0, 1)")
         if self.num_experts:
@@ -299,6 +313,8 @@ class ModelConfig:
                 raise UserError(f"model.{name}={getattr(self, name)} is not supported with {key}: use none")
         if self.qk_norm:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
+        if self.attention_scale is not None:
+            raise UserError(f"model.attention_scale={self.attention_scale} is not supported with {key}: use none")
         if self.qkv_bias:
             raise UserError(f"model.qkv_bias=true is not supported with {key}: its projections have no bias")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:

@@ -111,6 +111,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
         qk_layernorm=model.qk_norm and model.qk_norm_over == "head",  # see AllHeadsRMSNorm
+        softmax_scale=model.attention_scale,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.

@@ -123,7 +123,8 @@ MODELS = {
     "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe_every": 2, "position": "learned_absolute"},
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
-NOT_T5 = {"qkv_bias": False}
+SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
+NOT_T5 = {"qkv_bias": False} | dict.fromkeys(SCALES, 1.0)
 DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 
@@ -295,6 +296,10 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             rope_theta=1e6,
             norm="rms",
             norm_eps=1e-6,
+            attention_scale=0.5,
+            embedding_scale=2.0,
+            residual_scale=0.5,
+            logit_divisor=4.0,
             dropout=0.1,
             tie_embeddings=False,
             mtp_layers=2,
@@ -444,7 +449,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
         ),
         Recipe(
-            data=DataConfig(document_mask=True), model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True)
+            data=DataConfig(document_mask=True),
+            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, **SCALES),
         ),
         Recipe(model=ModelConfig(**LATENT)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
@@ -600,6 +606,11 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"shared_expert_gate": True}, ["model.shared_expert_gate=true", "model.num_shared_experts"]),
         ({"qk_norm_over": "all", "norm": "rms"}, ["model.qk_norm_over=all", "model.qk_norm=true"]),
         ({"qk_norm_over": "all", "qk_norm": True}, ["model.qk_norm_over=all", "model.norm=rms", "layer"]),
+        ({"attention_scale": 0.0}, ["model.attention_scale=0.0"]),
+        ({"attention_scale": 1.0, **LATENT}, ["model.attention_scale=1.0", "model.kv_lora_rank=20"]),
+        ({"embedding_scale": -1.0}, ["model.embedding_scale=-1.0"]),
+        ({"residual_scale": 0.5, "kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
+        ({"logit_divisor": 2.0, "kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
         ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
         ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
         ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),
