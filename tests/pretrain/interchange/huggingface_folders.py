@@ -34,6 +34,7 @@ QWEN2_MOE = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"
     "shared_expert_intermediate_size": 20
 }
 OLMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 4, "pad_token_id": None}
+GRANITE_MOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -81,6 +82,25 @@ CASES = {
     "qwen2_moe, without biases, experts in one tensor": (
         "Qwen2MoeConfig",
         QWEN2_MOE | {"qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        GRANITE_MOE
+        | {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 6.0,
+        }
+        | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+        torch.float32,
+        {},
+    ),
+    "granitemoe, other names": (
+        "GraniteMoeConfig",
+        GRANITE_MOE | {"attention_multiplier": 8**-0.5, "residual_multiplier": 0.5, "num_experts_per_tok": 3},
         torch.bfloat16,
         {"save_original_format": False},
     ),

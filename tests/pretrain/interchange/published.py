@@ -75,14 +75,55 @@ OLMOE_1B_7B = {
     "use_cache": True,
     "vocab_size": 50304,
 }
+GRANITE_3_1B_A400M = {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
+    "logits_scaling": 6.0,
+    "max_position_embeddings": 4096,
+    "model_type": "granitemoe",
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+GRANITE_3_3B_A800M = GRANITE_3_1B_A400M | {
+    "hidden_size": 1536,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_local_experts": 40,
+}
 # Name: configuration, parameters, active parameters, number of tensors.
 MORE = {
     "Qwen1.5-MoE-A2.7B": (QWEN1_5_MOE_A2_7B, 14.3e9, 2.7e9, 4659),
     "Qwen2-57B-A14B": (QWEN2_57B_A14B, 57.4e9, 14.2e9, 5771),
     "OLMoE-1B-7B-0924": (OLMOE_1B_7B, 6.92e9, 1.28e9, 3219),
+    "granite-3.0-1b-a400m": (GRANITE_3_1B_A400M, 1.335e9, 0.43e9, 218),
+    "granite-3.0-3b-a800m": (GRANITE_3_3B_A800M, 3.3e9, 0.88e9, 290),
 }
 # Keys whose values have no effect, or are written in another form.
 NOT_WRITTEN = {
+    "attention_dropout",
     "pad_token_id",
     "bos_token_id",
     "eos_token_id",

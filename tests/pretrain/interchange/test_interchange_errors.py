@@ -62,7 +62,7 @@ REFUSED = {
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
     "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
-    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe"),
+    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe"),
     "a shared expert without a gate": (
         QWEN2 | {"shared_expert_gate": False},
         "qwen2_moe",
@@ -71,6 +71,8 @@ REFUSED = {
     "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use all"),
     "norms of all heads": (ALL_HEADS | {"moe_every": 2}, "olmoe", "model.moe_every=2"),
     "norms of all wide heads": (ALL_HEADS | {"head_dim": 64}, "olmoe", "model.head_dim=64"),
+    "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use 1.0"),
+    "scaled, weights as they are": ({"residual_scale": 2.0, "normalize": False}, "granitemoe", "model.normalize=false"),
     "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use true"),
     "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
     "a gated shared expert": (
@@ -97,6 +99,7 @@ def test_what_no_family_holds(case):
         ({"qk_norm": True, "moe_layers": (1, 2), "normalize": False}, "qwen3_moe"),
         ({"qk_norm": True, "gate": "switch", "jitter": 0.0}, "qwen3_moe"),
         (ALL_HEADS | {"normalize": False}, "olmoe"),
+        ({"embedding_scale": 12.0, "attention_scale": 0.1}, "granitemoe"),
         (QWEN2 | {"moe_every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
     ],
 )
@@ -129,7 +132,7 @@ CONFIGS = {
     "another family": (
         "mixtral",
         {"model_type": "llama"},
-        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe",
+        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
     "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),

@@ -75,7 +75,7 @@ PUBLISHED = {
 }
 
 
-NO_DENSE = ("Mixtral", "OLMoE")  # families without dense layers
+NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
 RECIPES = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-moe-30b-a3b"}
 
 
@@ -121,6 +121,7 @@ KINDS = {
     "Qwen3MoeConfig": "qwen3_moe",
     "Qwen2MoeConfig": "qwen2_moe",
     "OlmoeConfig": "olmoe",
+    "GraniteMoeConfig": "granitemoe",
 }
 
 
