@@ -107,6 +107,7 @@ MODELS = {
         "norm": "rms",
         "head_dim": 10,
         "qk_norm": True,
+        "qk_norm_over": "all",
         "num_shared_experts": 1,
         "moe_every": 2,
         "dense_ffn_hidden_size": 40,

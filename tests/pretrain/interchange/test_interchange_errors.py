@@ -138,6 +138,7 @@ CONFIGS = {
     "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
+    "sliding window of a Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "no width of the shared expert": (
         "qwen2",
         {"shared_expert_intermediate_size": None},

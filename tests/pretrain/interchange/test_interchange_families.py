@@ -6,6 +6,7 @@ from math import prod
 import pytest
 from published import MORE, NOT_WRITTEN
 
+from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
@@ -106,6 +107,22 @@ def test_published_models(name):
     for key, value in config.items():
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("granite-3.0-1b-a400m", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("granite-3.0-1b-a400m", {"logits_scaling": "6"}, "logits_scaling=6 must be a number"),
+        ("Qwen2-57B-A14B", {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_values_that_are_not_supported(name, values, message):
+    with pytest.raises(UserError, match=message) as raised:
+        model_of(PUBLISHED[name][0] | values)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_same_model_by_transformers_own_configuration():
