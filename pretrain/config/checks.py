@@ -69,6 +69,7 @@ POSITIVE = {
         "v_head_dim",
         "ffn_hidden_size",
         "dense_ffn_hidden_size",
+        "shared_ffn_hidden_size",
         "sequence_length",
         "vocab_size",
         "granularity",

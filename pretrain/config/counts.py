@@ -58,12 +58,13 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     """Return the number of matrix parameters and of other parameters, without norms, of each layer."""
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
+    biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense
         # Multi-token prediction projects hidden state and embedding to the layer's input.
         projection = 2 * model.hidden_size**2 if number in model.mtp_numbers else 0
-        layers.append((matrices + _attention(model, number) + projection, others))
+        layers.append((matrices + _attention(model, number) + projection, others + biases))
     return layers
 
 
@@ -71,7 +72,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     """Return the parameters of a router, ``experts`` routed experts and all shared ones: in matrices, and others."""
     shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-    shared = model.num_shared_experts * _block(model, model.ffn_hidden_size)
+    shared = _block(model, model.shared_width) + model.shared_expert_gate * model.hidden_size
     return matrices + shared, sum(map(math.prod, shapes)) - matrices
 
 
@@ -104,7 +105,8 @@ def _norms(model: ModelConfig, number: int) -> int:
     compressed vectors."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
-    return total + (2 * _norm(model, model.head_width) if model.qk_norm else 0)
+    heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups
+    return total + (_norm(model, heads * model.head_width) if model.qk_norm else 0)
 
 
 def _norm(model: ModelConfig, width: int) -> int:

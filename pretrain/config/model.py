@@ -8,6 +8,9 @@ from typing import Any, Literal
 from fmoe.errors import UserError
 from pretrain.config.checks import divides
 
+# Factors that only models of kind gpt have.
+GPT_SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -30,7 +33,12 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
-    """Normalize queries and keys over the width of a head before the scores."""
+    """Normalize queries and keys before the scores."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """Elements over which qk_norm normalizes: those of a head, or those of all heads together (OLMoE); all needs
+    norm=rms."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values."""
     kv_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -64,6 +72,14 @@ class ModelConfig:
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
     """Constant that norms add to the variance or mean square."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None for 1 / sqrt(width of a head)."""
+    embedding_scale: float = 1.0
+    """Factor of token embeddings (Granite, arXiv 2408.13359; needs model.kind=gpt)."""
+    residual_scale: float = 1.0
+    """Factor of the output of each attention and feed-forward block (Granite; needs model.kind=gpt)."""
+    logit_divisor: float = 1.0
+    """Number by which logits are divided (Granite; needs model.kind=gpt)."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same at every split."""
@@ -97,7 +113,11 @@ class ModelConfig:
     """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity; a token
     gets granularity x top_k of them (DeepSeekMoE)."""
     num_shared_experts: int = 0
-    """Number of experts that process every token in addition, each of width ffn_hidden_size (DeepSeekMoE)."""
+    """Number of experts that process every token in addition, each of width shared_ffn_hidden_size (DeepSeekMoE)."""
+    shared_ffn_hidden_size: int | None = None
+    """Hidden width of a shared expert; None for ffn_hidden_size."""
+    shared_expert_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a linear map of the token to a number (Qwen2-MoE)."""
     gate: str = "switch"
     """Name of a gate: naive, switch, gshard, sigmoid, ... (docs/gates.md), or a registered one."""
     gate_options: Mapping[str, Any] = field(default_factory=dict)
@@ -173,6 +193,12 @@ class ModelConfig:
         return self.ffn_hidden_size // self.granularity
 
     @property
+    def shared_width(self) -> int:
+        """Hidden width of a layer's shared experts together."""
+        width = self.ffn_hidden_size if self.shared_ffn_hidden_size is None else self.shared_ffn_hidden_size
+        return self.num_shared_experts * width
+
+    @property
     def decoder_layers(self) -> int:
         """Layers of a T5's decoder; 0 for other models, whose one stack has `num_layers`."""
         if self.kind != "t5":
@@ -215,19 +241,35 @@ class ModelConfig:
                     f"model.num_query_groups={self.num_query_groups} must equal model.num_heads={self.num_heads} with "
                     "model.kind=t5: its cross attention does not support groups"
                 )
+        if self.qk_norm_over != "head":
+            if not self.qk_norm:
+                raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.qk_norm=true")
+            if self.norm != "rms":
+                raise UserError(f"model.qk_norm_over={self.qk_norm_over} needs model.norm=rms, not {self.norm}")
+        if self.qkv_bias and self.kind == "t5":
+            raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
-        for name in ("rope_theta", "norm_eps", "routed_scale"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"model.{name}={getattr(self, name)} is not a positive number")
+        for name in GPT_SCALES:
+            if getattr(self, name) != 1 and self.kind != "gpt":
+                raise UserError(f"model.{name}={getattr(self, name)} needs model.kind=gpt, not {self.kind}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout={self.dropout} is not in [0, 1)")
         if self.num_experts:
             self._check_experts()
         elif self.num_shared_experts:
             raise UserError(f"model.num_shared_experts={self.num_shared_experts} needs model.num_experts > 0")
+        if not self.num_shared_experts:
+            if self.shared_ffn_hidden_size is not None:
+                name = f"model.shared_ffn_hidden_size={self.shared_ffn_hidden_size}"
+                raise UserError(f"{name} needs model.num_shared_experts > 0")
+            if self.shared_expert_gate:
+                raise UserError("model.shared_expert_gate=true needs model.num_shared_experts > 0")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -271,6 +313,10 @@ class ModelConfig:
                 raise UserError(f"model.{name}={getattr(self, name)} is not supported with {key}: use none")
         if self.qk_norm:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
+        if self.attention_scale is not None:
+            raise UserError(f"model.attention_scale={self.attention_scale} is not supported with {key}: use none")
+        if self.qkv_bias:
+            raise UserError(f"model.qkv_bias=true is not supported with {key}: its projections have no bias")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 

@@ -14,6 +14,7 @@ from fmoe.exchange import build_exchange
 from fmoe.gates import build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
+from megatron_patch.scales import scale_model
 from pretrain.config import ModelConfig, Recipe
 from pretrain.config.layer import exchange_options, expert_shapes, gate_options, loss_weights, moe_options
 from pretrain.engine.optimizer import check_optimizer
@@ -42,6 +43,13 @@ def build_model(
             exchange=recipe.parallel.exchange,
             exchange_options=exchange_options(recipe.parallel),
             seed=recipe.train.seed,
+        )
+    if model.kind == "gpt":
+        scale_model(
+            module,
+            embedding=model.embedding_scale,
+            residual=model.residual_scale,
+            logit_divisor=model.logit_divisor,
         )
     return module.cuda() if torch.cuda.is_available() else module
 

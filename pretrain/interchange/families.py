@@ -3,11 +3,14 @@
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Family, toml
+from pretrain.interchange.granite import GRANITE_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
+from pretrain.interchange.olmoe import OLMOE
 from pretrain.interchange.own import FMOE
+from pretrain.interchange.qwen2 import QWEN2_MOE
 
 # In the order in which "auto" tries them; the last is taken for what transformers does not have.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, FMOE)}
+FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, FMOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:

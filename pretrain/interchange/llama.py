@@ -167,6 +167,12 @@ def _are_all_with_experts(model: ModelConfig) -> bool:
     return len(model.layers_with_experts) == model.num_layers
 
 
+EVERY_LAYER = (
+    Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
+    Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+)
+
+
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("sliding_window") is not None:
         refuse_window(config)
@@ -188,8 +194,7 @@ MIXTRAL = Family(
     fixed=FIXED,
     demands=(
         *SOFTMAX,
-        Demand("moe_layers", lambda m: not m.moe_layers or _are_all_with_experts(m), _EVERY_LAYER),
-        Demand("moe_every", lambda m: _are_all_with_experts(m), _EVERY_LAYER),
+        *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
     ),
@@ -201,7 +206,8 @@ MIXTRAL = Family(
 )
 
 
-def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+def write_qwen_moe(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that Qwen2-MoE and Qwen3-MoE have."""
     dense = [number for number in model.layer_numbers if number not in model.layers_with_experts]
     every = [number for number in model.layer_numbers if number % model.moe_every]
     is_regular = dense == every
@@ -213,7 +219,12 @@ def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return routing, layers with experts, and the widths of heads and dense layers of a Qwen2-MoE or Qwen3-MoE.
+
+    Raises:
+        UserError: a value is invalid or not supported.
+    """
     if bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None:
         refuse_window(config)
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -257,6 +268,6 @@ QWEN3_MOE = Family(
     varies=("head_dim", "normalize", "moe_layers", "moe_every"),
     constants={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
     only=ONLY,
-    read=_read_qwen3_moe,
-    write=_write_qwen3_moe,
+    read=read_qwen_moe,
+    write=write_qwen_moe,
 )

@@ -2,7 +2,7 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
+of an expert, S of all shared experts, E experts; "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -32,6 +32,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "d": model.head_width,
         "F": model.dense_width,
         "H": model.ffn_hidden_size,
+        "S": model.shared_width,
         "E": model.num_experts,
     }
 
@@ -72,23 +73,23 @@ class Halves:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix (for each key/value head its query heads, the key, the value) as three matrices.
+    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        groups, head, width = sizes["G"], sizes["d"], ours.shape[-1]
+        groups, head, width = sizes["G"], sizes["d"], ours.shape[1:]
         queries = sizes["Q"] // groups
-        rows = ours.view(groups, queries + 2, head, width)
-        return tuple(part.reshape(-1, width) for part in rows.split([queries, 1, 1], 1))
+        rows = ours.view(groups, queries + 2, head, *width)
+        return tuple(part.reshape(-1, *width) for part in rows.split([queries, 1, 1], 1))
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[-1]
-        return torch.cat([part.view(groups, -1, head, width) for part in theirs], 1).view(-1, width)
+        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[1:]
+        return torch.cat([part.view(groups, -1, head, *width) for part in theirs], 1).view(-1, *width)
 
 
-Where = Literal["model", "output", "layer", "dense", "moe", "expert"]
+Where = Literal["model", "output", "layer", "bias", "dense", "moe", "expert"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ class Entry:
 
     Attributes:
         where: scope of the entry. "model" is once; "output" is once, if the output layer is untied; "layer" is every
-            layer; "dense" is every layer without experts; "moe" is every layer with experts; "expert" is every expert
-            of those layers, where ours is the expert's slice of a stack.
+            layer; "bias" is every layer, if the model has qkv_bias; "dense" is every layer without experts; "moe" is
+            every layer with experts; "expert" is every expert of those layers, where ours is the expert's slice of a
+            stack.
         ours: name in a checkpoint; ``{layer}`` counts from 0.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
@@ -135,7 +137,8 @@ def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
     for number in model.layer_numbers:
         has_experts = number in model.layers_with_experts
         for entry in in_layers:
-            if entry.where == "layer" or (entry.where != "dense") == has_experts:
+            applies = {"layer": True, "bias": model.qkv_bias, "dense": not has_experts}
+            if applies.get(entry.where, has_experts):
                 yield from _apply(entry, sizes, number - 1)
     for entry in rest:
         if entry.where == "model" or not model.tie_embeddings:

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import init_method_normal
 
 from fmoe.experts import truncated_normal_
+from megatron_patch.qk_norm import AllHeadsRMSNorm
 from pretrain.config import ModelConfig, Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +41,9 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
     if model.qk_norm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = WrappedTorchNorm
+        if model.qk_norm_over == "all":
+            attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"num_heads": model.num_heads})
+            attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, params={"num_heads": model.query_groups})
     if model.kv_lora_rank is not None:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
@@ -106,7 +110,8 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         num_attention_heads=model.num_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=model.qk_norm and model.qk_norm_over == "head",  # see AllHeadsRMSNorm
+        softmax_scale=model.attention_scale,
         normalization=_NORMS[model.norm],
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.
@@ -114,6 +119,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,

@@ -110,6 +110,21 @@ def test_shared_expert_adds_its_output(gate):
     assert all(is_expert(p) for p in layer.experts.parameters())
 
 
+def test_a_gated_shared_expert_by_hand():
+    """Output and gradients, in double precision."""
+    swiglu = {"activation": "silu", "gated": True, "bias": False}
+    shared = build(shared_expert=24, shared_gate=True, shared_options=swiglu).shared.double()
+    x, d_y = torch.randn(2, 5, D, dtype=torch.float64)
+    x.requires_grad_()
+    parameters = [shared.expert.weight_in, shared.expert.weight_out, shared.output_gate.weight, x]
+    found = shared(x)
+    gate, value = x @ parameters[0][0, :24].T, x @ parameters[0][0, 24:].T
+    expected = (gate * gate.sigmoid() * value) @ parameters[1][0].T * (x @ parameters[2].T).sigmoid()
+    assert_close(found, expected, 1e-12, "output")
+    for a, b in zip(*(torch.autograd.grad(y, parameters, d_y) for y in (found, expected)), strict=True):
+        assert_close(a, b, 1e-12, "gradient")
+
+
 @pytest.mark.parametrize("options", [{}, {"granularity": 2}, {"sequence_first": True}, {"group_size": 3}], ids=str)
 @pytest.mark.parametrize("gate", ["naive", "switch", "random", "expert_choice"])
 def test_padding_is_zero_beside_a_shared_expert(gate, options):

@@ -408,7 +408,9 @@ def overlapped():
     torch.cuda.stream = inside
     found = []
     for overlap in (False, True):
-        spec = fmoe_layer_spec(get_gpt_layer_local_spec(), **MOE, shared_expert=16, overlap_shared=overlap)
+        spec = fmoe_layer_spec(
+            get_gpt_layer_local_spec(), **MOE, shared_expert=16, shared_gate=True, overlap_shared=overlap
+        )
         moe = tiny_gpt(spec).decoder.layers[0].mlp
         if overlap:
             call = moe.call

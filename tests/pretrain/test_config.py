@@ -56,7 +56,16 @@ MODELS = {
     "grouped queries": {"num_query_groups": 2},
     "wide heads": {"head_dim": 14},
     "norms of heads": {"qk_norm": True, "head_dim": 6},
+    "biases of queries, keys and values": {"qkv_bias": True, "num_query_groups": 2, "head_dim": 6, "mtp_layers": 1},
+    "norms of all heads": {"qk_norm": True, "qk_norm_over": "all", "norm": "rms", "head_dim": 6, "num_query_groups": 2},
     "shared experts": {"num_shared_experts": 3, "gated": True},
+    "wide shared experts with a gate": {
+        "num_shared_experts": 2,
+        "shared_ffn_hidden_size": 20,
+        "shared_expert_gate": True,
+        "gated": True,
+        "granularity": 2,
+    },
     "some layers wide": {"moe_layers": (2, 3), "dense_ffn_hidden_size": 40},
     "modern": {
         "norm": "rms",
@@ -98,6 +107,7 @@ MODELS = {
         "norm": "rms",
         "head_dim": 10,
         "qk_norm": True,
+        "qk_norm_over": "all",
         "num_shared_experts": 1,
         "moe_every": 2,
         "dense_ffn_hidden_size": 40,
@@ -108,11 +118,14 @@ MODELS = {
         "num_query_groups": 2,
         "head_dim": 6,
         "qk_norm": True,
+        "qkv_bias": True,
         "num_shared_experts": 1,
     },
     "bert, untied": {"kind": "bert", "tie_embeddings": False, "moe_every": 2, "position": "learned_absolute"},
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
+NOT_T5 = {"qkv_bias": False} | dict.fromkeys(SCALES, 1.0)
 DATA = {"t5, longer decoder": {"noise_density": 0.7}}
 
 
@@ -211,6 +224,8 @@ def test_flops_of_a_modern_gpt_by_hand():
     matrices = 2 * attention + 3 * 8 * 14 + experts + 32 * 8
     scores = 2 * (2 * 16 * 4 * 6) * 2
     assert flops(model) == 3 * (2 * matrices + scores)
+    wide = replace(model, shared_ffn_hidden_size=12, shared_expert_gate=True, qkv_bias=True)
+    assert flops(wide) - flops(model) == 6 * (3 * 8 * 2 + 8)
 
 
 def test_flops_of_latent_attention_by_hand():
@@ -269,6 +284,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             num_query_groups=4,
             head_dim=10,
             qk_norm=True,
+            qk_norm_over="all",
+            qkv_bias=True,
             **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
@@ -280,6 +297,10 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             rope_theta=1e6,
             norm="rms",
             norm_eps=1e-6,
+            attention_scale=0.5,
+            embedding_scale=2.0,
+            residual_scale=0.5,
+            logit_divisor=4.0,
             dropout=0.1,
             tie_embeddings=False,
             mtp_layers=2,
@@ -293,6 +314,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             expert_options={"dropout": 0.1},
             granularity=4,
             num_shared_experts=1,
+            shared_ffn_hidden_size=200,
+            shared_expert_gate=True,
             gate="gshard",
             gate_options={"random_routing": False},
             score="softmax",
@@ -407,7 +430,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT)),
+        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT), **NOT_T5),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -426,7 +449,10 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             train=TrainConfig(precision="fp16"),
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
         ),
-        Recipe(data=DataConfig(document_mask=True), model=ModelConfig(rope_theta=1e6, num_query_groups=2)),
+        Recipe(
+            data=DataConfig(document_mask=True),
+            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, **SCALES),
+        ),
         Recipe(model=ModelConfig(**LATENT)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
@@ -523,6 +549,7 @@ def test_options_override_the_file(options, key, value):
         ("model", "norm", "batch", ["model.norm='batch'", "layer", "rms"]),
         ("model", "dense_ffn_hidden_size", 512, ["model.dense_ffn_hidden_size=512", "without experts"]),
         ("model", "num_shared_experts", -1, ["model.num_shared_experts=-1"]),
+        ("model", "shared_ffn_hidden_size", 0, ["model.shared_ffn_hidden_size=0"]),
         ("model", "routed_scale", -1.0, ["model.routed_scale=-1.0"]),
         ("model", "bias_step", -1.0, ["model.bias_step=-1.0"]),
         ("model", "score", "tanh", ["model.score='tanh'", "softmax", "sigmoid"]),
@@ -576,6 +603,16 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"kind": "t5", "num_query_groups": 2}, ["model.num_query_groups=2", "model.kind=t5", "model.num_heads=6"]),
         ({"position": "learned_absolute", "rope_theta": 1e6}, ["model.rope_theta=1000000.0", "learned_absolute"]),
         ({"num_experts": 0, "num_shared_experts": 1}, ["model.num_shared_experts=1", "model.num_experts"]),
+        ({"shared_ffn_hidden_size": 8}, ["model.shared_ffn_hidden_size=8", "model.num_shared_experts"]),
+        ({"shared_expert_gate": True}, ["model.shared_expert_gate=true", "model.num_shared_experts"]),
+        ({"qk_norm_over": "all", "norm": "rms"}, ["model.qk_norm_over=all", "model.qk_norm=true"]),
+        ({"qk_norm_over": "all", "qk_norm": True}, ["model.qk_norm_over=all", "model.norm=rms", "layer"]),
+        ({"attention_scale": 0.0}, ["model.attention_scale=0.0"]),
+        ({"attention_scale": 1.0, **LATENT}, ["model.attention_scale=1.0", "model.kv_lora_rank=20"]),
+        ({"embedding_scale": -1.0}, ["model.embedding_scale=-1.0"]),
+        ({"residual_scale": 0.5, "kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
+        ({"logit_divisor": 2.0, "kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
+        ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
         ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
         ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),
         ({"mtp_layers": -1}, ["model.mtp_layers=-1"]),

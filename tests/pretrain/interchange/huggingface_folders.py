@@ -30,6 +30,11 @@ QWEN3_MOE = COMMON | {
     "num_key_value_heads": 2,
     "head_dim": 12,
 }
+QWEN2_MOE = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"} | {
+    "shared_expert_intermediate_size": 20
+}
+OLMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 4, "pad_token_id": None}
+GRANITE_MOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -68,11 +73,49 @@ CASES = {
         torch.float32,
         {"save_original_format": False},
     ),
+    "qwen2_moe, dense layers": (
+        "Qwen2MoeConfig",
+        QWEN2_MOE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "mlp_only_layers": [1]},
+        torch.float32,
+        {},
+    ),
+    "qwen2_moe, without biases, experts in one tensor": (
+        "Qwen2MoeConfig",
+        QWEN2_MOE | {"qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        GRANITE_MOE
+        | {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 6.0,
+        }
+        | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
+        torch.float32,
+        {},
+    ),
+    "granitemoe, other names": (
+        "GraniteMoeConfig",
+        GRANITE_MOE | {"attention_multiplier": 8**-0.5, "residual_multiplier": 0.5, "num_experts_per_tok": 3},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "olmoe": ("OlmoeConfig", OLMOE | {"num_key_value_heads": 2}, torch.float32, {}),
+    "olmoe tied, experts in one tensor": (
+        "OlmoeConfig",
+        OLMOE | {"norm_topk_prob": True, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
 }
 
 
 def save_random(folder: Path, case: str, **values) -> None:
-    """The case's model, norms random too, in a folder; ``values`` are further ones of its configuration."""
+    """The case's model, norms and biases random too, in a folder; ``values`` are further ones of its configuration."""
     import transformers
 
     kind, config, dtype, options = CASES[case]
@@ -82,6 +125,8 @@ def save_random(folder: Path, case: str, **values) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_()
     model.to(dtype).save_pretrained(folder, **options)
 
 

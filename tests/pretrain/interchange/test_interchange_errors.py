@@ -29,6 +29,9 @@ GOOD = {
     "eval_capacity_factor": None,
 }
 
+QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
+ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
+
 REFUSED = {
     "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
@@ -60,7 +63,24 @@ REFUSED = {
     "every second": ({"moe_every": 2}, "auto", "model.moe_every=2 .* experts in every layer"),
     "weights as they are": ({"normalize": False}, "auto", "model.normalize=false"),
     "switch": ({"gate": "switch", "jitter": 0.0}, "mixtral", "model.gate=switch"),
-    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe"),
+    "unknown": ({}, "llama", "--format llama is invalid: use auto, mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe"),
+    "a shared expert without a gate": (
+        QWEN2 | {"shared_expert_gate": False},
+        "qwen2_moe",
+        "model.shared_expert_gate=false",
+    ),
+    "norms of each head": ({"qk_norm": True}, "olmoe", "model.qk_norm_over=head .* use all"),
+    "norms of all heads": (ALL_HEADS | {"moe_every": 2}, "olmoe", "model.moe_every=2"),
+    "norms of all wide heads": (ALL_HEADS | {"head_dim": 64}, "olmoe", "model.head_dim=64"),
+    "scaled embeddings": ({"embedding_scale": 2.0}, "mixtral", "model.embedding_scale=2.0 .* use 1.0"),
+    "scaled, weights as they are": ({"residual_scale": 2.0, "normalize": False}, "granitemoe", "model.normalize=false"),
+    "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use true"),
+    "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
+    "a gated shared expert": (
+        QWEN2 | {"qk_norm": True},
+        "auto",
+        "model.qk_norm=true .* qwen2_moe, the nearest .*: use false",
+    ),
 }
 
 
@@ -85,6 +105,9 @@ def test_what_no_family_holds(case):
         ({"eval_capacity_factor": 4.0, "capacity_factor": 1.0}, "mixtral"),
         ({"qk_norm": True, "moe_layers": (1, 2), "normalize": False}, "qwen3_moe"),
         ({"qk_norm": True, "gate": "switch", "jitter": 0.0}, "qwen3_moe"),
+        (ALL_HEADS | {"normalize": False}, "olmoe"),
+        ({"embedding_scale": 12.0, "attention_scale": 0.1}, "granitemoe"),
+        (QWEN2 | {"moe_every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
     ],
 )
 def test_what_a_family_holds(values, form):
@@ -105,16 +128,39 @@ def qwen(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    save_random(folder, "qwen2_moe, dense layers")
+    return folder
+
+
 CONFIGS = {
     "another family": (
         "mixtral",
         {"model_type": "llama"},
-        "model_type=llama is not supported: use one of mixtral, qwen3_moe",
+        "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
     "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
+    "sliding window of a Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
+    "no width of the shared expert": (
+        "qwen2",
+        {"shared_expert_intermediate_size": None},
+        "shared_expert_intermediate_size is",
+    ),
+    "another width of the shared expert": (
+        "qwen2",
+        {"shared_expert_intermediate_size": 21},
+        r"has shape \[20, 32\], but",
+    ),
+    "biases that are not expected": (
+        "qwen2",
+        {"qkv_bias": False},
+        "has the tensor .*proj.bias, which is not part of a qwen2",
+    ),
     "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: only false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
     "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default"),

@@ -4,7 +4,9 @@ import json
 from math import prod
 
 import pytest
+from published import MORE, NOT_WRITTEN
 
+from fmoe.errors import UserError
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import FAMILIES, family_for
@@ -70,13 +72,15 @@ QWEN3_30B_A3B = {
 PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
+    **MORE,
 }
 
 
+NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
 RECIPES = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-moe-30b-a3b"}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_of_that_shape_is_exported_as_it(name):
     config, model = PUBLISHED[name][0], load_recipe(RECIPES[name]).model
     family = family_for(model)
@@ -99,11 +103,26 @@ def test_published_models(name):
     assert sum(prod(shape) for place in found for shape in place.theirs.values()) == recipe.num_params()
     assert {place.ours for place in found} and all(place.ours.startswith("model/") for place in found)
     written = config_of(family, model, "bfloat16")
-    ignored = {"bos_token_id", "eos_token_id", "max_window_layers", "intermediate_size"}
-    ignored -= {"intermediate_size"} if name.startswith("Mixtral") else set()
+    ignored = NOT_WRITTEN - ({"intermediate_size", "sliding_window"} if name.startswith(NO_DENSE) else set())
     for key, value in config.items():
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("OLMoE-1B-7B-0924", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("granite-3.0-1b-a400m", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("granite-3.0-1b-a400m", {"logits_scaling": "6"}, "logits_scaling=6 must be a number"),
+        ("Qwen2-57B-A14B", {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_values_that_are_not_supported(name, values, message):
+    with pytest.raises(UserError, match=message) as raised:
+        model_of(PUBLISHED[name][0] | values)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_same_model_by_transformers_own_configuration():
@@ -114,10 +133,19 @@ def test_the_same_model_by_transformers_own_configuration():
         assert model_of(theirs)[1] == model_of(config)[1], name
 
 
+KINDS = {
+    "MixtralConfig": "mixtral",
+    "Qwen3MoeConfig": "qwen3_moe",
+    "Qwen2MoeConfig": "qwen2_moe",
+    "OlmoeConfig": "olmoe",
+    "GraniteMoeConfig": "granitemoe",
+}
+
+
 def test_what_transformers_has_where_a_key_is_missing():
     import transformers
 
-    for kind, family in (("MixtralConfig", "mixtral"), ("Qwen3MoeConfig", "qwen3_moe")):
+    for kind, family in KINDS.items():
         full = getattr(transformers, kind)().to_dict()
         keys = [key for key in FAMILIES[family].keys if key.default is not None]
         bare = {key: value for key, value in full.items() if key not in {key.theirs for key in keys}}

@@ -22,7 +22,17 @@ def assert_same_weights(found, expected):
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2")
+QUICK = (
+    "mixtral",
+    "qwen3_moe, dense layers, weights as they are",
+    "EP2",
+    "TP2",
+    "PP2",
+    "qwen2_moe, dense layers",
+    "olmoe",
+    "granitemoe",
+)
+NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 
 
 def quick(names):
@@ -43,7 +53,7 @@ def test_there_and_back(forks, tmp_path, case):
     exported = export_checkpoint(run, out, shard_bytes=30_000)
     assert exported.family is done.family and exported.num_params == done.recipe.num_params()
     assert (out / "model.safetensors.index.json").exists() and len(list(out.glob("*.safetensors"))) > 2
-    if "in one tensor" not in case:
+    if "in one tensor" not in case and "other names" not in case:
         assert_same_weights(weights(out), weights(theirs))
     assert torch.equal(logits(out, tokens), expected)
     import transformers
@@ -54,7 +64,7 @@ def test_there_and_back(forks, tmp_path, case):
     assert_same_weights(model.state_dict(), reference.state_dict())
     # A width of heads may be left open; special tokens are the tokenizer's; this is the width of dense layers alone.
     told = {"head_dim", "bos_token_id", "eos_token_id", "_name_or_path"}
-    told |= {"intermediate_size"} if case == "qwen3_moe" else set()
+    told |= {"intermediate_size"} if case in ("qwen3_moe", NO_DENSE) else set()
     assert {k: v for k, v in after.items() if k not in told} == {k: v for k, v in before.items() if k not in told}
     generated = model.generate(tokens[:1, :8], max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 14)
@@ -65,6 +75,15 @@ SPLITS = {
     "EP2": ("mixtral tied, bf16", "bf16", ParallelConfig(expert=2)),
     "TP2": ("qwen3_moe, dense layers, weights as they are", "bf16", ParallelConfig(tensor=2)),
     "PP2": ("qwen3_moe", "fp32", ParallelConfig(pipeline=2)),
+    "qwen2_moe, TP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(tensor=2)),
+    "qwen2_moe, EP2": ("qwen2_moe, dense layers", "fp32", ParallelConfig(expert=2)),
+    "qwen2_moe, PP2": (NO_DENSE, "bf16", ParallelConfig(pipeline=2)),
+    "olmoe, TP2": ("olmoe", "fp32", ParallelConfig(tensor=2)),
+    "olmoe, EP2": ("olmoe", "fp32", ParallelConfig(expert=2)),
+    "olmoe, PP2": ("olmoe tied, experts in one tensor", "bf16", ParallelConfig(pipeline=2)),
+    "granitemoe, TP2": ("granitemoe", "fp32", ParallelConfig(tensor=2)),
+    "granitemoe, EP2": ("granitemoe, other names", "bf16", ParallelConfig(expert=2)),
+    "granitemoe, PP2": ("granitemoe", "fp32", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),
     "EP2, one key/value head for all": (
         "mixtral, one expert a token, experts in one tensor",

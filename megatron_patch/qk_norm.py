@@ -1,0 +1,75 @@
+"""RMSNorm of queries or keys over all heads together, as in OLMoE (arXiv 2409.02060 section 2)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from fmoe.runtime import collectives
+
+
+class AllHeadsRMSNorm(nn.Module):
+    """RMSNorm over the elements of all heads; each tensor parallel rank has its heads, and their weights.
+
+    Clear ``config.qk_layernorm``: with it, Megatron-core takes the weights for replicas and sums their gradients over
+    the ranks.
+
+    Args:
+        hidden_size, config, eps: width of a head, and other arguments that Megatron-core passes.
+        num_heads: number of heads over all tensor parallel ranks.
+    """
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, *, num_heads: int):
+        super().__init__()
+        self.eps, self.num_elements = eps, num_heads * hidden_size
+        self.num_ranks = config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(num_heads // self.num_ranks * hidden_size))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, heads, head width] to the same shape."""
+        x_32 = x.float()
+        square = x_32.square().sum((-2, -1), keepdim=True)
+        if self.num_ranks > 1:
+            square = _Sum.apply(square, parallel_state.get_tensor_model_parallel_group())
+        y = x_32 * (square / self.num_elements + self.eps).rsqrt()
+        return y.to(x.dtype) * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the weight as this rank's slice of the weights of all heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a group, whose ranks use it for different elements: so its gradient is summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    collectives.run(dist.all_reduce, total, group=group)
+    return total

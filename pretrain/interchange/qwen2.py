@@ -1,0 +1,87 @@
+"""Qwen2-MoE (Qwen1.5-MoE): biases of queries, keys and values, and a gated shared expert (arXiv 2407.10671)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pretrain.interchange.family import Demand, Family, Key
+from pretrain.interchange.llama import (
+    ATTENTION,
+    COMMON,
+    DENSE,
+    FIXED,
+    KEYS,
+    LAYER,
+    ONLY,
+    OUR_LAYER,
+    SOFTMAX,
+    STACKED,
+    expert_entries,
+    read_qwen_moe,
+    write_qwen_moe,
+)
+from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Same, Sizes, Transform
+
+
+class Single:
+    """Stack of one tensor, [1, ...], which another transform converts."""
+
+    def __init__(self, inner: Transform):
+        self.inner = inner
+
+    def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
+        return self.inner.split(ours[0], sizes)
+
+    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        return self.inner.join(theirs, sizes).unsqueeze(0)
+
+
+BIAS = Entry(
+    "bias",
+    f"{OUR_LAYER}.self_attention.linear_qkv.bias",
+    {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
+    QueryKeyValue(),
+)
+_SHARED = f"{LAYER}.mlp.shared_expert"
+SHARED = (
+    Entry(
+        "moe",
+        f"{OUR_LAYER}.mlp.shared.expert.weight_in",
+        {f"{_SHARED}.gate_proj.weight": "S D", f"{_SHARED}.up_proj.weight": "S D"},
+        Single(Halves()),
+    ),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{_SHARED}.down_proj.weight": "D S"}, Single(Same())),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.output_gate.weight", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
+)
+_REST = (*COMMON, BIAS, *DENSE, *SHARED)
+QWEN2_MOE_TABLE = (*_REST, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"))
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    return read_qwen_moe(config) | {"num_shared_experts": 1}
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    table=QWEN2_MOE_TABLE,
+    tables=(QWEN2_MOE_TABLE, (*_REST, *STACKED)),
+    keys=(
+        *KEYS,
+        Key("num_experts", "num_experts", int),
+        Key("moe_intermediate_size", "ffn_hidden_size", int),
+        # Shared experts are one block of their widths together.
+        Key("shared_expert_intermediate_size", "shared_ffn_hidden_size", int, value=lambda m: m.shared_width),
+        Key("qkv_bias", "qkv_bias", bool, True),
+        Key("rms_norm_eps", "norm_eps", float, 1e-6),
+        Key("rope_theta", "rope_theta", float, 1e4),
+    ),
+    fixed=FIXED | {"shared_expert_gate": True},
+    demands=(*SOFTMAX, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
+    varies=("head_dim", "normalize", "moe_layers", "moe_every"),
+    constants={"use_sliding_window": False, "sliding_window": None},
+    only=ONLY,
+    read=_read,
+    write=write_qwen_moe,
+)

@@ -1,0 +1,86 @@
+"""Keys of [model] for other families' attention and shared experts: every split equals one process."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compare import assert_close
+from forks import values
+from test_run_optim import assembled, trained
+from test_run_split_engine import STEADY
+
+from pretrain.config import ParallelConfig
+
+OPTIONS = {
+    "norm": "rms",
+    "num_heads": 4,
+    "num_query_groups": 2,
+    "dropout": 0.1,
+    "attention_scale": 0.2,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.4,
+    "logit_divisor": 2.0,
+    "qk_norm": True,
+    "qk_norm_over": "all",
+    "qkv_bias": True,
+    "num_shared_experts": 2,
+    "shared_ffn_hidden_size": 20,
+    "shared_expert_gate": True,
+}
+ENGINE = replace(STEADY, model=replace(STEADY.model, **OPTIONS))
+
+
+def recipe_of(optimizer, distributed=False, **parallel):
+    options = {"adamw": {}, "lamb": {"lr": 2e-2, "max_trust": 20.0}, "muon": {}}[optimizer]
+    optimizer = replace(ENGINE.optimizer, name=optimizer, distributed=distributed, **options)
+    return replace(ENGINE, optimizer=optimizer, parallel=ParallelConfig(**parallel))
+
+
+def test_the_norm_of_all_heads_by_hand():
+    """Output and gradients, in double precision."""
+    from megatron_patch.qk_norm import AllHeadsRMSNorm
+
+    norm = AllHeadsRMSNorm(6, SimpleNamespace(tensor_model_parallel_size=1), 1e-3, num_heads=3)
+    x, d_y = torch.randn(2, 5, 2, 3, 6)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    found = norm(x.requires_grad_())
+    found.backward(d_y)
+    rows, weight = (tensor.detach().double().requires_grad_() for tensor in (x.view(-1, 18), norm.weight))
+    expected = torch.stack([row / (row.square().mean() + 1e-3).sqrt() * weight for row in rows])
+    expected.backward(d_y.view(-1, 18).double())
+    assert_close(found.view(-1, 18).double(), expected, 1e-6, "output")
+    assert_close(x.grad.view(-1, 18).double(), rows.grad, 1e-6, "gradient of the input")
+    assert_close(norm.weight.grad.double(), weight.grad, 1e-6, "gradient of the weight")
+
+
+SPLITS = {
+    "adamw, TP2": recipe_of("adamw", tensor=2, sequence=False),
+    "adamw, TP2 SP": recipe_of("adamw", True, tensor=2),
+    "adamw, EP2": recipe_of("adamw", True, expert=2, recompute="full"),
+    "adamw, PP2": recipe_of("adamw", pipeline=2),
+    "muon, TP2 SP": recipe_of("muon", True, tensor=2),
+    "lamb, TP2 SP": recipe_of("lamb", tensor=2),
+}
+
+
+@pytest.mark.by_default("adamw, TP2", "muon, TP2 SP")
+@pytest.mark.parametrize("case", SPLITS)
+def test_splits_equal_one_process(forks, case):
+    """Losses, gradient norms, weights and moments."""
+    recipe = SPLITS[case]
+    alone = recipe_of(recipe.optimizer.name)
+    expected = values(forks.run(1, trained, replace(alone, train=replace(alone.train, micro_batch=8))))
+    ranks = values(forks.run(2, trained, recipe))
+    for losses, _, _ in ranks:
+        for found, wanted in zip(losses, expected[0][0], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    found, wanted = assembled(ranks), assembled(expected)
+    assert found.keys() == wanted.keys() and all(
+        any(name in key for key in found)
+        for name in ("linear_qkv.bias", "q_layernorm.weight", "shared.output_gate.weight")
+    )
+    for key, value in wanted.items():
+        assert_close(found[key], value, 3e-5, key)
+    assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
