@@ -53,7 +53,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     refuse_output(out)
     folder = HuggingFaceFolder(source)
     try:
-        family, model = model_of(folder.config)
+        family, model = model_of(_config(folder))
     except UserError as error:
         raise UserError(f"{source / 'config.json'}: {error}") from error
     found = _match(folder, family, model)
@@ -90,6 +90,14 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     return Imported(family, recipe, out / "checkpoints", path)
 
 
+def _config(folder: HuggingFaceFolder) -> Mapping[str, Any]:
+    """Return config.json, without layers of multi-token prediction that the folder does not have: transformers keeps
+    their number, but does not save them."""
+    first = f"model.layers.{folder.config.get('num_hidden_layers')}."
+    has_mtp = any(name.startswith(first) for name in folder.tensors)
+    return folder.config if has_mtp else {**folder.config, "num_nextn_predict_layers": 0}
+
+
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
     """Return the places in the form of the family's tensors that fits the folder best.
 
@@ -109,7 +117,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
             raise UserError(
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
             )
-    left = sorted(name for name in names - wanted.keys() if not name.endswith(_IGNORED))
+    left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
     if model.tie_embeddings and "lm_head.weight" in left:
         embedding = "model.embed_tokens.weight"
         same = folder.tensors["lm_head.weight"].shape == wanted[embedding]
@@ -122,9 +130,9 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
 
 
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
-    """Return the dtype of all tensors; float32 if they differ."""
+    """Return the weights' common dtype; float32 if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
-    dtypes = {stored[name].dtype: name for place in found for name in place.theirs}
+    dtypes = {stored[name].dtype: name for place in found if place.dtype is None for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
@@ -138,7 +146,7 @@ def _pieces(
 ) -> Iterator[Piece]:
     sizes = sizes_of(model)
     for place in found:
-        theirs = [folder.read(name).to(dtype) for name in place.theirs]
+        theirs = [folder.read(name).to(place.dtype or dtype) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")

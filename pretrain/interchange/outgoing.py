@@ -70,7 +70,7 @@ def export_checkpoint(
     dtype = _check_tensors(checkpoint, family, found)
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
     files = {} if loaded is None else files_for(loaded, recipe.model.sequence_length)
-    plan = [Planned(name, dtype, shape) for place in found for name, shape in place.theirs.items()]
+    plan = [Planned(name, place.dtype or dtype, shape) for place in found for name, shape in place.theirs.items()]
     with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
         names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
         config, generation = config_of(family, recipe.model, name_of(dtype)), {}
@@ -81,7 +81,8 @@ def export_checkpoint(
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
             write_bytes(folder / name, data)
-    return Exported(family, sum(prod(p.shape) for p in plan), (*names, CONFIG, GENERATION_CONFIG, *files))
+    num_params = sum(prod(shape) for place in found if place.dtype is None for shape in place.theirs.values())
+    return Exported(family, num_params, (*names, CONFIG, GENERATION_CONFIG, *files))
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
@@ -112,7 +113,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the tensors' common dtype; raise UserError unless names and shapes are those of the table."""
+    """Return the weights' common dtype; raise UserError unless names and shapes are those of the table."""
     ours = {place.ours: place for place in found}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     for name in known:
@@ -123,7 +124,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
         whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
             raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
-    dtypes = {checkpoint.dtype(name) for name in known}
+    dtypes = {checkpoint.dtype(name) for name, place in ours.items() if place.dtype is None}
     if len(dtypes) > 1:
         raise UserError(
             f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: must be of one dtype"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepseek_cases import DEEPSEEK_CASES
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -68,7 +69,7 @@ CASES = {
         torch.float32,
         {"save_original_format": False},
     ),
-}
+} | DEEPSEEK_CASES
 
 
 def save_random(folder: Path, case: str, **values) -> None:
@@ -82,7 +83,11 @@ def save_random(folder: Path, case: str, **values) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.to(dtype).save_pretrained(folder, **options)
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in models of 16 bits, too
+            buffer.data = torch.randn_like(buffer, dtype=torch.float32) / 4
+    model.save_pretrained(folder, **options)
 
 
 def logits(folder: Path, tokens: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ REFUSED = {
     "shared experts": ({"num_shared_experts": 1}, "auto", "model.num_shared_experts=1"),
     "latent attention": (
         {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
-        "auto",
+        "mixtral",
         "model.kv_lora_rank=16",
     ),
     "sigmoid gate": ({"gate": "sigmoid"}, "auto", "model.gate=sigmoid"),
