@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fmoe.errors import UserError
+from fmoe.gates.naive import check_groups
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Family, Key, Only, toml
 from pretrain.interchange.llama import (
@@ -117,7 +118,9 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
     """
     dense, layers = config.get("first_k_dense_replace", default), config["num_hidden_layers"]
     if type(dense) is not int or not 0 <= dense < layers:
-        raise UserError(f"first_k_dense_replace={toml(dense)} must be from 0 to {layers - 1}, so that a layer has experts")
+        raise UserError(
+            f"first_k_dense_replace={toml(dense)} must be from 0 to {layers - 1}, so that a layer has experts"
+        )
     if not dense:
         return {}
     width = config.get("intermediate_size")
@@ -135,13 +138,17 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
     """Return the gate's options for groups of experts; ``groups`` and ``kept`` are the values of missing keys.
 
     Raises:
-        UserError: a value is not a positive integer.
+        UserError: a value is not a positive integer, or the groups do not fit the experts.
     """
     values = {"n_group": config.get("n_group", groups), "topk_group": config.get("topk_group", kept)}
     for name, value in values.items():
         if type(value) is not int or value < 1:
             raise UserError(f"{name}={toml(value)} must be a positive integer")
     groups, kept = values.values()
+    try:
+        check_groups(config["n_routed_experts"], config["num_experts_per_tok"], groups, kept)
+    except UserError as error:
+        raise UserError(f"n_group={groups} and topk_group={kept} are not supported: {error}") from error
     return {"expert_groups": groups, "kept_groups": kept} if groups > 1 else {}
 
 

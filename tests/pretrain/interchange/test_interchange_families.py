@@ -4,6 +4,7 @@ import json
 from math import prod
 
 import pytest
+from deepseek_cases import DEEPSEEK_PUBLISHED
 
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
@@ -70,19 +71,24 @@ QWEN3_30B_A3B = {
 PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
+} | DEEPSEEK_PUBLISHED
+
+
+RECIPES = {
+    "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-30B-A3B": "qwen3-moe-30b-a3b",
+    "DeepSeek-V2-Lite": "deepseek-v2-lite",
 }
 
 
-RECIPES = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-moe-30b-a3b"}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_of_that_shape_is_exported_as_it(name):
     config, model = PUBLISHED[name][0], load_recipe(RECIPES[name]).model
     family = family_for(model)
     assert family.name == config["model_type"]
     written = config_of(family, model, "bfloat16")
-    sizes = [key for key in config if key.startswith(("num_", "hidden_", "vocab_", "head_", "moe_", "norm_", "rms_"))]
+    kinds = ("num_", "hidden_", "vocab_", "head_", "moe_", "norm_", "rms_", "n_", "q", "kv_", "v_", "topk_", "routed_")
+    sizes = [key for key in config if key.startswith(kinds)]
     assert {key: written[key] for key in sizes} == {key: config[key] for key in sizes}
 
 
@@ -96,14 +102,39 @@ def test_published_models(name):
     found = list(places(family.table, model))
     names = [name for place in found for name in place.theirs]
     assert len(names) == len(set(names)) == tensors
-    assert sum(prod(shape) for place in found for shape in place.theirs.values()) == recipe.num_params()
+    weights = [place for place in found if place.dtype is None]
+    assert sum(prod(shape) for place in weights for shape in place.theirs.values()) == recipe.num_params()
     assert {place.ours for place in found} and all(place.ours.startswith("model/") for place in found)
     written = config_of(family, model, "bfloat16")
     ignored = {"bos_token_id", "eos_token_id", "max_window_layers", "intermediate_size"}
     ignored -= {"intermediate_size"} if name.startswith("Mixtral") else set()
+    ignored |= {"pretraining_tp", "seq_aux", "ep_size"}  # how DeepSeek trained or ran it
     for key, value in config.items():
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
+
+
+def test_the_tensors_of_latent_attention_and_experts():
+    """Names and shapes as in the index of DeepSeek-V3 on the hub."""
+    family, model = model_of(DEEPSEEK_PUBLISHED["DeepSeek-V3"][0])
+    shapes = {name: shape for place in places(family.table, model) for name, shape in place.theirs.items()}
+    expected = {
+        "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
+        "model.layers.60.input_layernorm.weight": (7168,),
+        "model.layers.60.self_attn.q_a_proj.weight": (1536, 7168),
+        "model.layers.60.self_attn.q_a_layernorm.weight": (1536,),
+        "model.layers.60.self_attn.q_b_proj.weight": (24576, 1536),
+        "model.layers.60.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "model.layers.60.self_attn.kv_a_layernorm.weight": (512,),
+        "model.layers.60.self_attn.kv_b_proj.weight": (32768, 512),
+        "model.layers.60.self_attn.o_proj.weight": (7168, 16384),
+        "model.layers.60.post_attention_layernorm.weight": (7168,),
+        "model.layers.60.mlp.gate.weight": (256, 7168),
+        "model.layers.60.mlp.gate.e_score_correction_bias": (256,),
+        "model.layers.60.mlp.experts.255.up_proj.weight": (2048, 7168),
+        "model.layers.60.mlp.shared_experts.down_proj.weight": (7168, 2048),
+    }
+    assert {name: shapes.get(name) for name in expected} == expected
 
 
 def test_the_same_model_by_transformers_own_configuration():
@@ -117,10 +148,13 @@ def test_the_same_model_by_transformers_own_configuration():
 def test_what_transformers_has_where_a_key_is_missing():
     import transformers
 
-    for kind, family in (("MixtralConfig", "mixtral"), ("Qwen3MoeConfig", "qwen3_moe")):
-        full = getattr(transformers, kind)().to_dict()
-        keys = [key for key in FAMILIES[family].keys if key.default is not None]
-        bare = {key: value for key, value in full.items() if key not in {key.theirs for key in keys}}
+    classes = {"mixtral": "MixtralConfig", "qwen3_moe": "Qwen3MoeConfig"}
+    classes |= {"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config"}
+    read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}  # by a family's function
+    for family, kind in classes.items():
+        full = getattr(transformers, kind)(num_experts_per_tok=2).to_dict()
+        left_out = {key.theirs for key in FAMILIES[family].keys if key.default is not None} | read
+        bare = {key: value for key, value in full.items() if key not in left_out}
         bare.pop("rope_parameters")
         assert model_of(bare)[1] == model_of(full)[1]
 
