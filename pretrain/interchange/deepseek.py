@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): multi-latent attention, shared experts, groups of experts.
+"""DeepSeek-V2 and DeepSeek-V3 (arXiv 2405.04434, 2412.19437): latent attention, shared experts, groups of experts.
 
-Rotary elements of a head are interleaved pairs, in Megatron-core's multi-latent attention too, so rows keep their order.
+Rotary elements of a head are interleaved pairs, as in Megatron-core's latent attention, so rows keep their order.
 """
 
 from collections.abc import Mapping

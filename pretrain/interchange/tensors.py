@@ -2,9 +2,9 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, E experts, S shared experts. Multi-latent attention has C elements of a compressed query, R of compressed
-keys and values and P of a rotary key (K = R + P), and per head v of a value and M of a key without position and a value.
-"2H D" is a matrix of 2 * H rows and D columns.
+of an expert, E experts, S shared experts. In latent attention, C is the width of compressed queries, R that of
+compressed keys and values, K that of the latter and the rotary key; a head has values of width v, and M is the width of
+a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -116,9 +116,10 @@ class Entry:
     Attributes:
         where: scope of the entry. "model" is once; "output" is once, if the output layer is untied; "layer" is every
             layer; "dense" is every layer without experts; "moe" is every layer with experts; "expert" is every expert
-            of those layers, where ours is the expert's slice of a stack; "mtp" is every layer of multi-token prediction,
-            which has also the entries of its transformer layer.
-        ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first layer of multi-token prediction.
+            of those layers, where ours is the expert's slice of a stack; "mtp" is every module of multi-token
+            prediction, whose transformer layer has the entries of a layer.
+        ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first module of multi-token
+            prediction.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
         dtype: dtype of a buffer, on both sides; None for a weight.

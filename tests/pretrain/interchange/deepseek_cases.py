@@ -41,6 +41,7 @@ DEEPSEEK_CASES = {
         COMMON
         | LATENT
         | {
+            "num_hidden_layers": 2,
             "q_lora_rank": 18,
             "topk_method": "group_limited_greedy",
             "n_group": 4,

@@ -117,5 +117,5 @@ def test_other_configurations(case):
 
 def test_the_nearest_family_of_a_plain_model_with_shared_experts_has_no_latent_attention():
     model = ModelConfig(**{f: getattr(V2, f) for f in ("norm", "activation", "gated", "gate", "normalize")})
-    with pytest.raises(UserError, match="supported by (mixtral|qwen3_moe)"):
+    with pytest.raises(UserError, match=r"supported by (mixtral|qwen3_moe)"):
         family_for(replace(model, eval_capacity_factor=None, num_shared_experts=1))
