@@ -29,7 +29,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
     """
-    name = config.get("model_type")
+    name = config.get("fmoe_format", config.get("model_type"))
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]

@@ -76,12 +76,13 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         recipe.check()
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    nbytes = sum(prod(shape) for place in found for shape in place.theirs.values()) * dtype.itemsize
+    nbytes = sum(prod(shape) for place in found if place.ours for shape in place.theirs.values())
+    nbytes *= dtype.itemsize
     state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
     if path is not None:
         state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
     with appearing(out, nbytes) as temporary:
-        save_parts(temporary / "checkpoints", 0, _pieces(folder, model, found, dtype), state, nbytes=nbytes)
+        save_parts(temporary / "checkpoints", 0, _pieces(folder, family, model, found, dtype), state, nbytes=nbytes)
         write_recipe(recipe, temporary / CONFIG)
         if files:
             (temporary / "tokenizer").mkdir()
@@ -142,7 +143,7 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
 
 
 def _pieces(
-    folder: HuggingFaceFolder, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
+    folder: HuggingFaceFolder, family: Family, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
 ) -> Iterator[Piece]:
     sizes = sizes_of(model)
     for place in found:
@@ -150,6 +151,10 @@ def _pieces(
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
+            if not place.ours and tensor.any():
+                raise UserError(f"{folder.path}: {name} must be zero in a {family.name}")
+        if not place.ours:
+            continue
         ours = place.transform.join(theirs, sizes)
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)

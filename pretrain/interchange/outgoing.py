@@ -72,7 +72,7 @@ def export_checkpoint(
     files = {} if loaded is None else files_for(loaded, recipe.model.sequence_length)
     plan = [Planned(name, place.dtype or dtype, shape) for place in found for name, shape in place.theirs.items()]
     with appearing(out, sum(planned.nbytes for planned in plan)) as folder:
-        names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
+        names = write_weights(folder, plan, _tensors(checkpoint, recipe, found, dtype), shard_bytes)
         config, generation = config_of(family, recipe.model, name_of(dtype)), {}
         if loaded is not None:
             config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
@@ -81,7 +81,8 @@ def export_checkpoint(
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
             write_bytes(folder / name, data)
-    num_params = sum(prod(shape) for place in found if place.dtype is None for shape in place.theirs.values())
+    weights = [place for place in found if place.ours and place.dtype is None]
+    num_params = sum(prod(shape) for place in weights for shape in place.theirs.values())
     return Exported(family, num_params, (*names, CONFIG, GENERATION_CONFIG, *files))
 
 
@@ -114,7 +115,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
     """Return the weights' common dtype; raise UserError unless names and shapes are those of the table."""
-    ours = {place.ours: place for place in found}
+    ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     for name in known:
         if name not in ours:
@@ -132,10 +133,13 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     return dtypes.pop()
 
 
-def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> Iterator[Tensor]:
+def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the converted tensors in the order of the plan."""
     sizes = sizes_of(recipe.model)
     for place in found:
+        if not place.ours:
+            yield from (torch.zeros(shape, dtype=dtype) for shape in place.theirs.values())
+            continue
         if place.expert is None:
             ours = checkpoint.read(place.ours)
         else:

@@ -119,7 +119,7 @@ class Entry:
             of those layers, where ours is the expert's slice of a stack; "mtp" is every module of multi-token
             prediction, whose transformer layer has the entries of a layer.
         ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first module of multi-token
-            prediction.
+            prediction. Empty for tensors of zeros that only theirs has.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
         dtype: dtype of a buffer, on both sides; None for a weight.
@@ -139,7 +139,7 @@ class Place:
     """One application of an entry: our tensor, or an expert's slice of it, and their tensors.
 
     Attributes:
-        ours: name in a checkpoint.
+        ours: name in a checkpoint; empty for zeros.
         expert: index in the stack; None for the whole tensor.
         theirs: names and shapes.
         dtype: dtype of a buffer, on both sides; None for a weight.

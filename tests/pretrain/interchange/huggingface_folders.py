@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import ParallelConfig, TrainConfig
+from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
 from pretrain.interchange.outgoing import recipe_of
 
 VOCAB, LENGTH = 96, 32
@@ -125,11 +125,50 @@ def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: st
 
 def our_logits(path: Path, tokens: Tensor) -> Tensor:
     """Of our model with a checkpoint's weights, in float32: [b, s, V]; for a process of `forks`."""
-    (model,) = our_engine(path).chunks
+    (chunk,) = our_engine(path).chunks
+    return chunk_logits(chunk, tokens)
+
+
+def chunk_logits(model, tokens: Tensor) -> Tensor:
+    """Of a whole model, in evaluation."""
     model.eval()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         return model(tokens, positions, None)
+
+
+def random_run(folder: Path, model: ModelConfig):
+    """Save a random model of ours, norms and biases of its choice random too, and return its engine; for a process of
+    `forks`."""
+    from dataclasses import asdict
+
+    from megatron_patch import cpu
+    from pretrain.checkpoint import save
+    from pretrain.engine import Engine, init_parallel, state
+    from pretrain.process import Processes
+
+    cpu.install()
+    train = TrainConfig(global_batch=1, micro_batch=1)
+    recipe = Recipe(run=RunConfig(folder=str(folder)), model=model, data=DataConfig(tokenizer=""), train=train)
+    recipe.check()
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    init_parallel(recipe, processes)
+    engine = Engine(recipe, processes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in (*engine.chunks[0].named_parameters(), *engine.chunks[0].named_buffers()):
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            if name.endswith("expert_bias_E"):
+                tensor.normal_(std=0.25)
+    save(folder, 1, state.pieces(engine), {"recipe": asdict(recipe)}, state.rank_state())
+    return engine
+
+
+def saved_random(folder: Path, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Save a random model of ours, and return its logits, in float32: [b, s, V]; for a process of `forks`."""
+    (chunk,) = random_run(folder, model).chunks
+    return chunk_logits(chunk, tokens)
 
 
 def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str) -> None:

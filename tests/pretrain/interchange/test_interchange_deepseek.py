@@ -7,7 +7,7 @@ from deepseek_cases import COMMON, LATENT
 from test_interchange_mtp import MODEL
 
 from fmoe.errors import UserError
-from pretrain.config import ModelConfig, Recipe
+from pretrain.config import Recipe
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import family_for
 
@@ -113,9 +113,3 @@ def test_other_configurations(case):
     with pytest.raises(UserError) as error:
         Recipe(model=model_of(config | values)[1]).check()
     assert key in str(error.value) and "\n" not in str(error.value), str(error.value)
-
-
-def test_the_nearest_family_of_a_plain_model_with_shared_experts_has_no_latent_attention():
-    model = ModelConfig(**{f: getattr(V2, f) for f in ("norm", "activation", "gated", "gate", "normalize")})
-    with pytest.raises(UserError, match=r"supported by (mixtral|qwen3_moe)"):
-        family_for(replace(model, eval_capacity_factor=None, num_shared_experts=1))

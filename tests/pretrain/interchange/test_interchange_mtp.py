@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forks import only, values
-from huggingface_folders import logits, saved_at, some_tokens, weights
+from huggingface_folders import logits, random_run, saved_at, some_tokens, weights
 from test_interchange_round_trip import assert_same_weights
 
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
+from pretrain.config import ModelConfig, ParallelConfig, Recipe
 from pretrain.interchange import export_checkpoint, import_folder
 
 MODEL = ModelConfig(
@@ -44,39 +44,14 @@ MODEL = ModelConfig(
 
 
 def made(folder):
-    """Save a random model, with random norms and biases of the choice, and return its losses of further tokens."""
-    from dataclasses import asdict
-
-    import torch.distributed as dist
-
-    from megatron_patch import cpu, mtp
-    from pretrain.checkpoint import save
-    from pretrain.engine import Engine, init_parallel, state
+    """Save a random model, and return its losses of further tokens."""
+    from megatron_patch import mtp
     from pretrain.models.gpt import forward
-    from pretrain.process import Processes
 
-    cpu.install()
-    recipe = Recipe(
-        run=RunConfig(folder=str(folder)),
-        model=MODEL,
-        data=DataConfig(tokenizer=""),
-        train=TrainConfig(global_batch=1, micro_batch=1),
-    )
-    recipe.check()
-    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    init_parallel(recipe, processes)
-    engine = Engine(recipe, processes)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in (*engine.chunks[0].named_parameters(), *engine.chunks[0].named_buffers()):
-            if "norm" in name:
-                tensor.uniform_(0.5, 1.5)
-            if name.endswith("expert_bias_E"):
-                tensor.normal_(std=0.25)
-    save(folder, 1, state.pieces(engine), {"recipe": asdict(recipe)}, state.rank_state())
+    (model,) = random_run(folder, MODEL).chunks
     tokens = some_tokens()
-    engine.chunks[0].train()
-    forward(engine.chunks[0], {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    model.train()
+    forward(model, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
     return mtp.take_losses()
 
 
