@@ -58,12 +58,13 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     """Return the number of matrix parameters and of other parameters, without norms, of each layer."""
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
+    biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense
         # Multi-token prediction projects hidden state and embedding to the layer's input.
         projection = 2 * model.hidden_size**2 if number in model.mtp_numbers else 0
-        layers.append((matrices + _attention(model, number) + projection, others))
+        layers.append((matrices + _attention(model, number) + projection, others + biases))
     return layers
 
 

@@ -31,6 +31,8 @@ class ModelConfig:
     """Width of an attention head; None for hidden_size / num_heads."""
     qk_norm: bool = False
     """Normalize queries and keys over the width of a head before the scores."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values."""
     kv_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -215,6 +217,8 @@ class ModelConfig:
                     f"model.num_query_groups={self.num_query_groups} must equal model.num_heads={self.num_heads} with "
                     "model.kind=t5: its cross attention does not support groups"
                 )
+        if self.qkv_bias and self.kind == "t5":
+            raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
@@ -271,6 +275,8 @@ class ModelConfig:
                 raise UserError(f"model.{name}={getattr(self, name)} is not supported with {key}: use none")
         if self.qk_norm:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
+        if self.qkv_bias:
+            raise UserError(f"model.qkv_bias=true is not supported with {key}: its projections have no bias")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 

@@ -90,20 +90,20 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix (for each key/value head its query heads, the key, the value) as three matrices.
+    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        groups, head, width = sizes["G"], sizes["d"], ours.shape[-1]
+        groups, head, width = sizes["G"], sizes["d"], ours.shape[1:]
         queries = sizes["Q"] // groups
-        rows = ours.view(groups, queries + 2, head, width)
-        return tuple(part.reshape(-1, width) for part in rows.split([queries, 1, 1], 1))
+        rows = ours.view(groups, queries + 2, head, *width)
+        return tuple(part.reshape(-1, *width) for part in rows.split([queries, 1, 1], 1))
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[-1]
-        return torch.cat([part.view(groups, -1, head, width) for part in theirs], 1).view(-1, width)
+        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[1:]
+        return torch.cat([part.view(groups, -1, head, *width) for part in theirs], 1).view(-1, *width)
 
 
 Where = Literal["model", "output", "layer", "dense", "moe", "expert", "mtp"]

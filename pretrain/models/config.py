@@ -114,6 +114,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,
