@@ -74,10 +74,10 @@ SHARED_EXPERTS = (
     Entry(
         "moe",
         f"{OUR_LAYER}.mlp.shared.expert.weight_in",
-        {f"{SHARED}.gate_proj.weight": "SH D", f"{SHARED}.up_proj.weight": "SH D"},
+        {f"{SHARED}.gate_proj.weight": "S D", f"{SHARED}.up_proj.weight": "S D"},
         OfOne(Halves()),
     ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D SH"}, OfOne(Same())),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D S"}, OfOne(Same())),
 )
 CHOICE_BIAS = (
     Entry(
@@ -93,6 +93,8 @@ MTP = (
     Entry("mtp", "model/mtp.layers.{depth}.eh_proj.weight", {f"{LAYER}.eh_proj.weight": "D 2D"}),
     Entry("mtp", "model/mtp.layers.{depth}.final_layernorm.weight", {f"{LAYER}.shared_head.norm.weight": "D"}),
 )
+# Copies of the embedding and the output layer.
+MTP_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 MODEL = tuple(entry for entry in COMMON if entry.where in ("model", "output"))
 EXPERTS = expert_entries("mlp", "gate_proj", "up_proj", "down_proj")
 
@@ -351,6 +353,5 @@ DEEPSEEK_V3 = Family(
     ),
     read=_read_deepseek_v3,
     write=lambda model: _write_latent(model) | write_sigmoid(model),
-    # Copies, in layers of multi-token prediction, of the embedding and the output layer.
-    ignored=(".embed_tokens.weight", ".shared_head.head.weight"),
+    ignored=MTP_COPIES,
 )

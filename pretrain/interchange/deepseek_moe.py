@@ -36,10 +36,10 @@ SHARED_EXPERTS = (
     Entry(
         "moe",
         f"{OUR_LAYER}.mlp.shared.expert.weight_in",
-        {f"{SHARED}.gate_proj.weight": "SH D", f"{SHARED}.up_proj.weight": "SH D"},
+        {f"{SHARED}.gate_proj.weight": "S D", f"{SHARED}.up_proj.weight": "S D"},
         OfOne(Halves()),
     ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D SH"}, OfOne(Twice())),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D S"}, OfOne(Twice())),
     Entry("moe", "", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
 DEEPSEEK_MOE_TABLE = (*COMMON, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS)

@@ -2,7 +2,7 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, E experts, S shared experts. In latent attention, C is the width of compressed queries, R that of
+of an expert, S of all shared experts, E experts. In latent attention, C is the width of compressed queries, R that of
 compressed keys and values, K that of the latter and the rotary key; a head has values of width v, and M is the width of
 a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
 """
@@ -32,7 +32,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "F": model.dense_width,
         "H": model.ffn_hidden_size,
         "E": model.num_experts,
-        "S": model.num_shared_experts,
+        "S": model.num_shared_experts * model.ffn_hidden_size,
         "C": model.q_lora_rank or 0,
         "R": model.kv_lora_rank or 0,
         "K": (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0),

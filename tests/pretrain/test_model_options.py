@@ -10,7 +10,7 @@ from test_run_split_engine import STEADY
 
 from pretrain.config import ParallelConfig
 
-OPTIONS = {"norm": "rms", "num_heads": 4, "num_query_groups": 2, "qkv_bias": True}
+OPTIONS = {"norm": "rms", "num_heads": 4, "num_query_groups": 2, "qkv_bias": True, "rotary_fraction": 0.5}
 ENGINE = replace(STEADY, model=replace(STEADY.model, **OPTIONS))
 
 

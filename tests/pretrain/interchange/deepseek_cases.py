@@ -77,6 +77,39 @@ DEEPSEEK_CASES = {
         torch.float32,
         {"save_original_format": False},
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        COMMON
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_mtp_layers": 0,
+            "n_group": 2,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+        torch.bfloat16,
+        {},
+    ),
+    "glm4_moe, no biases, no norms, whole heads, experts in one tensor": (
+        "Glm4MoeConfig",
+        COMMON
+        | {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_mtp_layers": 0,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+        torch.float32,
+        {"save_original_format": False},
+    ),
 }
 
 # As on the hub, but for YaRN (rope_scaling) and the quantization of DeepSeek-V3.
@@ -177,9 +210,59 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-# Parameters in all and of a token, with the embedding (2.4 and 21 billion are published without it), and tensors.
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 0,  # 1 on the hub
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+GLM_4_5 = GLM_4_5_AIR | {
+    "first_k_dense_replace": 3,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "num_hidden_layers": 92,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+# Parameters in all and of a token, with embedding and output layer, and tensors. Papers round, and may leave out
+# embeddings: 2.4, 21 and 37 billion of a token for DeepSeek's, 12 and 32 for GLM's.
 DEEPSEEK_PUBLISHED = {
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9, 2.66e9, 5291),
     "DeepSeek-V2": (DEEPSEEK_V2, 236e9, 21.4e9, 29102),
     "DeepSeek-V3": (DEEPSEEK_V3, 671e9, 37.6e9, 45395),
+    "GLM-4.5-Air": (GLM_4_5_AIR, 106.9e9, 13.4e9, 17925),
+    "GLM-4.5": (GLM_4_5, 352.8e9, 33.6e9, 44189),
 }
+# Parameters in the files on the hub, which have a layer of further tokens with copies of embedding and output layer.
+WITH_MTP = {"DeepSeek-V3": 684.5e9, "GLM-4.5-Air": 110.5e9, "GLM-4.5": 358.3e9}

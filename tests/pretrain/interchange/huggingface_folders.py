@@ -83,6 +83,8 @@ def save_random(folder: Path, case: str, **values) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
     model.to(dtype)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # float32 in models of 16 bits, too

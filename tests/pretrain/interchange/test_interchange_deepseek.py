@@ -28,6 +28,7 @@ STANDARD = {
     "qk_rope_head_dim": None,
     "v_head_dim": None,
 }
+GLM = replace(MODEL, **STANDARD, norm_eps=1e-5, qkv_bias=True, qk_norm=True, rotary_fraction=0.5, num_query_groups=2)
 FITS = {
     "v2": (V2, "deepseek_v2"),
     "v2, switch": (replace(V2, gate="switch", normalize=None, jitter=0.0), "deepseek_v2"),
@@ -35,6 +36,8 @@ FITS = {
     "v2, groups": (replace(V2, gate_options={"expert_groups": 2}), "deepseek_v2"),
     "v3": (MODEL, "deepseek_v3"),
     "v3, one expert per token": (replace(MODEL, top_k=1, routed_scale=1.0), "deepseek_v3"),
+    "glm": (GLM, "glm4_moe"),
+    "glm, without options": (replace(GLM, qkv_bias=False, qk_norm=False, rotary_fraction=1.0), "glm4_moe"),
     "v3, drops in training alone": (replace(MODEL, capacity_factor=1.0, eval_capacity_factor=3.0), "deepseek_v3"),
 }
 
@@ -48,7 +51,15 @@ def test_recipes_of_a_family(case):
     again, found = model_of(config_of(family, model, "float32") | {"num_nextn_predict_layers": model.mtp_layers})
     assert again is family
     assert found.layers_with_experts == model.layers_with_experts and found.num_layers == model.num_layers
-    for key in ("kv_lora_rank", "q_lora_rank", "v_head_dim", "routed_scale", "mtp_layers", "num_shared_experts"):
+    for key in (
+        "kv_lora_rank",
+        "q_lora_rank",
+        "v_head_dim",
+        "routed_scale",
+        "mtp_layers",
+        "num_shared_experts",
+        "qkv_bias",
+    ):
         assert getattr(found, key) == getattr(model, key), key
     assert found.gate_options == ({} if not model.gate_options else {"kept_groups": 1} | dict(model.gate_options))
 
@@ -66,6 +77,12 @@ REFUSED = {
     "groups of one": (replace(MODEL, gate_options={"expert_groups": 8, "kept_groups": 3}), "auto", "gate_options", "2"),
     "another option": (replace(V2, gate_options={"bias": True}), "auto", "model.gate_options={'bias': True}", "groups"),
     "drops": (replace(MODEL, eval_capacity_factor=1.0), "auto", "model.eval_capacity_factor=1.0", "num_experts"),
+    "part of a head": (
+        replace(V2, **STANDARD, gate="sigmoid", rotary_fraction=0.5, norm="layer"),
+        "glm4_moe",
+        "norm=layer",
+        "rms",
+    ),
     "granularity": (replace(MODEL, granularity=2), "auto", "model.granularity=2", "1"),
 }
 
@@ -76,11 +93,12 @@ def test_other_recipes(case):
     with pytest.raises(UserError) as error:
         family_for(model, form)
     assert key in str(error.value) and allowed in str(error.value) and "\n" not in str(error.value), str(error.value)
-    assert "supported by deepseek_v" in str(error.value)
+    assert f"supported by {'deepseek_v' if form == 'auto' else form}" in str(error.value)
 
 
 CONFIG = COMMON | LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 CONFIG_V2 = COMMON | LATENT | {"model_type": "deepseek_v2"}
+CONFIG_GLM = COMMON | {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 8}
 CONFIGS = {
     "rotary halves": (CONFIG, {"rope_interleave": False}, "rope_interleave=false"),
     "biases": (CONFIG, {"attention_bias": True}, "attention_bias=true"),
@@ -102,6 +120,15 @@ CONFIGS = {
     "no shared experts": (CONFIG_V2, {"n_shared_experts": 0}, "n_shared_experts=0"),
     "weights that sum to one": (CONFIG_V2, {"norm_topk_prob": True}, "norm_topk_prob=true"),
     "V3's choice": (CONFIG_V2, {"topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+    "scaled positions": (CONFIG_GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters="),
+    "odd share": (CONFIG_GLM, {"partial_rotary_factor": 0.4}, "model.rotary_fraction=0.4"),
+    "a share in words": (
+        CONFIG_GLM,
+        {"rope_parameters": {"partial_rotary_factor": "half"}},
+        "partial_rotary_factor=half",
+    ),
+    "groups of GLM": (CONFIG_GLM, {"n_group": 3}, "n_group=3"),
+    "another activation": (CONFIG_GLM, {"hidden_act": "gelu"}, "hidden_act=gelu"),
     "biases of blocks": (CONFIG_V2, {"mlp_bias": True}, "mlp_bias=true"),
 }
 

@@ -4,7 +4,7 @@ import json
 from math import prod
 
 import pytest
-from deepseek_cases import DEEPSEEK_PUBLISHED
+from deepseek_cases import DEEPSEEK_PUBLISHED, WITH_MTP
 
 from pretrain.config import ModelConfig, Recipe, load_recipe
 from pretrain.interchange.configs import config_of, model_of
@@ -114,6 +114,17 @@ def test_published_models(name):
     assert model_of(json.loads(json.dumps(written))) == (family, model)
 
 
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_published_models_with_a_layer_of_further_tokens(name):
+    family, model = model_of(PUBLISHED[name][0] | {"num_nextn_predict_layers": 1})
+    copies = 2 * model.vocab_size * model.hidden_size
+    assert Recipe(model=model).num_params() + copies == pytest.approx(WITH_MTP[name], rel=0.0005)
+    last = f"model.layers.{model.num_layers}"
+    names = {name for place in places(family.table, model) for name in place.theirs if name.startswith(f"{last}.")}
+    assert {f"{last}.{part}" for part in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")} <= names
+    assert f"{last}.mlp.gate.e_score_correction_bias" in names
+
+
 def test_the_tensors_of_latent_attention_and_experts():
     """Names and shapes as in the index of DeepSeek-V3 on the hub."""
     family, model = model_of(DEEPSEEK_PUBLISHED["DeepSeek-V3"][0] | {"num_hidden_layers": 4})
@@ -149,7 +160,7 @@ def test_what_transformers_has_where_a_key_is_missing():
     import transformers
 
     classes = {"mixtral": "MixtralConfig", "qwen3_moe": "Qwen3MoeConfig"}
-    classes |= {"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config"}
+    classes |= {"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "glm4_moe": "Glm4MoeConfig"}
     read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}  # by a family's function
     for family, kind in classes.items():
         full = getattr(transformers, kind)(num_experts_per_tok=2).to_dict()
