@@ -4,12 +4,16 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pretrain.interchange.deepseek_moe import DEEPSEEK_MOE
+from pretrain.interchange.ernie import ERNIE4_5_MOE
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.glm4 import GLM4_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 
 # In the order in which "auto" tries them.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE)}
+FAMILIES = {
+    family.name: family
+    for family in (MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE)
+}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:

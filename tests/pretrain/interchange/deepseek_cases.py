@@ -21,6 +21,8 @@ LATENT = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
 }
+ERNIE = {key: value for key, value in COMMON.items() if key not in ("num_experts_per_tok", "n_routed_experts")}
+ERNIE |= {"moe_k": 3, "moe_num_experts": 8}
 DEEPSEEK_CASES = {
     "deepseek_v2": (
         "DeepseekV2Config",
@@ -106,6 +108,46 @@ DEEPSEEK_CASES = {
             "routed_scaling_factor": 2.5,
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+        torch.float32,
+        {"save_original_format": False},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        ERNIE
+        | {
+            "num_key_value_heads": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "rope_parameters": {"rope_theta": 500.0},
+        },
+        torch.float32,
+        {},
+    ),
+    "ernie4_5_moe, every second layer, no shared experts, bf16": (
+        "Ernie4_5_MoeConfig",
+        ERNIE
+        | {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+        torch.bfloat16,
+        {},
+    ),
+    "ernie4_5_moe, every layer, experts in one tensor": (
+        "Ernie4_5_MoeConfig",
+        ERNIE
+        | {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": -1,
         },
         torch.float32,
         {"save_original_format": False},
@@ -255,14 +297,58 @@ GLM_4_5 = GLM_4_5_AIR | {
     "routed_scaling_factor": 2.5,
     "use_qk_norm": True,
 }
+ERNIE_21B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe",
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_layer_end_index": 27,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": True,
+    "vocab_size": 103424,
+}
+ERNIE_300B = ERNIE_21B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "moe_intermediate_size": 3584,
+    "moe_k": 8,
+    "moe_layer_end_index": 53,
+    "moe_layer_start_index": 3,
+    "moe_num_shared_experts": 0,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 54,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 # Parameters in all and of a token, with embedding and output layer, and tensors. Papers round, and may leave out
-# embeddings: 2.4, 21 and 37 billion of a token for DeepSeek's, 12 and 32 for GLM's.
+# embeddings: 2.4, 21 and 37 billion of a token for DeepSeek's, 12 and 32 for GLM's, 3 and 47 for
+# ERNIE's.
 DEEPSEEK_PUBLISHED = {
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15.7e9, 2.66e9, 5291),
     "DeepSeek-V2": (DEEPSEEK_V2, 236e9, 21.4e9, 29102),
     "DeepSeek-V3": (DEEPSEEK_V3, 671e9, 37.6e9, 45395),
     "GLM-4.5-Air": (GLM_4_5_AIR, 106.9e9, 13.4e9, 17925),
     "GLM-4.5": (GLM_4_5, 352.8e9, 33.6e9, 44189),
+    "ERNIE-4.5-21B-A3B": (ERNIE_21B, 21.83e9, 3.35e9, 5492),
+    "ERNIE-4.5-300B-A47B": (ERNIE_300B, 300e9, 47.9e9, 10230),
 }
 # Parameters in the files on the hub, which have a layer of further tokens with copies of embedding and output layer.
 WITH_MTP = {"DeepSeek-V3": 684.5e9, "GLM-4.5-Air": 110.5e9, "GLM-4.5": 358.3e9}

@@ -86,7 +86,7 @@ def save_random(folder: Path, case: str, **values) -> None:
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
     model.to(dtype)
-    for name, buffer in model.named_buffers():
+    for name, buffer in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith("e_score_correction_bias"):  # float32 in models of 16 bits, too
             buffer.data = torch.randn_like(buffer, dtype=torch.float32) / 4
     model.save_pretrained(folder, **options)

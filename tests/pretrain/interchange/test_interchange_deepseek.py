@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from deepseek_cases import COMMON, LATENT
+from deepseek_cases import ERNIE as ERNIE_CASE
 from test_interchange_mtp import MODEL
 
 from fmoe.errors import UserError
 from pretrain.config import Recipe
 from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.ernie import PairedQueryKeyValue
 from pretrain.interchange.families import family_for
+from pretrain.interchange.tensors import QueryKeyValue, sizes_of
 
 V2 = replace(
     MODEL,
@@ -29,6 +33,7 @@ STANDARD = {
     "v_head_dim": None,
 }
 GLM = replace(MODEL, **STANDARD, norm_eps=1e-5, qkv_bias=True, qk_norm=True, rotary_fraction=0.5, num_query_groups=2)
+ERNIE = replace(MODEL, **STANDARD, gate_options={}, score="softmax", routed_scale=1.0, mtp_layers=0, num_layers=4)
 FITS = {
     "v2": (V2, "deepseek_v2"),
     "v2, switch": (replace(V2, gate="switch", normalize=None, jitter=0.0), "deepseek_v2"),
@@ -36,6 +41,9 @@ FITS = {
     "v2, groups": (replace(V2, gate_options={"expert_groups": 2}), "deepseek_v2"),
     "v3": (MODEL, "deepseek_v3"),
     "v3, one expert per token": (replace(MODEL, top_k=1, routed_scale=1.0), "deepseek_v3"),
+    "ernie": (ERNIE, "ernie4_5_moe"),
+    "ernie, every second layer": (replace(ERNIE, moe_layers=(), moe_every=2), "ernie4_5_moe"),
+    "ernie, no shared experts": (replace(ERNIE, num_shared_experts=0, moe_layers=(2,)), "ernie4_5_moe"),
     "glm": (GLM, "glm4_moe"),
     "glm, without options": (replace(GLM, qkv_bias=False, qk_norm=False, rotary_fraction=1.0), "glm4_moe"),
     "v3, drops in training alone": (replace(MODEL, capacity_factor=1.0, eval_capacity_factor=3.0), "deepseek_v3"),
@@ -77,6 +85,11 @@ REFUSED = {
     "groups of one": (replace(MODEL, gate_options={"expert_groups": 8, "kept_groups": 3}), "auto", "gate_options", "2"),
     "another option": (replace(V2, gate_options={"bias": True}), "auto", "model.gate_options={'bias': True}", "groups"),
     "drops": (replace(MODEL, eval_capacity_factor=1.0), "auto", "model.eval_capacity_factor=1.0", "num_experts"),
+    "one expert per token": (replace(ERNIE, top_k=1), "ernie4_5_moe", "model.top_k=1", "at least 2"),
+    "irregular layers": (replace(ERNIE, moe_layers=(1, 3)), "ernie4_5_moe", "model.moe_layers=(1, 3)", "every n-th"),
+    "groups of ernie": (replace(ERNIE, gate_options={"expert_groups": 2}), "ernie4_5_moe", "expert_groups", "{}"),
+    "scale of ernie": (replace(ERNIE, routed_scale=2.0), "ernie4_5_moe", "model.routed_scale=2.0", "1.0"),
+    "sigmoid scores": (replace(ERNIE, score=None), "ernie4_5_moe", "model.score=none", "softmax"),
     "part of a head": (
         replace(V2, **STANDARD, gate="sigmoid", rotary_fraction=0.5, norm="layer"),
         "glm4_moe",
@@ -99,6 +112,7 @@ def test_other_recipes(case):
 CONFIG = COMMON | LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 CONFIG_V2 = COMMON | LATENT | {"model_type": "deepseek_v2"}
 CONFIG_GLM = COMMON | {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 8}
+CONFIG_ERNIE = ERNIE_CASE | {"model_type": "ernie4_5_moe", "num_key_value_heads": 2}
 CONFIGS = {
     "rotary halves": (CONFIG, {"rope_interleave": False}, "rope_interleave=false"),
     "biases": (CONFIG, {"attention_bias": True}, "attention_bias=true"),
@@ -129,6 +143,11 @@ CONFIGS = {
     ),
     "groups of GLM": (CONFIG_GLM, {"n_group": 3}, "n_group=3"),
     "another activation": (CONFIG_GLM, {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    "one expert": (CONFIG_ERNIE, {"moe_k": 1}, "moe_k=1"),
+    "biases of ernie": (CONFIG_ERNIE, {"use_bias": True}, "use_bias=true"),
+    "layers that are not there": (CONFIG_ERNIE, {"moe_layer_end_index": 3}, "moe_layer_end_index=3"),
+    "no layers": (CONFIG_ERNIE, {"moe_layer_start_index": 2, "moe_layer_end_index": 1}, "moe_layer_start_index=2"),
+    "least sum": (CONFIG_ERNIE, {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
     "biases of blocks": (CONFIG_V2, {"mlp_bias": True}, "mlp_bias=true"),
 }
 
@@ -140,3 +159,16 @@ def test_other_configurations(case):
     with pytest.raises(UserError) as error:
         Recipe(model=model_of(config | values)[1]).check()
     assert key in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "matrix"])
+def test_neighbouring_elements_become_those_of_two_halves(width):
+    sizes = sizes_of(replace(GLM, num_heads=4, num_query_groups=2, head_dim=6))
+    ours = torch.randn(2 * (2 + 2) * 6, *width)
+    straight, paired = QueryKeyValue().split(ours, sizes), PairedQueryKeyValue().split(ours, sizes)
+    for ours_part, theirs in zip(straight[:2], paired[:2], strict=True):
+        for head, found in zip(ours_part.split(6), theirs.split(6), strict=True):
+            for i in range(3):
+                assert torch.equal(found[2 * i], head[i]) and torch.equal(found[2 * i + 1], head[i + 3])
+    assert torch.equal(paired[2], straight[2])
+    assert torch.equal(PairedQueryKeyValue().join(paired, sizes), ours)

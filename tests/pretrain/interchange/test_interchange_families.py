@@ -161,7 +161,10 @@ def test_what_transformers_has_where_a_key_is_missing():
 
     classes = {"mixtral": "MixtralConfig", "qwen3_moe": "Qwen3MoeConfig"}
     classes |= {"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "glm4_moe": "Glm4MoeConfig"}
-    read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}  # by a family's function
+    classes |= {"ernie4_5_moe": "Ernie4_5_MoeConfig"}
+    # Keys that a family's `read` has.
+    read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}
+    read |= {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"}
     for family, kind in classes.items():
         full = getattr(transformers, kind)(num_experts_per_tok=2).to_dict()
         left_out = {key.theirs for key in FAMILIES[family].keys if key.default is not None} | read
