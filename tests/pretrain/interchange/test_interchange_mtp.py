@@ -1,5 +1,7 @@
 """Multi-token prediction in a folder of DeepSeek-V3: the same tensors on return, the same losses in transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,15 +45,19 @@ MODEL = ModelConfig(
 )
 
 
-def made(folder):
+LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_rope_head_dim", "v_head_dim")
+GLM = replace(MODEL, **dict.fromkeys(LATENT), num_query_groups=2, qkv_bias=True, qk_norm=True, rotary_fraction=0.5)
+
+
+def made(folder, model):
     """Save a random model, and return its losses of further tokens."""
     from megatron_patch import mtp
     from pretrain.models.gpt import forward
 
-    (model,) = random_run(folder, MODEL).chunks
+    (chunk,) = random_run(folder, model).chunks
     tokens = some_tokens()
-    model.train()
-    forward(model, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    chunk.train()
+    forward(chunk, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
     return mtp.take_losses()
 
 
@@ -77,15 +83,22 @@ def further_losses(folder, tokens):
     return torch.stack(losses)
 
 
-SPLITS = {"TP2": ParallelConfig(tensor=2), "EP2": ParallelConfig(expert=2), "PP2": ParallelConfig(pipeline=2)}
+CASES = {
+    "deepseek_v3, TP2": (MODEL, ParallelConfig(tensor=2)),
+    "deepseek_v3, EP2": (MODEL, ParallelConfig(expert=2)),
+    "deepseek_v3, PP2": (MODEL, ParallelConfig(pipeline=2)),
+    "glm4_moe, TP2": (GLM, ParallelConfig(tensor=2)),
+    "glm4_moe, PP2": (GLM, ParallelConfig(pipeline=2)),
+}
 
 
-@pytest.mark.by_default("PP2")
-@pytest.mark.parametrize("split", SPLITS)
-def test_layers_of_further_tokens_there_and_back(forks, tmp_path, split):
-    ours = only(forks.run(1, made, tmp_path / "made"))
+@pytest.mark.by_default("deepseek_v3, PP2")
+@pytest.mark.parametrize("case", CASES)
+def test_layers_of_further_tokens_there_and_back(forks, tmp_path, case):
+    model, parallel = CASES[case]
+    ours = only(forks.run(1, made, tmp_path / "made", model))
     exported = export_checkpoint(tmp_path / "made", tmp_path / "out")
-    assert exported.family.name == "deepseek_v3" and exported.num_params == Recipe(model=MODEL).num_params()
+    assert case.startswith(exported.family.name) and exported.num_params == Recipe(model=model).num_params()
     assert torch.allclose(further_losses(tmp_path / "out", some_tokens()), ours, rtol=1e-5, atol=0)
 
     done = import_folder(tmp_path / "out", tmp_path / "run")
@@ -96,7 +109,6 @@ def test_layers_of_further_tokens_there_and_back(forks, tmp_path, split):
     for name in names:
         assert torch.equal(before.read(name), after.read(name)), name
 
-    parallel = SPLITS[split]
     values(forks.run(2, saved_at, tmp_path / "run", tmp_path / "saved", parallel, "fp32"))
     export_checkpoint(tmp_path / "saved", tmp_path / "again")
     assert_same_weights(weights(tmp_path / "again"), weights(tmp_path / "out"))
@@ -106,7 +118,7 @@ def test_a_folder_without_layers_of_further_tokens(forks, tmp_path):
     """As transformers saves it: their number is in config.json, their tensors are not."""
     import transformers
 
-    only(forks.run(1, made, tmp_path / "made"))
+    only(forks.run(1, made, tmp_path / "made", MODEL))
     export_checkpoint(tmp_path / "made", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     model.save_pretrained(tmp_path / "saved")

@@ -23,7 +23,7 @@ def assert_same_weights(found, expected):
 
 
 QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2")
-QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention")
+QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention", "glm4_moe", "ernie4_5_moe")
 
 
 def quick(names):
@@ -77,6 +77,9 @@ SPLITS = {
     "TP2, latent attention": ("deepseek_v3", "bf16", ParallelConfig(tensor=2)),
     "EP2, latent attention": ("deepseek_v2", "fp32", ParallelConfig(expert=2)),
     "PP2, groups of experts": ("deepseek_v2, groups, compressed queries, bf16", "bf16", ParallelConfig(pipeline=2)),
+    "TP2, GLM": ("glm4_moe", "bf16", ParallelConfig(tensor=2)),
+    "EP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(expert=2)),
+    "TP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(tensor=2)),
     "TP2 x EP2": ("qwen3_moe, every second layer, experts in one tensor", "fp32", ParallelConfig(tensor=2, expert=2)),
 }
 
