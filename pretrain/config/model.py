@@ -68,6 +68,8 @@ class ModelConfig:
     tokens, added to the scores of all layers of a stack."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
+    rotary_fraction: float = 1.0
+    """Share of a head's elements, its first ones, that get a rotary position (position=rope)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
@@ -252,6 +254,7 @@ class ModelConfig:
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
+        self._check_rotary_fraction()
         for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"model.{name}={getattr(self, name)} is not a positive number")
@@ -277,6 +280,21 @@ class ModelConfig:
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
         self._check_mtp()
+
+    def _check_rotary_fraction(self) -> None:
+        if self.rotary_fraction == 1:
+            return
+        key = f"model.rotary_fraction={self.rotary_fraction}"
+        if self.position != "rope":
+            raise UserError(f"{key} needs model.position=rope, not {self.position}")
+        if self.kv_lora_rank is not None:
+            raise UserError(f"{key} is not supported with model.kv_lora_rank, which has model.qk_rope_head_dim")
+        if (
+            not 0 < self.rotary_fraction < 1
+            or (elements := int(self.head_width * self.rotary_fraction)) % 2
+            or not elements
+        ):
+            raise UserError(f"{key} must be in (0, 1] and give an even number of a head's {self.head_width} elements")
 
     def _check_mtp(self) -> None:
         if not self.mtp_layers:

@@ -29,16 +29,16 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
     """
-    name = config.get("model_type")
+    name = config.get("fmoe_format", config.get("model_type"))
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    config = {**config, **_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)
         if not any(value == one and type(value) is type(one) for one in only.values):
             can_be = " or ".join(toml(one) for one in only.values if one is not None) or "none"
             raise UserError(f"{only.theirs}={toml(value)} is not supported: only {can_be} is")
-    config = {**config, "rope_theta": _rope_theta(config)}
     if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
@@ -70,13 +70,13 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
 _KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
 
 
-def _rope_theta(config: Mapping[str, Any]) -> Any:
-    """Return rope_theta from its own key, or from the rope_parameters of transformers 5.
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_theta and partial_rotary_factor from their own keys, or from the rope_parameters of transformers 5.
 
     Raises:
-        UserError: positions are scaled, or only part of a head is rotated.
+        UserError: positions are scaled.
     """
-    theta = config.get("rope_theta")
+    found = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if rope is None:
@@ -84,10 +84,8 @@ def _rope_theta(config: Mapping[str, Any]) -> Any:
         if not isinstance(rope, Mapping):
             raise UserError(f"{key}={toml(rope)} must be an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        others = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        others = sorted(set(rope) - {"rope_type", "type", *found})
         if kind != "default" or others:
             raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default is")
-        if rope.get("partial_rotary_factor", 1) != 1:
-            raise UserError(f"{key}: partial_rotary_factor={toml(rope['partial_rotary_factor'])} must be 1")
-        theta = rope.get("rope_theta", theta)
-    return theta
+        found |= {key: rope[key] for key in found if key in rope}
+    return found

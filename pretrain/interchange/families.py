@@ -2,15 +2,23 @@
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
+from pretrain.interchange.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from pretrain.interchange.deepseek_moe import DEEPSEEK_MOE
+from pretrain.interchange.ernie import ERNIE4_5_MOE
 from pretrain.interchange.family import Family, toml
+from pretrain.interchange.glm4 import GLM4_MOE
 from pretrain.interchange.granite import GRANITE_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.olmoe import OLMOE
 from pretrain.interchange.own import FMOE
 from pretrain.interchange.qwen2 import QWEN2_MOE
 
+_TRANSFORMERS = (
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
+)
 # In the order in which "auto" tries them; the last is taken for what transformers does not have.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, FMOE)}
+FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:

@@ -18,7 +18,7 @@ from pretrain.interchange.configs import model_of
 from pretrain.interchange.family import Family
 from pretrain.interchange.folder import HuggingFaceFolder, Stored, appearing, refuse_output, write_bytes
 from pretrain.interchange.outgoing import NO_TOKENIZER
-from pretrain.interchange.tensors import KEPT_IN_FP32, Place, sizes_of
+from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import files_from
 from pretrain.tracking.folder import CONFIG
 
@@ -54,7 +54,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     refuse_output(out)
     folder = HuggingFaceFolder(source)
     try:
-        family, model = model_of(folder.config)
+        family, model = model_of(_config(folder))
     except UserError as error:
         raise UserError(f"{source / 'config.json'}: {error}") from error
     found = _match(folder, family, model)
@@ -77,18 +77,27 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         recipe.check()
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    nbytes = sum(prod(shape) for place in found for shape in place.theirs.values()) * dtype.itemsize
+    nbytes = sum(prod(shape) for place in found if place.ours for shape in place.theirs.values())
+    nbytes *= dtype.itemsize
     state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
     if path is not None:
         state["data"] = {"tokenizer": hashlib.sha256(files[path.name]).hexdigest()}
     with appearing(out, nbytes) as temporary:
-        save_parts(temporary / "checkpoints", 0, _pieces(folder, model, found, dtype), state, nbytes=nbytes)
+        save_parts(temporary / "checkpoints", 0, _pieces(folder, family, model, found, dtype), state, nbytes=nbytes)
         write_recipe(recipe, temporary / CONFIG)
         if files:
             (temporary / "tokenizer").mkdir()
         for name, data in files.items():
             write_bytes(temporary / "tokenizer" / name, data)
     return Imported(family, recipe, out / "checkpoints", path)
+
+
+def _config(folder: HuggingFaceFolder) -> Mapping[str, Any]:
+    """Return config.json, without layers of multi-token prediction that the folder does not have: transformers keeps
+    their number, but does not save them."""
+    first = f"model.layers.{folder.config.get('num_hidden_layers')}."
+    has_mtp = any(name.startswith(first) for name in folder.tensors)
+    return folder.config if has_mtp else {**folder.config, "num_nextn_predict_layers": 0}
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
@@ -110,7 +119,7 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
             raise UserError(
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
             )
-    left = sorted(name for name in names - wanted.keys() if not name.endswith(_IGNORED))
+    left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
     if model.tie_embeddings and "lm_head.weight" in left:
         embedding = "model.embed_tokens.weight"
         same = folder.tensors["lm_head.weight"].shape == wanted[embedding]
@@ -123,10 +132,9 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
 
 
 def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
-    """Return the dtype of all tensors; float32 if they differ."""
+    """Return the weights' common dtype; float32 if they differ."""
     stored: Mapping[str, Stored] = folder.tensors
-    places = [place for place in found if not place.ours.endswith(KEPT_IN_FP32)]
-    dtypes = {stored[name].dtype: name for place in places for name in place.theirs}
+    dtypes = {stored[name].dtype: name for place in found if place.dtype is None for name in place.theirs}
     for dtype, name in dtypes.items():
         if dtype not in _PRECISIONS:
             raise UserError(
@@ -136,15 +144,18 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
 
 
 def _pieces(
-    folder: HuggingFaceFolder, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
+    folder: HuggingFaceFolder, family: Family, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
 ) -> Iterator[Piece]:
     sizes, stacks = sizes_of(model), Counter(place.ours for place in found)
     for place in found:
-        wanted = torch.float32 if place.ours.endswith(KEPT_IN_FP32) else dtype
-        theirs = [folder.read(name).to(wanted) for name in place.theirs]
+        theirs = [folder.read(name).to(place.dtype or dtype) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
+            if not place.ours and tensor.any():
+                raise UserError(f"{folder.path}: {name} must be zero in a {family.name}")
+        if not place.ours:
+            continue
         ours = place.transform.join(theirs, sizes)
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)

@@ -33,6 +33,13 @@ COMMON = (
     Entry("model", "model/decoder.final_layernorm.weight", {"model.norm.weight": "D"}),
     Entry("output", "model/output_layer.weight", {"lm_head.weight": "V D"}),
 )
+QKV_BIAS = Entry(
+    "layer",
+    f"{OUR_LAYER}.self_attention.linear_qkv.bias",
+    {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
+    QueryKeyValue(),
+    when=lambda model: model.qkv_bias,
+)
 QK_NORM = (
     Entry("layer", f"{OUR_LAYER}.self_attention.q_layernorm.weight", {f"{ATTENTION}.q_norm.weight": "d"}),
     Entry("layer", f"{OUR_LAYER}.self_attention.k_layernorm.weight", {f"{ATTENTION}.k_norm.weight": "d"}),

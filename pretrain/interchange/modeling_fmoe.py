@@ -30,7 +30,7 @@ from pretrain.config.layer import build_layer
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, d]
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, r]
 
 
 class FMoEConfig(PretrainedConfig):
@@ -86,10 +86,10 @@ def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Calla
 
 
 class _Linear(nn.Linear):
-    """A map without bias that knows its distribution of initial weights."""
+    """A map that knows its distribution of initial weights."""
 
-    def __init__(self, model: ModelConfig, inputs: int, outputs: int, *, is_output: bool = False):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, model: ModelConfig, inputs: int, outputs: int, *, bias: bool = False, is_output: bool = False):
+        super().__init__(inputs, outputs, bias=bias)
         self.init_method = _init_methods(model)[is_output]
 
 
@@ -98,7 +98,8 @@ class _Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, index: int):
         super().__init__()
-        self.index, self.dropout, self.scale = index, model.dropout, model.head_width**-0.5
+        self.index, self.dropout = index, model.dropout
+        self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
         self.linear_proj = _Linear(model, model.num_heads * model.value_width, model.hidden_size, is_output=True)
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,14 +129,23 @@ class SelfAttention(_Attention):
         super().__init__(model, index)
         groups, self.width = model.query_groups, model.head_width
         self.groups, self.queries = groups, model.num_heads // groups
-        self.linear_qkv = _Linear(model, model.hidden_size, (model.num_heads + 2 * groups) * self.width)
-        self.q_layernorm = _norm(model, self.width) if model.qk_norm else nn.Identity()
-        self.k_layernorm = _norm(model, self.width) if model.qk_norm else nn.Identity()
+        rows = (model.num_heads + 2 * groups) * self.width
+        self.linear_qkv = _Linear(model, model.hidden_size, rows, bias=model.qkv_bias)
+        self.norms_all = model.qk_norm_over == "all"
+        heads = (model.num_heads, groups) if self.norms_all else (1, 1)
+        self.q_layernorm, self.k_layernorm = (
+            _norm(model, number * self.width) if model.qk_norm else nn.Identity() for number in heads
+        )
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.linear_qkv(x_BSD).unflatten(-1, (self.groups, self.queries + 2, self.width))
         query, keys, values = rows.split([self.queries, 1, 1], dim=3)
-        query, keys = self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(keys.flatten(2, 3))
+        query, keys = query.flatten(2, 3), keys.flatten(2, 3)
+        if self.norms_all:
+            query = self.q_layernorm(query.flatten(2)).unflatten(-1, (-1, self.width))
+            keys = self.k_layernorm(keys.flatten(2)).unflatten(-1, (-1, self.width))
+        else:
+            query, keys = self.q_layernorm(query), self.k_layernorm(keys)
         return _rotated(query, rotary), _rotated(keys, rotary), values.flatten(2, 3)
 
 
@@ -174,12 +184,13 @@ class LatentAttention(_Attention):
 
 
 def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate the pairs (i, i + d / 2) of each head by the angles of its position."""
+    """Rotate the pairs (i, i + r / 2) of the first r elements of each head by the r angles of its position."""
     if rotary is None:
         return x_BSHd
     cos, sin = (part.to(x_BSHd.dtype) for part in rotary)
-    first, second = x_BSHd.chunk(2, dim=-1)
-    return x_BSHd * cos + torch.cat([-second, first], dim=-1) * sin
+    x, rest = x_BSHd[..., : cos.shape[-1]], x_BSHd[..., cos.shape[-1] :]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([x * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 def _pairs_apart(x: Tensor) -> Tensor:
@@ -210,7 +221,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
         attention = SelfAttention if model.kv_lora_rank is None else LatentAttention
-        self.dropout = nn.Dropout(model.dropout)
+        self.dropout, self.scale = nn.Dropout(model.dropout), model.residual_scale
         self.input_layernorm = _norm(model, model.hidden_size)
         self.self_attention = attention(model, number - 1)
         self.pre_mlp_layernorm = _norm(model, model.hidden_size)
@@ -229,8 +240,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any, valid_BS: Tensor | None
     ) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.self_attention(self.input_layernorm(x_BSD), rotary, mask, cache))
-        return x_BSD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_BSD), valid_BS))
+        attended = self.self_attention(self.input_layernorm(x_BSD), rotary, mask, cache)
+        x_BSD = x_BSD + self.dropout(attended * self.scale)
+        return x_BSD + self.dropout(self.mlp(self.pre_mlp_layernorm(x_BSD), valid_BS) * self.scale)
 
 
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
@@ -253,7 +265,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         super().__init__(config)
         model = config.recipe_model
         self.theta = model.rope_theta if model.position == "rope" else None
-        self.rotary_width = model.head_width if model.qk_rope_head_dim is None else model.qk_rope_head_dim
+        self.rotary_width = model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
+        self.embedding_scale, self.logit_divisor = model.embedding_scale, model.logit_divisor
         self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
         if model.position == "learned_absolute":
             self.embedding["position_embeddings"] = nn.Embedding(model.sequence_length, model.hidden_size)
@@ -273,6 +286,8 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             module.reset_parameters()
         elif isinstance(module, _Linear):
             module.init_method(module.weight)
+            if module.bias is not None:
+                module.bias.zero_()
         else:
             super()._init_weights(module)
 
@@ -305,6 +320,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 of another shape; more tokens than learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
+        x_BSD = x_BSD * self.embedding_scale
         (batch, length), device = x_BSD.shape[:2], x_BSD.device
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -334,7 +350,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         for layer in self.decoder["layers"]:
             states.append(x_BSD)
             x_BSD = layer(x_BSD, rotary, mask, past_key_values, valid_BS)
-        x_BSD = self.decoder["final_layernorm"](x_BSD)
+        x_BSD = self.decoder["final_layernorm"](x_BSD) / self.logit_divisor
         logits = self.output_layer(x_BSD[:, -logits_to_keep:] if logits_to_keep else x_BSD)
         aux_loss = collect_losses(self) if self.training else None
         loss = None if labels is None else _loss(logits, labels)

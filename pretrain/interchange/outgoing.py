@@ -29,7 +29,7 @@ from pretrain.interchange.folder import (
     write_weights,
 )
 from pretrain.interchange.llama_cpp import check_convertible, write_gguf
-from pretrain.interchange.tensors import KEPT_IN_FP32, Place, sizes_of
+from pretrain.interchange.tensors import Place, sizes_of
 from pretrain.interchange.tokenizer import files_for
 
 SHARD_BYTES = 4 << 30
@@ -79,11 +79,11 @@ def export_checkpoint(
     dtype = _check_tensors(checkpoint, family, found)
     loaded = load_tokenizer(checkpoint, recipe, tokenizer)
     files = {**family.files(), **({} if loaded is None else files_for(loaded, recipe.model.sequence_length))}
-    plan = [Planned(name, checkpoint.dtype(place.ours), size) for place in found for name, size in place.theirs.items()]
+    plan = [Planned(name, place.dtype or dtype, shape) for place in found for name, shape in place.theirs.items()]
     nbytes = sum(planned.nbytes for planned in plan)
     pre = "" if llama_cpp is None else check_convertible(llama_cpp, family, recipe.model, loaded, files)
     with appearing(out, nbytes if llama_cpp is None else 2 * nbytes) as folder:
-        names = write_weights(folder, plan, _tensors(checkpoint, recipe, found), shard_bytes)
+        names = write_weights(folder, plan, _tensors(checkpoint, recipe, found, dtype), shard_bytes)
         config = config_of(family, recipe.model, name_of(dtype))
         generation: dict[str, Any] = {}
         if loaded is not None:
@@ -101,7 +101,9 @@ def export_checkpoint(
     notes = family.notes(recipe.model)
     if form == "auto" and (why := why_own(recipe.model)):
         notes = (why, *notes)
-    return Exported(family, sum(prod(p.shape) for p in plan), tuple(names), notes)
+    weights = [place for place in found if place.ours and place.dtype is None]
+    num_params = sum(prod(shape) for place in weights for shape in place.theirs.values())
+    return Exported(family, num_params, tuple(names), notes)
 
 
 def recipe_of(checkpoint: Checkpoint) -> Recipe:
@@ -132,8 +134,8 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
-    """Return the tensors' common dtype; raise UserError unless names and shapes are those of the table."""
-    ours = {place.ours: place for place in found}
+    """Return the weights' common dtype; raise UserError unless names and shapes are those of the table."""
+    ours = {place.ours: place for place in found if place.ours}
     known = [name for name in checkpoint.names() if name.startswith("model/")]
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
     for name in known:
@@ -144,7 +146,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
         whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
             raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
-    dtypes = {checkpoint.dtype(name) for name in known if not name.endswith(KEPT_IN_FP32)}
+    dtypes = {checkpoint.dtype(name) for name, place in ours.items() if place.dtype is None}
     if len(dtypes) > 1:
         raise UserError(
             f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: must be of one dtype"
@@ -152,10 +154,13 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     return dtypes.pop()
 
 
-def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> Iterator[Tensor]:
+def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the converted tensors in the order of the plan."""
     sizes = sizes_of(recipe.model)
     for place in found:
+        if not place.ours:
+            yield from (torch.zeros(shape, dtype=dtype) for shape in place.theirs.values())
+            continue
         if place.expert is None:
             ours = checkpoint.read(place.ours)
         else:

@@ -35,7 +35,8 @@ def tensors(model: ModelConfig) -> Iterator[Place]:
             ours = ours.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         if not model.num_experts and (found := re.search(r"\.layers\.(\d+)\.", name)):  # equal layers are stacked
             ours, layer = ours.replace(found[0], ".layers."), int(found[1])
-        yield Place(f"model/{ours}", layer, {name: shape}, Same())
+        is_bias = name.endswith(".gate.expert_bias_E")  # float32 in models of 16 bits, too
+        yield Place(f"model/{ours}", layer, {name: shape}, Same(), torch.float32 if is_bias else None)
 
 
 def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -70,9 +71,12 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
     width, heads, head = model.hidden_size, model.num_heads, model.head_width
     yield f"{name}.linear_proj.weight", (width, heads * model.value_width)
     if model.kv_lora_rank is None:
-        yield f"{name}.linear_qkv.weight", ((heads + 2 * model.query_groups) * head, width)
-        for part in ("q", "k") if model.qk_norm else ():
-            yield from _norm(model, f"{name}.{part}_layernorm", head)
+        rows = (heads + 2 * model.query_groups) * head
+        yield f"{name}.linear_qkv.weight", (rows, width)
+        if model.qkv_bias:
+            yield f"{name}.linear_qkv.bias", (rows,)
+        for part, number in (("q", heads), ("k", model.query_groups)) if model.qk_norm else ():
+            yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
         return
     assert model.qk_head_dim is not None and model.qk_rope_head_dim is not None
     if (rank := model.q_lora_rank) is None:

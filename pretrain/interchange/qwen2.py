@@ -1,13 +1,10 @@
 """Qwen2-MoE (Qwen1.5-MoE): biases of queries, keys and values, and a gated shared expert (arXiv 2407.10671)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from pretrain.interchange.family import Demand, Family, Key
 from pretrain.interchange.llama import (
-    ATTENTION,
     COMMON,
     DENSE,
     FIXED,
@@ -15,46 +12,27 @@ from pretrain.interchange.llama import (
     LAYER,
     ONLY,
     OUR_LAYER,
+    QKV_BIAS,
     SOFTMAX,
     STACKED,
     expert_entries,
     read_qwen_moe,
     write_qwen_moe,
 )
-from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Same, Sizes, Transform
+from pretrain.interchange.tensors import Entry, Halves, OfOne, Same
 
-
-class Single:
-    """Stack of one tensor, [1, ...], which another transform converts."""
-
-    def __init__(self, inner: Transform):
-        self.inner = inner
-
-    def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        return self.inner.split(ours[0], sizes)
-
-    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        return self.inner.join(theirs, sizes).unsqueeze(0)
-
-
-BIAS = Entry(
-    "bias",
-    f"{OUR_LAYER}.self_attention.linear_qkv.bias",
-    {f"{ATTENTION}.q_proj.bias": "Qd", f"{ATTENTION}.k_proj.bias": "Gd", f"{ATTENTION}.v_proj.bias": "Gd"},
-    QueryKeyValue(),
-)
 _SHARED = f"{LAYER}.mlp.shared_expert"
 SHARED = (
     Entry(
         "moe",
         f"{OUR_LAYER}.mlp.shared.expert.weight_in",
         {f"{_SHARED}.gate_proj.weight": "S D", f"{_SHARED}.up_proj.weight": "S D"},
-        Single(Halves()),
+        OfOne(Halves()),
     ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{_SHARED}.down_proj.weight": "D S"}, Single(Same())),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{_SHARED}.down_proj.weight": "D S"}, OfOne(Same())),
     Entry("moe", f"{OUR_LAYER}.mlp.shared.output_gate.weight", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
-_REST = (*COMMON, BIAS, *DENSE, *SHARED)
+_REST = (*COMMON, QKV_BIAS, *DENSE, *SHARED)
 QWEN2_MOE_TABLE = (*_REST, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"))
 
 

@@ -2,11 +2,13 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, S of all shared experts, E experts; "2H D" is a matrix of 2 * H rows and D columns.
+of an expert, S of all shared experts, E experts. In latent attention, C is the width of compressed queries, R that of
+compressed keys and values, K that of the latter and the rotary key; a head has values of width v, and M is the width of
+a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
@@ -17,9 +19,6 @@ from torch import Tensor
 from pretrain.config import ModelConfig
 
 Sizes = Mapping[str, int]
-
-KEPT_IN_FP32 = (".gate.expert_bias_E",)
-"""Endings of our names of tensors that are float32 in a model of any precision."""
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
@@ -34,6 +33,11 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "H": model.ffn_hidden_size,
         "S": model.shared_width,
         "E": model.num_experts,
+        "C": model.q_lora_rank or 0,
+        "R": model.kv_lora_rank or 0,
+        "K": (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0),
+        "M": (model.qk_head_dim or 0) + model.value_width,
+        "v": model.value_width,
     }
 
 
@@ -72,6 +76,19 @@ class Halves:
         return torch.cat(tuple(theirs), 0)
 
 
+@dataclass(frozen=True)
+class OfOne:
+    """Another transform, of the only element of a stack."""
+
+    transform: Transform
+
+    def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
+        return self.transform.split(ours.squeeze(0), sizes)
+
+    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        return self.transform.join(theirs, sizes).unsqueeze(0)
+
+
 class QueryKeyValue:
     """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
 
@@ -89,7 +106,7 @@ class QueryKeyValue:
         return torch.cat([part.view(groups, -1, head, *width) for part in theirs], 1).view(-1, *width)
 
 
-Where = Literal["model", "output", "layer", "bias", "dense", "moe", "expert"]
+Where = Literal["model", "output", "layer", "dense", "moe", "expert", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -98,18 +115,23 @@ class Entry:
 
     Attributes:
         where: scope of the entry. "model" is once; "output" is once, if the output layer is untied; "layer" is every
-            layer; "bias" is every layer, if the model has qkv_bias; "dense" is every layer without experts; "moe" is
-            every layer with experts; "expert" is every expert of those layers, where ours is the expert's slice of a
-            stack.
-        ours: name in a checkpoint; ``{layer}`` counts from 0.
+            layer; "dense" is every layer without experts; "moe" is every layer with experts; "expert" is every expert
+            of those layers, where ours is the expert's slice of a stack; "mtp" is every module of multi-token
+            prediction, whose transformer layer has the entries of a layer.
+        ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first module of multi-token
+            prediction. Empty for tensors of zeros that only theirs has.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
+        dtype: dtype of a buffer, on both sides; None for a weight.
+        when: tests whether a model has the tensor.
     """
 
     where: Where
     ours: str
     theirs: Mapping[str, str]
     transform: Transform = Same()  # noqa: RUF009 - stateless
+    dtype: torch.dtype | None = None
+    when: Callable[[ModelConfig], bool] = lambda model: True
 
 
 @dataclass(frozen=True)
@@ -117,38 +139,43 @@ class Place:
     """One application of an entry: our tensor, or an expert's slice of it, and their tensors.
 
     Attributes:
-        ours: name in a checkpoint.
+        ours: name in a checkpoint; empty for zeros.
         expert: index in the stack, of experts or of equal layers; None for the whole tensor.
         theirs: names and shapes.
+        dtype: dtype of a buffer, on both sides; None for a weight.
     """
 
     ours: str
     expert: int | None
     theirs: Mapping[str, tuple[int, ...]]
     transform: Transform
+    dtype: torch.dtype | None = None
 
 
 def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
     """Yield all tensors of a model, layer by layer."""
     sizes = sizes_of(model)
+    table = [entry for entry in table if entry.when(model)]
     in_layers = [entry for entry in table if entry.where not in ("model", "output")]
     first, *rest = [entry for entry in table if entry.where in ("model", "output")]
     yield from _apply(first, sizes)
     for number in model.layer_numbers:
-        has_experts = number in model.layers_with_experts
+        kinds = {"layer"} | ({"moe", "expert"} if number in model.layers_with_experts else {"dense"})
+        depth = number - model.mtp_numbers.start
         for entry in in_layers:
-            applies = {"layer": True, "bias": model.qkv_bias, "dense": not has_experts}
-            if applies.get(entry.where, has_experts):
-                yield from _apply(entry, sizes, number - 1)
+            if entry.where in kinds or (entry.where == "mtp" and depth >= 0):
+                yield from _apply(entry, sizes, number - 1, depth)
     for entry in rest:
         if entry.where == "model" or not model.tie_embeddings:
             yield from _apply(entry, sizes)
 
 
-def _apply(entry: Entry, sizes: Sizes, layer: int = 0) -> Iterator[Place]:
-    ours = entry.ours.format(layer=layer)
+def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = -1) -> Iterator[Place]:
+    ours = entry.ours.format(layer=layer, depth=depth)
+    if depth >= 0:
+        ours = ours.replace(f"/decoder.layers.{layer}.", f"/mtp.layers.{depth}.transformer_layer.")
     for expert in range(sizes["E"]) if entry.where == "expert" else (None,):
         theirs = {
             name.format(layer=layer, expert=expert): shape_of(letters, sizes) for name, letters in entry.theirs.items()
         }
-        yield Place(ours, expert, theirs, entry.transform)
+        yield Place(ours, expert, theirs, entry.transform, entry.dtype)

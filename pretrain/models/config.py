@@ -60,7 +60,7 @@ def set_rope_theta(module: Any, recipe: Recipe) -> None:
     if model.position == "rope":
         module.rotary_pos_emb = RotaryEmbedding(
             kv_channels=model.head_width,
-            rotary_percent=1.0,
+            rotary_percent=model.rotary_fraction,
             rotary_base=model.rope_theta,
             use_cpu_initialization=module.config.use_cpu_initialization,
         )

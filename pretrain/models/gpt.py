@@ -68,6 +68,7 @@ def build_gpt(
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
             position_embedding_type=recipe.model.position,
             rotary_base=recipe.model.rope_theta,
+            rotary_percent=recipe.model.rotary_fraction,
             vp_stage=vp_stage,
             **mtp,
             **stage,

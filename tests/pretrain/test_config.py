@@ -295,6 +295,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             gated=True,
             position="learned_absolute",
             rope_theta=1e6,
+            rotary_fraction=0.5,
             norm="rms",
             norm_eps=1e-6,
             attention_scale=0.5,
@@ -430,7 +431,15 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT), **NOT_T5),
+        model=replace(
+            recipe.model,
+            rope_theta=10000.0,
+            rotary_fraction=1.0,
+            mtp_layers=0,
+            mtp_loss=0.3,
+            **dict.fromkeys(LATENT),
+            **NOT_T5,
+        ),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -451,7 +460,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         ),
         Recipe(
             data=DataConfig(document_mask=True),
-            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, **SCALES),
+            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES),
         ),
         Recipe(model=ModelConfig(**LATENT)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
@@ -601,6 +610,11 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
     ("values", "parts"),
     [
         ({"kind": "t5", "num_query_groups": 2}, ["model.num_query_groups=2", "model.kind=t5", "model.num_heads=6"]),
+        ({"position": "learned_absolute", "rotary_fraction": 0.5}, ["model.rotary_fraction=0.5", "learned_absolute"]),
+        ({"rotary_fraction": 0.0}, ["model.rotary_fraction=0.0", "(0, 1]"]),
+        ({"rotary_fraction": 1.5}, ["model.rotary_fraction=1.5", "(0, 1]"]),
+        ({"rotary_fraction": 0.1, "head_dim": 8}, ["model.rotary_fraction=0.1", "8 elements"]),
+        ({"rotary_fraction": 0.5, "head_dim": 6}, ["model.rotary_fraction=0.5", "even", "6 elements"]),
         ({"position": "learned_absolute", "rope_theta": 1e6}, ["model.rope_theta=1000000.0", "learned_absolute"]),
         ({"num_experts": 0, "num_shared_experts": 1}, ["model.num_shared_experts=1", "model.num_experts"]),
         ({"shared_ffn_hidden_size": 8}, ["model.shared_ffn_hidden_size=8", "model.num_shared_experts"]),

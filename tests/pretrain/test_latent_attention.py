@@ -117,6 +117,7 @@ REFUSED = {
     "width of heads": ({"head_dim": 4}, {}, ["model.head_dim=4", "model.kv_lora_rank=10"]),
     "norms of heads": ({"qk_norm": True}, {}, ["model.qk_norm=true", "model.kv_lora_rank=10"]),
     "biases": ({"qkv_bias": True}, {}, ["model.qkv_bias=true", "model.kv_lora_rank=10"]),
+    "rotary fraction": ({"rotary_fraction": 0.5}, {}, ["model.rotary_fraction=0.5", "model.kv_lora_rank"]),
     "context": ({"num_heads": 4}, {"context": 2}, ["parallel.context=2", "model.kv_lora_rank=10"]),
     "ranks of keys": (
         {"num_heads": 4, "kv_lora_rank": 9},

@@ -16,6 +16,7 @@ OPTIONS = {
     "norm": "rms",
     "num_heads": 4,
     "num_query_groups": 2,
+    "rotary_fraction": 0.5,
     "dropout": 0.1,
     "attention_scale": 0.2,
     "embedding_scale": 3.0,

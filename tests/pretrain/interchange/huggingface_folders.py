@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from deepseek_cases import DEEPSEEK_CASES
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pretrain.checkpoint import open_checkpoint
-from pretrain.config import ParallelConfig, TrainConfig
+from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
 from pretrain.interchange.outgoing import recipe_of
 
 VOCAB, LENGTH = 96, 32
@@ -111,6 +112,7 @@ CASES = {
         torch.bfloat16,
         {"save_original_format": False},
     ),
+    **DEEPSEEK_CASES,
 }
 
 
@@ -125,9 +127,13 @@ def save_random(folder: Path, case: str, **values) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_()
-    model.to(dtype).save_pretrained(folder, **options)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    model.to(dtype)
+    for name, buffer in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith("e_score_correction_bias"):  # float32 in models of 16 bits, too
+            buffer.data = torch.randn_like(buffer, dtype=torch.float32) / 4
+    model.save_pretrained(folder, **options)
 
 
 def logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -165,11 +171,50 @@ def our_engine(path: Path, parallel: ParallelConfig | None = None, precision: st
 
 def our_logits(path: Path, tokens: Tensor) -> Tensor:
     """Of our model with a checkpoint's weights, in float32: [b, s, V]; for a process of `forks`."""
-    (model,) = our_engine(path).chunks
+    (chunk,) = our_engine(path).chunks
+    return chunk_logits(chunk, tokens)
+
+
+def chunk_logits(model, tokens: Tensor) -> Tensor:
+    """Of a whole model, in evaluation."""
     model.eval()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         return model(tokens, positions, None)
+
+
+def random_run(folder: Path, model: ModelConfig):
+    """Save a random model of ours, norms and biases of its choice random too, and return its engine; for a process of
+    `forks`."""
+    from dataclasses import asdict
+
+    from megatron_patch import cpu
+    from pretrain.checkpoint import save
+    from pretrain.engine import Engine, init_parallel, state
+    from pretrain.process import Processes
+
+    cpu.install()
+    train = TrainConfig(global_batch=1, micro_batch=1)
+    recipe = Recipe(run=RunConfig(folder=str(folder)), model=model, data=DataConfig(tokenizer=""), train=train)
+    recipe.check()
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    init_parallel(recipe, processes)
+    engine = Engine(recipe, processes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in (*engine.chunks[0].named_parameters(), *engine.chunks[0].named_buffers()):
+            if "norm" in name:
+                tensor.uniform_(0.5, 1.5)
+            if name.endswith("expert_bias_E"):
+                tensor.normal_(std=0.25)
+    save(folder, 1, state.pieces(engine), {"recipe": asdict(recipe)}, state.rank_state())
+    return engine
+
+
+def saved_random(folder: Path, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Save a random model of ours, and return its logits, in float32: [b, s, V]; for a process of `forks`."""
+    (chunk,) = random_run(folder, model).chunks
+    return chunk_logits(chunk, tokens)
 
 
 def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str) -> None:

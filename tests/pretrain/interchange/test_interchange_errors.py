@@ -40,10 +40,10 @@ REFUSED = {
     "t5": ({"kind": "t5"}, "auto", "model.kind=t5"),
     "bert": ({"kind": "bert"}, "qwen3_moe", "model.kind=bert"),
     "dense": ({"num_experts": 0}, "auto", "model.num_experts=0"),
-    "shared experts": ({"num_shared_experts": 1}, "auto", "model.num_shared_experts=1"),
+    "shared experts": ({"num_shared_experts": 1}, "mixtral", "model.num_shared_experts=1"),
     "latent attention": (
         {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
-        "auto",
+        "mixtral",
         "model.kv_lora_rank=16",
     ),
     "sigmoid gate": ({"gate": "sigmoid"}, "auto", "model.gate=sigmoid"),

@@ -4,6 +4,7 @@ import json
 from math import prod
 
 import pytest
+from deepseek_cases import DEEPSEEK_PUBLISHED, WITH_MTP
 from published import MORE, NOT_WRITTEN
 
 from fmoe.errors import UserError
@@ -73,11 +74,16 @@ PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.7e9, 12.9e9, 995),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30.5e9, 3.3e9, 18867),
     **MORE,
+    **DEEPSEEK_PUBLISHED,
 }
 
 
 NO_DENSE = ("Mixtral", "OLMoE", "granite")  # families without dense layers
-RECIPES = {"Mixtral-8x7B": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-moe-30b-a3b"}
+RECIPES = {
+    "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-30B-A3B": "qwen3-moe-30b-a3b",
+    "DeepSeek-V2-Lite": "deepseek-v2-lite",
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -86,7 +92,8 @@ def test_the_recipe_of_that_shape_is_exported_as_it(name):
     family = family_for(model)
     assert family.name == config["model_type"]
     written = config_of(family, model, "bfloat16")
-    sizes = [key for key in config if key.startswith(("num_", "hidden_", "vocab_", "head_", "moe_", "norm_", "rms_"))]
+    kinds = ("num_", "hidden_", "vocab_", "head_", "moe_", "norm_", "rms_", "n_", "q", "kv_", "v_", "topk_", "routed_")
+    sizes = [key for key in config if key.startswith(kinds)]
     assert {key: written[key] for key in sizes} == {key: config[key] for key in sizes}
 
 
@@ -100,10 +107,12 @@ def test_published_models(name):
     found = list(places(family.table, model))
     names = [name for place in found for name in place.theirs]
     assert len(names) == len(set(names)) == tensors
-    assert sum(prod(shape) for place in found for shape in place.theirs.values()) == recipe.num_params()
+    weights = [place for place in found if place.dtype is None]
+    assert sum(prod(shape) for place in weights for shape in place.theirs.values()) == recipe.num_params()
     assert {place.ours for place in found} and all(place.ours.startswith("model/") for place in found)
     written = config_of(family, model, "bfloat16")
     ignored = NOT_WRITTEN - ({"intermediate_size", "sliding_window"} if name.startswith(NO_DENSE) else set())
+    ignored |= {"pretraining_tp", "seq_aux", "ep_size"}  # how DeepSeek trained or ran it
     for key, value in config.items():
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
@@ -125,6 +134,40 @@ def test_values_that_are_not_supported(name, values, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_published_models_with_a_layer_of_further_tokens(name):
+    family, model = model_of(PUBLISHED[name][0] | {"num_nextn_predict_layers": 1})
+    copies = 2 * model.vocab_size * model.hidden_size
+    assert Recipe(model=model).num_params() + copies == pytest.approx(WITH_MTP[name], rel=0.0005)
+    last = f"model.layers.{model.num_layers}"
+    names = {name for place in places(family.table, model) for name in place.theirs if name.startswith(f"{last}.")}
+    assert {f"{last}.{part}" for part in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")} <= names
+    assert f"{last}.mlp.gate.e_score_correction_bias" in names
+
+
+def test_the_tensors_of_latent_attention_and_experts():
+    """Names and shapes as in the index of DeepSeek-V3 on the hub."""
+    family, model = model_of(DEEPSEEK_PUBLISHED["DeepSeek-V3"][0] | {"num_hidden_layers": 4})
+    shapes = {name: shape for place in places(family.table, model) for name, shape in place.theirs.items()}
+    expected = {
+        "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
+        "model.layers.3.input_layernorm.weight": (7168,),
+        "model.layers.3.self_attn.q_a_proj.weight": (1536, 7168),
+        "model.layers.3.self_attn.q_a_layernorm.weight": (1536,),
+        "model.layers.3.self_attn.q_b_proj.weight": (24576, 1536),
+        "model.layers.3.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "model.layers.3.self_attn.kv_a_layernorm.weight": (512,),
+        "model.layers.3.self_attn.kv_b_proj.weight": (32768, 512),
+        "model.layers.3.self_attn.o_proj.weight": (7168, 16384),
+        "model.layers.3.post_attention_layernorm.weight": (7168,),
+        "model.layers.3.mlp.gate.weight": (256, 7168),
+        "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
+        "model.layers.3.mlp.experts.255.up_proj.weight": (2048, 7168),
+        "model.layers.3.mlp.shared_experts.down_proj.weight": (7168, 2048),
+    }
+    assert {name: shapes.get(name) for name in expected} == expected
+
+
 def test_the_same_model_by_transformers_own_configuration():
     import transformers
 
@@ -139,16 +182,23 @@ KINDS = {
     "Qwen2MoeConfig": "qwen2_moe",
     "OlmoeConfig": "olmoe",
     "GraniteMoeConfig": "granitemoe",
+    "DeepseekV2Config": "deepseek_v2",
+    "DeepseekV3Config": "deepseek_v3",
+    "Glm4MoeConfig": "glm4_moe",
+    "Ernie4_5_MoeConfig": "ernie4_5_moe",
 }
 
 
 def test_what_transformers_has_where_a_key_is_missing():
     import transformers
 
+    # Keys that a family's `read` has.
+    read = {"first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob"}
+    read |= {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"}
     for kind, family in KINDS.items():
-        full = getattr(transformers, kind)().to_dict()
-        keys = [key for key in FAMILIES[family].keys if key.default is not None]
-        bare = {key: value for key, value in full.items() if key not in {key.theirs for key in keys}}
+        full = getattr(transformers, kind)(num_experts_per_tok=2).to_dict()
+        left_out = {key.theirs for key in FAMILIES[family].keys if key.default is not None} | read
+        bare = {key: value for key, value in full.items() if key not in left_out}
         bare.pop("rope_parameters")
         assert model_of(bare)[1] == model_of(full)[1]
 
@@ -157,7 +207,7 @@ def test_tables_have_every_tensor_of_ours_once():
     model = ModelConfig(norm="rms", gated=True, activation="silu", num_layers=2, num_experts=3, moe_layers=(2,))
     for family in FAMILIES.values():
         for table in family.tables:
-            ours = [(place.ours, place.expert) for place in places(table, model)]
+            ours = [(place.ours, place.expert) for place in places(table, model) if place.ours]
             assert len(ours) == len(set(ours))
 
 

@@ -1,0 +1,81 @@
+"""DeepSeekMoE (arXiv 2401.06066): shared experts, and weights of the softmax over all experts, with plain attention.
+
+transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
+of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:
+products with powers of two are exact, so the logits are the same. ``fmoe_format`` in config.json tells imports.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.interchange.family import Demand, Only
+from pretrain.interchange.llama import COMMON, DENSE, FIXED, LAYER, OUR_LAYER, QWEN3_MOE, STACKED, expert_entries
+from pretrain.interchange.tensors import Entry, Halves, OfOne, Sizes
+
+
+class Twice:
+    """Our matrix times two, which is exact."""
+
+    def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
+        doubled = ours * 2
+        if not doubled.isfinite().all():
+            raise UserError(f"an output matrix of shared experts has values above the half of {ours.dtype}'s maximum")
+        return (doubled,)
+
+    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        return theirs[0] / 2
+
+
+SHARED = f"{LAYER}.mlp.shared_expert"
+SHARED_EXPERTS = (
+    Entry(
+        "moe",
+        f"{OUR_LAYER}.mlp.shared.expert.weight_in",
+        {f"{SHARED}.gate_proj.weight": "S D", f"{SHARED}.up_proj.weight": "S D"},
+        OfOne(Halves()),
+    ),
+    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D S"}, OfOne(Twice())),
+    Entry("moe", "", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
+)
+DEEPSEEK_MOE_TABLE = (*COMMON, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS)
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return QWEN3_MOE.write(model) | {
+        "shared_expert_intermediate_size": model.num_shared_experts * model.ffn_hidden_size
+    }
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    width, expert = config.get("shared_expert_intermediate_size"), config["moe_intermediate_size"]
+    if type(width) is not int or width < 1 or width % expert:
+        raise UserError(
+            f"shared_expert_intermediate_size={width!r} must be a multiple of moe_intermediate_size={expert}"
+        )
+    return QWEN3_MOE.read(config) | {"num_shared_experts": width // expert}
+
+
+DEEPSEEK_MOE = replace(
+    QWEN3_MOE,
+    name="deepseek_moe",
+    architecture="Qwen2MoeForCausalLM",
+    table=DEEPSEEK_MOE_TABLE,
+    tables=(DEEPSEEK_MOE_TABLE, (*COMMON, *DENSE, *STACKED, *SHARED_EXPERTS)),
+    fixed=FIXED,
+    demands=(*QWEN3_MOE.demands, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
+    constants={
+        "model_type": "qwen2_moe",
+        "fmoe_format": "deepseek_moe",
+        "qkv_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+    only=(*QWEN3_MOE.only, Only("qkv_bias", (False,))),
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,174 @@
+"""Which recipes and which config.json are a DeepSeek-V2 or DeepSeek-V3, and what is refused in one line."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from deepseek_cases import COMMON, LATENT
+from deepseek_cases import ERNIE as ERNIE_CASE
+from test_interchange_mtp import MODEL
+
+from fmoe.errors import UserError
+from pretrain.config import Recipe
+from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.ernie import PairedQueryKeyValue
+from pretrain.interchange.families import family_for
+from pretrain.interchange.tensors import QueryKeyValue, sizes_of
+
+V2 = replace(
+    MODEL,
+    gate="naive",
+    normalize=False,
+    gate_options={},
+    routed_scale=1.0,
+    mtp_layers=0,
+    num_layers=3,
+    moe_layers=(2, 3),
+)
+STANDARD = {
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "qk_head_dim": None,
+    "qk_rope_head_dim": None,
+    "v_head_dim": None,
+}
+GLM = replace(MODEL, **STANDARD, norm_eps=1e-5, qkv_bias=True, qk_norm=True, rotary_fraction=0.5, num_query_groups=2)
+ERNIE = replace(MODEL, **STANDARD, gate_options={}, score="softmax", routed_scale=1.0, mtp_layers=0, num_layers=4)
+FITS = {
+    "v2": (V2, "deepseek_v2"),
+    "v2, switch": (replace(V2, gate="switch", normalize=None, jitter=0.0), "deepseek_v2"),
+    "v2, experts in every layer": (replace(V2, moe_layers=(), dense_ffn_hidden_size=None), "deepseek_v2"),
+    "v2, groups": (replace(V2, gate_options={"expert_groups": 2}), "deepseek_v2"),
+    "v3": (MODEL, "deepseek_v3"),
+    "v3, one expert per token": (replace(MODEL, top_k=1, routed_scale=1.0), "deepseek_v3"),
+    "ernie": (ERNIE, "ernie4_5_moe"),
+    "ernie, every second layer": (replace(ERNIE, moe_layers=(), moe_every=2), "ernie4_5_moe"),
+    "ernie, no shared experts": (replace(ERNIE, num_shared_experts=0, moe_layers=(2,)), "ernie4_5_moe"),
+    "glm": (GLM, "glm4_moe"),
+    "glm, without options": (replace(GLM, qkv_bias=False, qk_norm=False, rotary_fraction=1.0), "glm4_moe"),
+    "v3, drops in training alone": (replace(MODEL, capacity_factor=1.0, eval_capacity_factor=3.0), "deepseek_v3"),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_recipes_of_a_family(case):
+    model, name = FITS[case]
+    Recipe(model=model).check()
+    family = family_for(model)
+    assert family.name == name
+    again, found = model_of(config_of(family, model, "float32") | {"num_nextn_predict_layers": model.mtp_layers})
+    assert again is family
+    assert found.layers_with_experts == model.layers_with_experts and found.num_layers == model.num_layers
+    for key in (
+        "kv_lora_rank",
+        "q_lora_rank",
+        "v_head_dim",
+        "routed_scale",
+        "mtp_layers",
+        "num_shared_experts",
+        "qkv_bias",
+    ):
+        assert getattr(found, key) == getattr(model, key), key
+    assert found.gate_options == ({} if not model.gate_options else {"kept_groups": 1} | dict(model.gate_options))
+
+
+REFUSED = {
+    "another epsilon": (replace(MODEL, norm_eps=1e-5), "auto", "model.norm_eps=1e-05", "1e-06"),
+    "standard attention": (replace(MODEL, **STANDARD), "deepseek_v3", "model.kv_lora_rank=none", "latent"),
+    "no shared experts": (replace(MODEL, num_shared_experts=0), "auto", "model.num_shared_experts=0", "at least 1"),
+    "experts first": (replace(V2, moe_layers=(1, 2)), "auto", "model.moe_layers=(1, 2)", "all layers but the first"),
+    "every second": (replace(V2, moe_layers=(), moe_every=2), "auto", "model.moe_every=2", "all layers but the first"),
+    "weights that sum to one": (replace(V2, normalize=None), "auto", "model.normalize=none", "false"),
+    "further tokens": (replace(V2, mtp_layers=1), "auto", "model.mtp_layers=1", "0"),
+    "heads": (replace(V2, num_heads=3), "auto", "model.hidden_size=32", "model.num_heads"),
+    "softmax in the sigmoid gate": (replace(MODEL, score="softmax"), "auto", "model.score=softmax", "sigmoid"),
+    "groups of one": (replace(MODEL, gate_options={"expert_groups": 8, "kept_groups": 3}), "auto", "gate_options", "2"),
+    "another option": (replace(V2, gate_options={"bias": True}), "auto", "model.gate_options={'bias': True}", "groups"),
+    "drops": (replace(MODEL, eval_capacity_factor=1.0), "auto", "model.eval_capacity_factor=1.0", "num_experts"),
+    "one expert per token": (replace(ERNIE, top_k=1), "ernie4_5_moe", "model.top_k=1", "at least 2"),
+    "irregular layers": (replace(ERNIE, moe_layers=(1, 3)), "ernie4_5_moe", "model.moe_layers=(1, 3)", "every n-th"),
+    "groups of ernie": (replace(ERNIE, gate_options={"expert_groups": 2}), "ernie4_5_moe", "expert_groups", "{}"),
+    "scale of ernie": (replace(ERNIE, routed_scale=2.0), "ernie4_5_moe", "model.routed_scale=2.0", "1.0"),
+    "sigmoid scores": (replace(ERNIE, score=None), "ernie4_5_moe", "model.score=none", "softmax"),
+    "part of a head": (
+        replace(V2, **STANDARD, gate="sigmoid", rotary_fraction=0.5, norm="layer"),
+        "glm4_moe",
+        "norm=layer",
+        "rms",
+    ),
+    "granularity": (replace(MODEL, granularity=2), "auto", "model.granularity=2", "1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_recipes(case):
+    model, form, key, allowed = REFUSED[case]
+    with pytest.raises(UserError) as error:
+        family_for(model, form)
+    assert key in str(error.value) and allowed in str(error.value) and "\n" not in str(error.value), str(error.value)
+    assert f"supported by {'deepseek_v' if form == 'auto' else form}" in str(error.value)
+
+
+CONFIG = COMMON | LATENT | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+CONFIG_V2 = COMMON | LATENT | {"model_type": "deepseek_v2"}
+CONFIG_GLM = COMMON | {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 8}
+CONFIG_ERNIE = ERNIE_CASE | {"model_type": "ernie4_5_moe", "num_key_value_heads": 2}
+CONFIGS = {
+    "rotary halves": (CONFIG, {"rope_interleave": False}, "rope_interleave=false"),
+    "biases": (CONFIG, {"attention_bias": True}, "attention_bias=true"),
+    "another epsilon": (CONFIG, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+    "yarn": (CONFIG, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling="),
+    "8 bits": (CONFIG, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    "another choice": (CONFIG, {"topk_method": "greedy"}, "topk_method=greedy"),
+    "softmax": (CONFIG, {"scoring_func": "softmax"}, "scoring_func=softmax"),
+    "no experts": (CONFIG, {"first_k_dense_replace": 3}, "first_k_dense_replace=3"),
+    "no width": (CONFIG, {"intermediate_size": 0}, "intermediate_size=0"),
+    "weight of one": (CONFIG, {"num_experts_per_tok": 1}, "norm_topk_prob=true"),
+    "truth": (CONFIG, {"norm_topk_prob": 1}, "norm_topk_prob=1"),
+    "groups": (CONFIG, {"n_group": 0}, "n_group=0"),
+    "uneven groups": (CONFIG, {"n_group": 3}, "expert_groups=3"),
+    "further tokens": (CONFIG, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1"),
+    "rank of queries": (CONFIG, {"q_lora_rank": 0}, "q_lora_rank=0"),
+    "heads of keys": (CONFIG, {"num_key_value_heads": 2}, "model.num_query_groups=2"),
+    "layers between": (CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    "no shared experts": (CONFIG_V2, {"n_shared_experts": 0}, "n_shared_experts=0"),
+    "weights that sum to one": (CONFIG_V2, {"norm_topk_prob": True}, "norm_topk_prob=true"),
+    "V3's choice": (CONFIG_V2, {"topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+    "scaled positions": (CONFIG_GLM, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters="),
+    "odd share": (CONFIG_GLM, {"partial_rotary_factor": 0.4}, "model.rotary_fraction=0.4"),
+    "a share in words": (
+        CONFIG_GLM,
+        {"rope_parameters": {"partial_rotary_factor": "half"}},
+        "partial_rotary_factor=half",
+    ),
+    "groups of GLM": (CONFIG_GLM, {"n_group": 3}, "n_group=3"),
+    "another activation": (CONFIG_GLM, {"hidden_act": "gelu"}, "hidden_act=gelu"),
+    "one expert": (CONFIG_ERNIE, {"moe_k": 1}, "moe_k=1"),
+    "biases of ernie": (CONFIG_ERNIE, {"use_bias": True}, "use_bias=true"),
+    "layers that are not there": (CONFIG_ERNIE, {"moe_layer_end_index": 3}, "moe_layer_end_index=3"),
+    "no layers": (CONFIG_ERNIE, {"moe_layer_start_index": 2, "moe_layer_end_index": 1}, "moe_layer_start_index=2"),
+    "least sum": (CONFIG_ERNIE, {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
+    "biases of blocks": (CONFIG_V2, {"mlp_bias": True}, "mlp_bias=true"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_other_configurations(case):
+    config, values, key = CONFIGS[case]
+    Recipe(model=model_of(config)[1]).check()
+    with pytest.raises(UserError) as error:
+        Recipe(model=model_of(config | values)[1]).check()
+    assert key in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "matrix"])
+def test_neighbouring_elements_become_those_of_two_halves(width):
+    sizes = sizes_of(replace(GLM, num_heads=4, num_query_groups=2, head_dim=6))
+    ours = torch.randn(2 * (2 + 2) * 6, *width)
+    straight, paired = QueryKeyValue().split(ours, sizes), PairedQueryKeyValue().split(ours, sizes)
+    for ours_part, theirs in zip(straight[:2], paired[:2], strict=True):
+        for head, found in zip(ours_part.split(6), theirs.split(6), strict=True):
+            for i in range(3):
+                assert torch.equal(found[2 * i], head[i]) and torch.equal(found[2 * i + 1], head[i + 3])
+    assert torch.equal(paired[2], straight[2])
+    assert torch.equal(PairedQueryKeyValue().join(paired, sizes), ours)

@@ -1,0 +1,101 @@
+"""A recipe of DeepSeekMoE's shape in transformers' Qwen2-MoE: the same logits there, the same bits on return."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import assert_close
+from forks import only, values
+from huggingface_folders import logits, saved_at, saved_random, some_tokens, weights
+from safetensors.torch import load_file, save_file
+from test_interchange_round_trip import LIMIT, assert_same_weights
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import open_checkpoint
+from pretrain.config import ParallelConfig, Recipe, load_recipe
+from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.deepseek_moe import Twice
+from pretrain.interchange.families import family_for
+
+RECIPE = load_recipe("deepseek-moe-16b").model
+SMALL = replace(
+    RECIPE,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=24,
+    dense_ffn_hidden_size=40,
+    sequence_length=32,
+    vocab_size=96,
+    num_experts=8,
+    moe_layers=(2,),
+    top_k=3,
+    init_std=0.2,
+)
+GATE = "model.layers.1.mlp.shared_expert_gate.weight"
+DOWN = "model.layers.1.mlp.shared_expert.down_proj.weight"
+
+
+def test_there_and_back(forks, tmp_path):
+    tokens = some_tokens()
+    ours = only(forks.run(1, saved_random, tmp_path / "made", SMALL, tokens))
+    exported = export_checkpoint(tmp_path / "made", tmp_path / "out")
+    assert exported.family.name == "deepseek_moe" and exported.num_params == Recipe(model=SMALL).num_params()
+    assert_close(logits(tmp_path / "out", tokens), ours, LIMIT, "logits")
+    found = weights(tmp_path / "out")
+    assert not found[GATE].any() and found[GATE].shape == (1, 32)
+    import transformers
+
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "Qwen2MoeForCausalLM"
+
+    done = import_folder(tmp_path / "out", tmp_path / "run")
+    assert done.recipe.model.num_shared_experts == 2 and done.recipe.model.normalize is False
+    before, after = open_checkpoint(tmp_path / "made"), open_checkpoint(tmp_path / "run")
+    assert {name for name in before.names() if name.startswith("model/")} == set(after.names())
+    for name in after.names():
+        assert torch.equal(before.read(name), after.read(name)), name
+    shared = before.read("model/decoder.layers.1.mlp.shared.expert.weight_out")[0]
+    assert torch.equal(found[DOWN], 2 * shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(expert=2), ParallelConfig(pipeline=2)])
+def test_splits(forks, tmp_path, parallel):
+    only(forks.run(1, saved_random, tmp_path / "made", SMALL, some_tokens()))
+    values(forks.run(2, saved_at, tmp_path / "made", tmp_path / "saved", parallel, "fp32"))
+    for name in ("made", "saved"):
+        export_checkpoint(tmp_path / name, tmp_path / f"{name} out")
+    assert_same_weights(weights(tmp_path / "saved out"), weights(tmp_path / "made out"))
+
+
+def test_a_gate_that_is_not_zero(forks, tmp_path):
+    only(forks.run(1, saved_random, tmp_path / "made", SMALL, some_tokens()))
+    export_checkpoint(tmp_path / "made", tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[GATE][0, 3] = 1e-6
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=f"{GATE} must be zero"):
+        import_folder(tmp_path / "out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_matrix_that_cannot_be_doubled():
+    with pytest.raises(UserError, match=r"half of torch\.float16"):
+        Twice().split(torch.full((2, 2), 4e4, dtype=torch.float16), {})
+
+
+def test_the_published_size():
+    """16.4 billion parameters, 2.8 billion active (arXiv 2401.06066 section 5.1.2)."""
+    family = family_for(RECIPE)
+    assert family.name == "deepseek_moe"
+    assert Recipe(model=RECIPE).num_params() == pytest.approx(16.4e9, rel=0.005)
+    config = json.loads(json.dumps(config_of(family, RECIPE, "bfloat16")))
+    again, model = model_of(config)
+    assert again is family and model.layers_with_experts == RECIPE.layers_with_experts
+    for values_ in ({"shared_expert_intermediate_size": 1409}, {"qkv_bias": True}):
+        (key,) = values_
+        with pytest.raises(UserError, match=key):
+            model_of(config | values_)
