@@ -29,7 +29,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
-    if model.kind == "t5" and model.tie_embeddings:
+    if model.kind == "t5" and model.tie_embeddings and model.tied_output_bias:
         total += model.vocab_size
     return total
 

@@ -51,8 +51,8 @@ class ModelConfig:
     """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    activation: Literal["gelu", "relu", "silu"] = "gelu"
-    """Activation of the feed-forward blocks."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
     position: Literal["rope", "learned_absolute", "relative"] = "rope"
@@ -69,6 +69,10 @@ class ModelConfig:
     token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
+    tied_output_bias: bool = True
+    """Bias of a t5's output layer with tie_embeddings, as in Megatron-core; T5 (arXiv 1910.10683) has none."""
+    output_scale: bool = False
+    """Multiply a t5's last hidden states by hidden_size^-0.5 before the output layer, as T5 (arXiv 1910.10683) does."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training, with one more layer each (multi-token
     prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
@@ -217,6 +221,14 @@ class ModelConfig:
                 )
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
+        if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
+            raise UserError(
+                f"model.tied_output_bias=false needs model.kind=t5, not {self.kind}"
+                if self.kind != "t5"
+                else "model.tied_output_bias=false needs model.tie_embeddings=true: no other t5 has this bias"
+            )
+        if self.output_scale and self.kind != "t5":
+            raise UserError(f"model.output_scale=true needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
         for name in ("rope_theta", "norm_eps", "routed_scale"):

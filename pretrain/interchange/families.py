@@ -4,9 +4,10 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
+from pretrain.interchange.t5 import SWITCH, T5
 
 # In the order in which "auto" tries them.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE)}
+FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, SWITCH, T5)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.config import ModelConfig
+from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry
 
 # Keys of [model] that do not change the logits of a trained model. A family need not mention them.
@@ -83,6 +84,8 @@ class Family:
         read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
         write: returns keys of config.json without a `Key`.
         ignored: endings of tensors in a folder that an import leaves out.
+        copies: tensors that a folder may have as copies of others: their names, and the names of the others.
+        adapt: returns config.json where the weights of a folder decide what a key means.
     """
 
     name: str
@@ -98,6 +101,8 @@ class Family:
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    adapt: Callable[[HuggingFaceFolder], Mapping[str, Any]] = lambda folder: folder.config
 
     def misfits(self, model: ModelConfig) -> list[tuple[str, str]]:
         """Return the keys of ``[model]`` whose values the family cannot represent, each with its allowed values."""
@@ -118,3 +123,16 @@ def toml(value: Any) -> str:
     """Spell a value as TOML for a message, shortened."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _dense_only(key: str) -> Demand:
+    default = getattr(ModelConfig(), key)
+    return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, toml(default))
+
+
+# Keys that mean nothing in a model without experts, for families of such models.
+DENSE_ONLY = tuple(
+    _dense_only(key)
+    for key in ("moe_layers", "moe_every", "top_k", "expert", "expert_options", "granularity", "gate", "gate_options")
+    + ("score", "normalize", "routed_scale", "eval_capacity_factor", "jitter")
+)

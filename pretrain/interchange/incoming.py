@@ -53,7 +53,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     refuse_output(out)
     folder = HuggingFaceFolder(source)
     try:
-        family, model = model_of(folder.config)
+        family, model = model_of(folder.config, folder)
     except UserError as error:
         raise UserError(f"{source / 'config.json'}: {error}") from error
     found = _match(folder, family, model)
@@ -109,13 +109,13 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
             raise UserError(
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
             )
-    left = sorted(name for name in names - wanted.keys() if not name.endswith(_IGNORED))
-    if model.tie_embeddings and "lm_head.weight" in left:
-        embedding = "model.embed_tokens.weight"
-        same = folder.tensors["lm_head.weight"].shape == wanted[embedding]
-        if not same or not torch.equal(folder.read("lm_head.weight"), folder.read(embedding)):
-            raise UserError(f"{folder.path}: lm_head.weight differs from {embedding}, despite tie_word_embeddings=true")
-        left.remove("lm_head.weight")
+    left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
+    for copy, name in family.copies.items():
+        if copy not in left:
+            continue
+        if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
+            raise UserError(f"{folder.path}: {copy} differs from {name}, which a {family.name} shares")
+        left.remove(copy)
     if left:
         raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name}")
     return found
@@ -142,9 +142,12 @@ def _pieces(
         for name, tensor in zip(place.theirs, theirs, strict=True):
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
-        ours = place.transform.join(theirs, sizes)
-        if place.expert is None:
+        try:
+            ours = place.transform.join(theirs, sizes)
+        except UserError as error:
+            raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
+        if place.index is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:
-            block, offset = (1, *ours.shape), (place.expert, *(0 for _ in ours.shape))
-            yield Piece(place.ours, (model.num_experts, *ours.shape), offset, block, ours.unsqueeze(0))
+            block, offset = (1, *ours.shape), (place.index, *(0 for _ in ours.shape))
+            yield Piece(place.ours, (place.count, *ours.shape), offset, block, ours.unsqueeze(0))

@@ -77,6 +77,9 @@ def export_checkpoint(
         if loaded is not None:
             config["eos_token_id"] = generation["eos_token_id"] = loaded.end_of_document
             generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
+            if recipe.model.kind == "t5":  # the decoder starts with the padding
+                config["pad_token_id"] = config["decoder_start_token_id"] = generation["pad_token_id"]
+                generation["decoder_start_token_id"] = generation["pad_token_id"]
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
@@ -120,7 +123,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
             raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
-        whole = shape if place.expert is None else shape[1:]
+        whole = shape if place.index is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
             raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
     dtypes = {checkpoint.dtype(name) for name in known}
@@ -135,12 +138,16 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> 
     """Yield the converted tensors in the order of the plan."""
     sizes = sizes_of(recipe.model)
     for place in found:
-        if place.expert is None:
+        if place.index is None:
             ours = checkpoint.read(place.ours)
         else:
             shape = checkpoint.shape(place.ours)
-            ours = checkpoint.read(place.ours, (place.expert, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
+            ours = checkpoint.read(place.ours, (place.index, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
         if not ours.isfinite().all():
             raise UserError(f"{checkpoint.path}: {place.ours} has non-finite values")
-        for theirs, shape in zip(place.transform.split(ours, sizes), place.theirs.values(), strict=True):
+        try:
+            parts = place.transform.split(ours, sizes)
+        except UserError as error:
+            raise UserError(f"{checkpoint.path}: {place.ours}: {error}") from error
+        for theirs, shape in zip(parts, place.theirs.values(), strict=True):
             yield theirs.reshape(shape)

@@ -6,7 +6,7 @@ of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
@@ -86,6 +86,7 @@ class QueryKeyValue:
 
 
 Where = Literal["model", "output", "layer", "dense", "moe", "expert"]
+Stack = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True)
@@ -99,26 +100,33 @@ class Entry:
         ours: name in a checkpoint; ``{layer}`` counts from 0.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
+        stack: the stack of an encoder-decoder whose layers have the entry, and are counted; None for other models.
+        when: tests whether a model has the entry.
     """
 
     where: Where
     ours: str
     theirs: Mapping[str, str]
     transform: Transform = Same()  # noqa: RUF009 - stateless
+    stack: Stack | None = None
+    when: Callable[[ModelConfig], bool] = lambda model: True
 
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: our tensor, or an expert's slice of it, and their tensors.
+    """One application of an entry: our tensor, or a slice of it, and their tensors.
 
     Attributes:
         ours: name in a checkpoint.
-        expert: index in the stack; None for the whole tensor.
+        index: expert of the slice, or layer in a model without experts, whose layers are saved as one tensor; None for
+            the whole tensor.
+        count: number of slices.
         theirs: names and shapes.
     """
 
     ours: str
-    expert: int | None
+    index: int | None
+    count: int
     theirs: Mapping[str, tuple[int, ...]]
     transform: Transform
 
@@ -126,23 +134,32 @@ class Place:
 def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
     """Yield all tensors of a model, layer by layer."""
     sizes = sizes_of(model)
+    table = [entry for entry in table if entry.when(model)]
     in_layers = [entry for entry in table if entry.where not in ("model", "output")]
     first, *rest = [entry for entry in table if entry.where in ("model", "output")]
     yield from _apply(first, sizes)
     for number in model.layer_numbers:
         has_experts = number in model.layers_with_experts
+        in_decoder = model.decoder_layers > 0 and number > model.num_layers
+        layer = number - 1 - (model.num_layers if in_decoder else 0)
+        depth = model.decoder_layers if in_decoder else model.num_layers
         for entry in in_layers:
-            if entry.where == "layer" or (entry.where != "dense") == has_experts:
-                yield from _apply(entry, sizes, number - 1)
+            in_stack = entry.stack in (None, "decoder" if in_decoder else "encoder")
+            if in_stack and (entry.where == "layer" or (entry.where != "dense") == has_experts):
+                yield from _apply(entry, sizes, layer, depth)
     for entry in rest:
         if entry.where == "model" or not model.tie_embeddings:
             yield from _apply(entry, sizes)
 
 
-def _apply(entry: Entry, sizes: Sizes, layer: int = 0) -> Iterator[Place]:
-    ours = entry.ours.format(layer=layer)
-    for expert in range(sizes["E"]) if entry.where == "expert" else (None,):
+def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = 0) -> Iterator[Place]:
+    ours, count, indices = entry.ours.format(layer=layer), 1, [None]
+    if entry.where == "expert":
+        count, indices = sizes["E"], range(sizes["E"])
+    elif depth and not sizes["E"]:  # Megatron-core saves equal layers as one tensor
+        ours, count, indices = entry.ours.replace("{layer}.", ""), depth, [layer]
+    for index in indices:
         theirs = {
-            name.format(layer=layer, expert=expert): shape_of(letters, sizes) for name, letters in entry.theirs.items()
+            name.format(layer=layer, expert=index): shape_of(letters, sizes) for name, letters in entry.theirs.items()
         }
-        yield Place(ours, expert, theirs, entry.transform)
+        yield Place(ours, index, count, theirs, entry.transform)
