@@ -18,7 +18,7 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
             values.
     """
     if name == "auto":
-        family = min(FAMILIES.values(), key=lambda family: len(family.misfits(model)))
+        family = min(FAMILIES.values(), key=lambda family: _distance(family, model))
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:
@@ -27,3 +27,9 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
         value, nearest = toml(getattr(model, key)), ", the nearest family" if name == "auto" else ""
         raise UserError(f"model.{key}={value} is not supported by {family.name}{nearest}: use {allowed}")
     return family
+
+
+def _distance(family: Family, model: ModelConfig) -> tuple[bool, bool, int]:
+    """Rank a family: another kind of model is farther than experts or none of them, and these than any other keys."""
+    keys = [key for key, _ in family.misfits(model)]
+    return "kind" in keys, "num_experts" in keys, len(keys)

@@ -133,6 +133,8 @@ def _dense_only(key: str) -> Demand:
 # Keys that mean nothing in a model without experts, for families of such models.
 DENSE_ONLY = tuple(
     _dense_only(key)
-    for key in ("moe_layers", "moe_every", "top_k", "expert", "expert_options", "granularity", "gate", "gate_options")
-    + ("score", "normalize", "routed_scale", "eval_capacity_factor", "jitter")
+    for key in (
+        *("moe_layers", "moe_every", "top_k", "expert", "expert_options", "granularity", "gate", "gate_options"),
+        *("score", "normalize", "routed_scale", "eval_capacity_factor", "jitter"),
+    )
 )

@@ -153,7 +153,8 @@ def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
 
 
 def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = 0) -> Iterator[Place]:
-    ours, count, indices = entry.ours.format(layer=layer), 1, [None]
+    ours, count = entry.ours.format(layer=layer), 1
+    indices: Sequence[int | None] = [None]
     if entry.where == "expert":
         count, indices = sizes["E"], range(sizes["E"])
     elif depth and not sizes["E"]:  # Megatron-core saves equal layers as one tensor
