@@ -55,6 +55,8 @@ class ModelConfig:
     """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
+    linear_bias: bool = False
+    """Biases of the linear maps of attention and feed-forward blocks, for a bert without experts."""
     position: Literal["rope", "learned_absolute", "relative"] = "rope"
     """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
     tokens, added to the scores of all layers of a stack."""
@@ -64,6 +66,9 @@ class ModelConfig:
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
     """Constant that norms add to the variance or mean square."""
+    segment_types: int = 0
+    """Rows of a bert's embedding of segments, which is added to that of the tokens; every token is of segment 0. 0 for
+    no such embedding."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same at every split."""
@@ -221,6 +226,14 @@ class ModelConfig:
                 )
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
+        for name, value in (("linear_bias", "true"), ("segment_types", self.segment_types)):
+            if getattr(self, name) and self.kind != "bert":
+                raise UserError(f"model.{name}={value} needs model.kind=bert, not {self.kind}")
+        if self.linear_bias and self.num_experts:
+            raise UserError(
+                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: experts have an option of "
+                "their own, model.expert_options.bias"
+            )
         if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
             raise UserError(
                 f"model.tied_output_bias=false needs model.kind=t5, not {self.kind}"

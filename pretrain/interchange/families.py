@@ -2,12 +2,13 @@
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
+from pretrain.interchange.bert import MEGATRON_BERT
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.t5 import SWITCH, T5
 
 # In the order in which "auto" tries them.
-FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, SWITCH, T5)}
+FAMILIES = {family.name: family for family in (MIXTRAL, QWEN3_MOE, SWITCH, T5, MEGATRON_BERT)}
 
 
 def family_for(model: ModelConfig, name: str = "auto") -> Family:
@@ -23,7 +24,8 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
         family = FAMILIES[name]
     else:
         raise UserError(f"--format {name} is invalid: use auto, {', '.join(FAMILIES)}")
-    for key, allowed in family.misfits(model):
+    # The keys that rank families come first.
+    for key, allowed in sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts")):
         value, nearest = toml(getattr(model, key)), ", the nearest family" if name == "auto" else ""
         raise UserError(f"model.{key}={value} is not supported by {family.name}{nearest}: use {allowed}")
     return family

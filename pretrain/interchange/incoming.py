@@ -1,6 +1,7 @@
 """Import: from a Hugging Face folder to a checkpoint that a run starts from."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -136,7 +137,7 @@ def _dtype(folder: HuggingFaceFolder, found: Sequence[Place]) -> torch.dtype:
 def _pieces(
     folder: HuggingFaceFolder, model: ModelConfig, found: Sequence[Place], dtype: torch.dtype
 ) -> Iterator[Piece]:
-    sizes = sizes_of(model)
+    sizes, stacks = sizes_of(model), Counter(place.ours for place in found)
     for place in found:
         theirs = [folder.read(name).to(dtype) for name in place.theirs]
         for name, tensor in zip(place.theirs, theirs, strict=True):
@@ -146,8 +147,8 @@ def _pieces(
             ours = place.transform.join(theirs, sizes)
         except UserError as error:
             raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
-        if place.index is None:
+        if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:
-            block, offset = (1, *ours.shape), (place.index, *(0 for _ in ours.shape))
-            yield Piece(place.ours, (place.count, *ours.shape), offset, block, ours.unsqueeze(0))
+            block, offset = (1, *ours.shape), (place.expert, *(0 for _ in ours.shape))
+            yield Piece(place.ours, (stacks[place.ours], *ours.shape), offset, block, ours.unsqueeze(0))

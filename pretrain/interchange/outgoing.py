@@ -123,7 +123,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
             raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
-        whole = shape if place.index is None else shape[1:]
+        whole = shape if place.expert is None else shape[1:]
         if prod(whole) != sum(map(prod, place.theirs.values())):
             raise UserError(f"{checkpoint.path}: {name} has shape {shape}, which differs from its recipe's")
     dtypes = {checkpoint.dtype(name) for name in known}
@@ -138,11 +138,11 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place]) -> 
     """Yield the converted tensors in the order of the plan."""
     sizes = sizes_of(recipe.model)
     for place in found:
-        if place.index is None:
+        if place.expert is None:
             ours = checkpoint.read(place.ours)
         else:
             shape = checkpoint.shape(place.ours)
-            ours = checkpoint.read(place.ours, (place.index, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
+            ours = checkpoint.read(place.ours, (place.expert, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
         if not ours.isfinite().all():
             raise UserError(f"{checkpoint.path}: {place.ours} has non-finite values")
         try:

@@ -122,13 +122,13 @@ _CROSS_ATTENTION = (
         {"decoder.block.{layer}.layer.1.layer_norm.weight": "D"},
         stack="decoder",
     ),
-    Entry("layer", f"{_CROSS}.linear_q.weight", {f"{_THEIR_CROSS}.q.weight": "Qd D"}, Query(), "decoder"),
+    Entry("layer", f"{_CROSS}.linear_q.weight", {f"{_THEIR_CROSS}.q.weight": "Qd D"}, Query(), stack="decoder"),
     Entry(
         "layer",
         f"{_CROSS}.linear_kv.weight",
         {f"{_THEIR_CROSS}.k.weight": "Qd D", f"{_THEIR_CROSS}.v.weight": "Qd D"},
         KeyValue(),
-        "decoder",
+        stack="decoder",
     ),
     Entry("layer", f"{_CROSS}.linear_proj.weight", {f"{_THEIR_CROSS}.o.weight": "D Qd"}, stack="decoder"),
 )

@@ -2,7 +2,7 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, E experts; "2H D" is a matrix of 2 * H rows and D columns.
+of an expert, E experts, P positions, T types of segments; "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -30,6 +30,8 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "F": model.dense_width,
         "H": model.ffn_hidden_size,
         "E": model.num_experts,
+        "P": model.sequence_length,
+        "T": model.segment_types,
     }
 
 
@@ -69,20 +71,20 @@ class Halves:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix (for each key/value head its query heads, the key, the value) as three matrices.
+    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
-        groups, head, width = sizes["G"], sizes["d"], ours.shape[-1]
+        groups, head, width = sizes["G"], sizes["d"], ours.shape[1:]
         queries = sizes["Q"] // groups
-        rows = ours.view(groups, queries + 2, head, width)
-        return tuple(part.reshape(-1, width) for part in rows.split([queries, 1, 1], 1))
+        rows = ours.view(groups, queries + 2, head, *width)
+        return tuple(part.reshape(-1, *width) for part in rows.split([queries, 1, 1], 1))
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[-1]
-        return torch.cat([part.view(groups, -1, head, width) for part in theirs], 1).view(-1, width)
+        groups, head, width = sizes["G"], sizes["d"], theirs[0].shape[1:]
+        return torch.cat([part.view(groups, -1, head, *width) for part in theirs], 1).view(-1, *width)
 
 
 Where = Literal["model", "output", "layer", "dense", "moe", "expert"]
@@ -114,19 +116,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: our tensor, or a slice of it, and their tensors.
+    """One application of an entry: our tensor, or an expert's or a layer's slice of it, and their tensors.
 
     Attributes:
         ours: name in a checkpoint.
-        index: expert of the slice, or layer in a model without experts, whose layers are saved as one tensor; None for
-            the whole tensor.
-        count: number of slices.
+        expert: index in the stack, of experts or of equal layers; None for the whole tensor.
         theirs: names and shapes.
     """
 
     ours: str
-    index: int | None
-    count: int
+    expert: int | None
     theirs: Mapping[str, tuple[int, ...]]
     transform: Transform
 
@@ -142,25 +141,22 @@ def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
         has_experts = number in model.layers_with_experts
         in_decoder = model.decoder_layers > 0 and number > model.num_layers
         layer = number - 1 - (model.num_layers if in_decoder else 0)
-        depth = model.decoder_layers if in_decoder else model.num_layers
         for entry in in_layers:
             in_stack = entry.stack in (None, "decoder" if in_decoder else "encoder")
             if in_stack and (entry.where == "layer" or (entry.where != "dense") == has_experts):
-                yield from _apply(entry, sizes, layer, depth)
+                yield from _apply(entry, sizes, layer)
     for entry in rest:
         if entry.where == "model" or not model.tie_embeddings:
             yield from _apply(entry, sizes)
 
 
-def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = 0) -> Iterator[Place]:
-    ours, count = entry.ours.format(layer=layer), 1
-    indices: Sequence[int | None] = [None]
-    if entry.where == "expert":
-        count, indices = sizes["E"], range(sizes["E"])
-    elif depth and not sizes["E"]:  # Megatron-core saves equal layers as one tensor
-        ours, count, indices = entry.ours.replace("{layer}.", ""), depth, [layer]
-    for index in indices:
+def _apply(entry: Entry, sizes: Sizes, layer: int = 0) -> Iterator[Place]:
+    ours = entry.ours.format(layer=layer)
+    experts: Sequence[int | None] = range(sizes["E"]) if entry.where == "expert" else [None]
+    if not sizes["E"] and "{layer}" in entry.ours:  # Megatron-core saves equal layers as one tensor
+        ours, experts = entry.ours.replace("{layer}.", ""), [layer]
+    for expert in experts:
         theirs = {
-            name.format(layer=layer, expert=index): shape_of(letters, sizes) for name, letters in entry.theirs.items()
+            name.format(layer=layer, expert=expert): shape_of(letters, sizes) for name, letters in entry.theirs.items()
         }
-        yield Place(ours, index, count, theirs, entry.transform)
+        yield Place(ours, expert, theirs, entry.transform)

@@ -112,7 +112,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         ffn_hidden_size=model.dense_width,
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
         attention_dropout=model.dropout,

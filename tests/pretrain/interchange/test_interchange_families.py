@@ -129,7 +129,7 @@ def test_tables_have_every_tensor_of_ours_once():
     model = ModelConfig(norm="rms", gated=True, activation="silu", num_layers=2, num_experts=3, moe_layers=(2,))
     for family in FAMILIES.values():
         for table in family.tables:
-            ours = [(place.ours, place.index) for place in places(table, model)]
+            ours = [(place.ours, place.expert) for place in places(table, model)]
             assert len(ours) == len(set(ours))
 
 
