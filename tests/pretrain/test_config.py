@@ -284,6 +284,10 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             norm_eps=1e-6,
             dropout=0.1,
             tie_embeddings=False,
+            tied_output_bias=False,
+            output_scale=True,
+            linear_bias=True,
+            segment_types=2,
             mtp_layers=2,
             mtp_loss=0.1,
             init="switch",
@@ -409,7 +413,16 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     # What a t5 cannot have, and what excludes one another.
     recipe = replace(
         recipe,
-        model=replace(recipe.model, rope_theta=10000.0, mtp_layers=0, mtp_loss=0.3, **dict.fromkeys(LATENT)),
+        model=replace(
+            recipe.model,
+            rope_theta=10000.0,
+            mtp_layers=0,
+            mtp_loss=0.3,
+            tied_output_bias=True,
+            linear_bias=False,
+            segment_types=0,
+            **dict.fromkeys(LATENT),
+        ),
         data=replace(recipe.data, document_mask=False),
         parallel=replace(
             recipe.parallel,
@@ -424,6 +437,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     )
     others = (
         Recipe(),
+        Recipe(model=ModelConfig(kind="t5", tied_output_bias=False)),
+        Recipe(model=ModelConfig(kind="bert", num_experts=0, linear_bias=True, segment_types=2)),
         Recipe(
             train=TrainConfig(precision="fp16"),
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
