@@ -35,7 +35,8 @@ RECIPE = Recipe(
 KINDS = {
     "t5": ({"kind": "t5", "num_decoder_layers": 1}, {"noise_density": 0.35, "mean_span": 2.0}),
     "t5, relative positions": (
-        {"kind": "t5", "num_decoder_layers": 1, "position": "relative", "dropout": 0.1},
+        {"kind": "t5", "num_decoder_layers": 1, "position": "relative", "dropout": 0.1}
+        | {"tied_output_bias": False, "output_scale": True, "activation": "gelu_tanh"},
         {"noise_density": 0.35, "mean_span": 2.0},
     ),
     "bert": ({"kind": "bert"}, {}),

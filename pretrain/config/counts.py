@@ -29,7 +29,8 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
-    if model.kind == "t5" and model.tie_embeddings:
+        total += model.segment_types * width
+    if model.kind == "t5" and model.tie_embeddings and model.tied_output_bias:
         total += model.vocab_size
     return total
 
@@ -64,7 +65,8 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
         matrices, others = sparse if number in model.layers_with_experts else dense
         # Multi-token prediction projects hidden state and embedding to the layer's input.
         projection = 2 * model.hidden_size**2 if number in model.mtp_numbers else 0
-        layers.append((matrices + _attention(model, number) + projection, others + biases))
+        others += biases + (_biases(model) if model.linear_bias else 0)
+        layers.append((matrices + _attention(model, number) + projection, others))
     return layers
 
 
@@ -79,6 +81,12 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
 def _block(model: ModelConfig, hidden: int) -> int:
     """Return the parameters of a feed-forward block."""
     return (3 if model.gated else 2) * model.hidden_size * hidden
+
+
+def _biases(model: ModelConfig) -> int:
+    """Return the biases of a layer without experts: of queries, keys and values, both outputs, and hidden units."""
+    heads = (model.num_heads + 2 * model.query_groups) * model.head_width
+    return heads + 2 * model.hidden_size + (2 if model.gated else 1) * model.dense_width
 
 
 def _attention(model: ModelConfig, number: int) -> int:

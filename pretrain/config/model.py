@@ -59,10 +59,12 @@ class ModelConfig:
     """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    activation: Literal["gelu", "relu", "silu"] = "gelu"
-    """Activation of the feed-forward blocks."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
+    linear_bias: bool = False
+    """Biases of the linear maps of attention and feed-forward blocks, for a bert without experts."""
     position: Literal["rope", "learned_absolute", "relative"] = "rope"
     """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
     tokens, added to the scores of all layers of a stack."""
@@ -82,11 +84,18 @@ class ModelConfig:
     """Factor of the output of each attention and feed-forward block (Granite; needs model.kind=gpt)."""
     logit_divisor: float = 1.0
     """Number by which logits are divided (Granite; needs model.kind=gpt)."""
+    segment_types: int = 0
+    """Rows of a bert's embedding of segments, which is added to that of the tokens; every token is of segment 0. 0 for
+    no such embedding."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
+    tied_output_bias: bool = True
+    """Bias of a t5's output layer with tie_embeddings, as in Megatron-core; T5 (arXiv 1910.10683) has none."""
+    output_scale: bool = False
+    """Multiply a t5's last hidden states by hidden_size^-0.5 before the output layer, as T5 (arXiv 1910.10683) does."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training, with one more layer each (multi-token
     prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
@@ -252,6 +261,24 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
+        for name, value in (("linear_bias", "true"), ("segment_types", self.segment_types)):
+            if getattr(self, name) and self.kind != "bert":
+                raise UserError(f"model.{name}={value} needs model.kind=bert, not {self.kind}")
+        if self.linear_bias and self.qkv_bias:
+            raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
+        if self.linear_bias and self.num_experts:
+            raise UserError(
+                f"model.linear_bias=true needs model.num_experts=0, not {self.num_experts}: experts have an option of "
+                "their own, model.expert_options.bias"
+            )
+        if not self.tied_output_bias and not (self.kind == "t5" and self.tie_embeddings):
+            raise UserError(
+                f"model.tied_output_bias=false needs model.kind=t5, not {self.kind}"
+                if self.kind != "t5"
+                else "model.tied_output_bias=false needs model.tie_embeddings=true: no other t5 has this bias"
+            )
+        if self.output_scale and self.kind != "t5":
+            raise UserError(f"model.output_scale=true needs model.kind=t5, not {self.kind}")
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
         self._check_rotary_fraction()

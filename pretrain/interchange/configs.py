@@ -7,6 +7,7 @@ from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.family import Family, Key, toml
+from pretrain.interchange.folder import HuggingFaceFolder
 
 
 def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -23,8 +24,8 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json.
+def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None) -> tuple[Family, ModelConfig]:
+    """Return the family and the ``[model]`` of a config.json, and of the folder that has it.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
@@ -33,6 +34,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    config = config if folder is None else family.adapt(config, folder)
     config = {**config, **_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)

@@ -12,6 +12,7 @@ from fmoe.errors import UserError
 from fmoe.gates.naive import check_groups
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Family, Key, Only, toml
+from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.llama import (
     ATTENTION,
     COMMON,
@@ -325,6 +326,16 @@ def _read_deepseek_v3(config: Mapping[str, Any]) -> dict[str, Any]:
     return _read_latent(config) | read_dense(config, 3) | read_sigmoid(config, 8, 4)
 
 
+def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
+    """Return config.json without layers of multi-token prediction that the folder does not have.
+
+    transformers keeps their number, but does not save them.
+    """
+    first = f"model.layers.{config.get('num_hidden_layers')}."
+    has_mtp = any(name.startswith(first) for name in folder.tensors)
+    return {**config, **({} if has_mtp else {"num_nextn_predict_layers": 0})}
+
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -354,4 +365,5 @@ DEEPSEEK_V3 = Family(
     read=_read_deepseek_v3,
     write=lambda model: _write_latent(model) | write_sigmoid(model),
     ignored=MTP_COPIES,
+    adapt=adapt_mtp,
 )

@@ -2,6 +2,7 @@
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
+from pretrain.interchange.bert import MEGATRON_BERT
 from pretrain.interchange.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pretrain.interchange.deepseek_moe import DEEPSEEK_MOE
 from pretrain.interchange.ernie import ERNIE4_5_MOE
@@ -12,10 +13,12 @@ from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.olmoe import OLMOE
 from pretrain.interchange.own import FMOE
 from pretrain.interchange.qwen2 import QWEN2_MOE
+from pretrain.interchange.t5 import SWITCH, T5
 
 _TRANSFORMERS = (
     *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
+    *(SWITCH, T5, MEGATRON_BERT),
 )
 # In the order in which "auto" tries them; the last is taken for what transformers does not have.
 FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
@@ -47,11 +50,21 @@ def why_own(model: ModelConfig) -> str:
 
 
 def _nearest(model: ModelConfig) -> Family:
-    return min((family for family in FAMILIES.values() if family is not FMOE), key=lambda f: len(f.misfits(model)))
+    """Return the family of transformers that fits a model, or the nearest one.
+
+    Another kind of model is farther than experts or none of them, and these are farther than any other keys.
+    """
+
+    def distance(family: Family) -> tuple[bool, bool, int]:
+        keys = [key for key, _ in family.misfits(model)]
+        return "kind" in keys, "num_experts" in keys, len(keys)
+
+    return min(_TRANSFORMERS, key=distance)
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the first key of a model that a family does not support."""
-    key, allowed = family.misfits(model)[0]
+    """Return the first key of a model that a family does not support; keys that rank families come first."""
+    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
+    key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""
     return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"

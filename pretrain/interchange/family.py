@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.config import ModelConfig
+from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
 # Keys of [model] that do not change the logits of a trained model. A family need not mention them.
@@ -87,6 +88,8 @@ class Family:
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.
         left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
+        copies: tensors that a folder may have as copies of others: their names, and the names of the others.
+        adapt: returns config.json where the weights of a folder decide what a key means.
     """
 
     name: str
@@ -106,6 +109,8 @@ class Family:
     files: Callable[[], Mapping[str, bytes]] = dict
     notes: Callable[[ModelConfig], tuple[str, ...]] = lambda model: ()
     left_out: str = ""
+    copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    adapt: Callable[[Mapping[str, Any], HuggingFaceFolder], Mapping[str, Any]] = lambda config, folder: config
 
     def tensors(self, model: ModelConfig) -> list[Place]:
         """Return all tensors of a model in the form that export writes."""
@@ -134,3 +139,18 @@ def toml(value: Any) -> str:
     """Spell a value as TOML for a message, shortened."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _dense_only(key: str) -> Demand:
+    default = getattr(ModelConfig(), key)
+    return Demand(key, lambda m: not m.num_experts or getattr(m, key) == default, toml(default))
+
+
+# Keys that mean nothing in a model without experts, for families of such models.
+DENSE_ONLY = tuple(
+    _dense_only(key)
+    for key in (
+        *("moe_layers", "moe_every", "top_k", "expert", "expert_options", "granularity", "gate", "gate_options"),
+        *("score", "normalize", "routed_scale", "eval_capacity_factor", "jitter"),
+    )
+)

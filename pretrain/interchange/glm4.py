@@ -12,6 +12,7 @@ from pretrain.interchange.deepseek import (
     MTP_COPIES,
     SHARED_EXPERTS,
     SIGMOID,
+    adapt_mtp,
     read_dense,
     read_sigmoid,
     write_dense,
@@ -74,4 +75,5 @@ GLM4_MOE = Family(
     read=_read,
     write=_write,
     ignored=MTP_COPIES,
+    adapt=adapt_mtp,
 )

@@ -54,7 +54,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     refuse_output(out)
     folder = HuggingFaceFolder(source)
     try:
-        family, model = model_of(_config(folder))
+        family, model = model_of(folder.config, folder)
     except UserError as error:
         raise UserError(f"{source / 'config.json'}: {error}") from error
     found = _match(folder, family, model)
@@ -92,14 +92,6 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     return Imported(family, recipe, out / "checkpoints", path)
 
 
-def _config(folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Return config.json, without layers of multi-token prediction that the folder does not have: transformers keeps
-    their number, but does not save them."""
-    first = f"model.layers.{folder.config.get('num_hidden_layers')}."
-    has_mtp = any(name.startswith(first) for name in folder.tensors)
-    return folder.config if has_mtp else {**folder.config, "num_nextn_predict_layers": 0}
-
-
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
     """Return the places in the form of the family's tensors that fits the folder best.
 
@@ -120,12 +112,12 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
                 f"{folder.path}: {name} has shape {list(folder.tensors[name].shape)}, but config.json has {list(shape)}"
             )
     left = sorted(name for name in names - wanted.keys() if not name.endswith((_IGNORED, *family.ignored)))
-    if model.tie_embeddings and "lm_head.weight" in left:
-        embedding = "model.embed_tokens.weight"
-        same = folder.tensors["lm_head.weight"].shape == wanted[embedding]
-        if not same or not torch.equal(folder.read("lm_head.weight"), folder.read(embedding)):
-            raise UserError(f"{folder.path}: lm_head.weight differs from {embedding}, despite tie_word_embeddings=true")
-        left.remove("lm_head.weight")
+    for copy, name in family.copies.items():
+        if copy not in left:
+            continue
+        if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
+            raise UserError(f"{folder.path}: {copy} differs from {name}, which a {family.name} shares")
+        left.remove(copy)
     if left:
         raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name}")
     return found
@@ -156,7 +148,10 @@ def _pieces(
                 raise UserError(f"{folder.path}: {name} must be zero in a {family.name}")
         if not place.ours:
             continue
-        ours = place.transform.join(theirs, sizes)
+        try:
+            ours = place.transform.join(theirs, sizes)
+        except UserError as error:
+            raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:

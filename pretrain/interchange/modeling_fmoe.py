@@ -23,12 +23,11 @@ from transformers.utils.generic import can_return_tuple
 from fmoe import collect_losses
 from fmoe.errors import UserError
 from fmoe.experts import FFNExperts, truncated_normal_
+from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.gates import ExpertChoiceRouter, Router
 from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, r]
 
@@ -203,7 +202,7 @@ class DenseMLP(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.activation, self.gated = _ACTIVATIONS[model.activation], model.gated
+        self.activation, self.gated = ACTIVATIONS[model.activation], model.gated
         self.linear_fc1 = _Linear(model, model.hidden_size, model.dense_width * (1 + model.gated))
         self.linear_fc2 = _Linear(model, model.dense_width, model.hidden_size, is_output=True)
 

@@ -91,6 +91,9 @@ def export_checkpoint(
             generation["pad_token_id"] = loaded.end_of_document if loaded.pad is None else loaded.pad
             if unused := list(range(loaded.vocab_size, recipe.model.vocab_size)):  # as `fmoe generate`
                 generation["suppress_tokens"] = unused
+            if recipe.model.kind == "t5":  # the decoder starts with the padding
+                config["pad_token_id"] = config["decoder_start_token_id"] = generation["pad_token_id"]
+                generation["decoder_start_token_id"] = generation["pad_token_id"]
         write_json(folder / CONFIG, config)
         write_json(folder / GENERATION_CONFIG, generation)
         for name, data in files.items():
@@ -168,5 +171,9 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dty
             ours = checkpoint.read(place.ours, (place.expert, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
         if not ours.isfinite().all():
             raise UserError(f"{checkpoint.path}: {place.ours} has non-finite values")
-        for theirs, shape in zip(place.transform.split(ours, sizes), place.theirs.values(), strict=True):
+        try:
+            parts = place.transform.split(ours, sizes)
+        except UserError as error:
+            raise UserError(f"{checkpoint.path}: {place.ours}: {error}") from error
+        for theirs, shape in zip(parts, place.theirs.values(), strict=True):
             yield theirs.reshape(shape)

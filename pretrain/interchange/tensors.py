@@ -2,9 +2,9 @@
 
 A family of models has a table of `Entry` (docs/interchange.md has an example). Sizes are written in letters: V rows of
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
-of an expert, S of all shared experts, E experts. In latent attention, C is the width of compressed queries, R that of
-compressed keys and values, K that of the latter and the rotary key; a head has values of width v, and M is the width of
-a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
+of an expert, S of all shared experts, E experts, P positions, T types of segments. In latent attention, C is the width
+of compressed queries, R that of compressed keys and values, K that of the latter and the rotary key; a head has values
+of width v, and M is the width of a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -38,6 +38,8 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "K": (model.kv_lora_rank or 0) + (model.qk_rope_head_dim or 0),
         "M": (model.qk_head_dim or 0) + model.value_width,
         "v": model.value_width,
+        "P": model.sequence_length,
+        "T": model.segment_types,
     }
 
 
@@ -107,6 +109,7 @@ class QueryKeyValue:
 
 
 Where = Literal["model", "output", "layer", "dense", "moe", "expert", "mtp"]
+Stack = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Entry:
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
         dtype: dtype of a buffer, on both sides; None for a weight.
+        stack: the stack of an encoder-decoder whose layers have the entry, and are counted; None for other models.
         when: tests whether a model has the tensor.
     """
 
@@ -131,12 +135,13 @@ class Entry:
     theirs: Mapping[str, str]
     transform: Transform = Same()  # noqa: RUF009 - stateless
     dtype: torch.dtype | None = None
+    stack: Stack | None = None
     when: Callable[[ModelConfig], bool] = lambda model: True
 
 
 @dataclass(frozen=True)
 class Place:
-    """One application of an entry: our tensor, or an expert's slice of it, and their tensors.
+    """One application of an entry: our tensor, or an expert's or a layer's slice of it, and their tensors.
 
     Attributes:
         ours: name in a checkpoint; empty for zeros.
@@ -162,9 +167,12 @@ def places(table: Sequence[Entry], model: ModelConfig) -> Iterator[Place]:
     for number in model.layer_numbers:
         kinds = {"layer"} | ({"moe", "expert"} if number in model.layers_with_experts else {"dense"})
         depth = number - model.mtp_numbers.start
+        in_decoder = model.decoder_layers > 0 and number > model.num_layers
+        layer = number - 1 - (model.num_layers if in_decoder else 0)
         for entry in in_layers:
-            if entry.where in kinds or (entry.where == "mtp" and depth >= 0):
-                yield from _apply(entry, sizes, number - 1, depth)
+            in_stack = entry.stack in (None, "decoder" if in_decoder else "encoder")
+            if in_stack and (entry.where in kinds or (entry.where == "mtp" and depth >= 0)):
+                yield from _apply(entry, sizes, layer, depth)
     for entry in rest:
         if entry.where == "model" or not model.tie_embeddings:
             yield from _apply(entry, sizes)
@@ -174,7 +182,10 @@ def _apply(entry: Entry, sizes: Sizes, layer: int = 0, depth: int = -1) -> Itera
     ours = entry.ours.format(layer=layer, depth=depth)
     if depth >= 0:
         ours = ours.replace(f"/decoder.layers.{layer}.", f"/mtp.layers.{depth}.transformer_layer.")
-    for expert in range(sizes["E"]) if entry.where == "expert" else (None,):
+    experts: Sequence[int | None] = range(sizes["E"]) if entry.where == "expert" else [None]
+    if not sizes["E"] and "{layer}" in entry.ours:  # Megatron-core saves equal layers as one tensor
+        ours, experts = entry.ours.replace("{layer}.", ""), [layer]
+    for expert in experts:
         theirs = {
             name.format(layer=layer, expert=expert): shape_of(letters, sizes) for name, letters in entry.theirs.items()
         }

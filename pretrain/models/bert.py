@@ -1,4 +1,4 @@
-"""Encoders for masked language modelling: Megatron-core's BERT, without segments and next sentence prediction."""
+"""Encoders for masked language modelling: Megatron-core's BERT, of one segment and without next sentence prediction."""
 
 import copy
 
@@ -18,6 +18,8 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 class UnpaddedBert(BertModel):
     """`BertModel` for sequences without padding, which need no mask: this allows the fused attention kernel.
 
+    Tokens are of segment 0 if the model has segments.
+
     Megatron-core mistakes any attention module but its own for Transformer Engine's, and requires a mask.
     """
 
@@ -26,6 +28,11 @@ class UnpaddedBert(BertModel):
 
     def bert_extended_attention_mask(self, attention_mask: Tensor | None) -> Tensor | None:
         return None if attention_mask is None else super().bert_extended_attention_mask(attention_mask)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, tokentype_ids: Tensor | None = None, **options):
+        if tokentype_ids is None and self.pre_process and self.embedding.num_tokentypes:
+            tokentype_ids = torch.zeros_like(input_ids)
+        return super().forward(input_ids, attention_mask, tokentype_ids, **options)
 
 
 def build(
@@ -40,7 +47,7 @@ def build(
     with random.keyed("embedding", seed):
         module = UnpaddedBert(
             transformer_config(recipe),
-            0,  # number of segment types
+            model.segment_types,
             keyed_layer_spec(spec, seed, without_mlp=model.layers_with_experts),
             vocab_size=model.vocab_size,
             max_sequence_length=model.sequence_length,

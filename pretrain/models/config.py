@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -13,11 +12,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import init_method_normal
 
 from fmoe.experts import truncated_normal_
+from fmoe.experts.ffn import ACTIVATIONS
 from megatron_patch.qk_norm import AllHeadsRMSNorm
 from pretrain.config import ModelConfig, Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
@@ -116,9 +115,9 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.
         ffn_hidden_size=model.dense_width,
-        activation_func=_ACTIVATIONS[model.activation],
+        activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,

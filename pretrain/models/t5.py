@@ -47,6 +47,11 @@ def build(
         position_embedding_type=model.position,
     )
     set_rope_theta(module, recipe)
+    if not model.tied_output_bias:
+        module.output_layer.bias = None
+    if model.output_scale:
+        factor = model.hidden_size**-0.5
+        module.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
     if model.position == "relative":
         _key_relative_positions(module, recipe.train.seed)
     lengths = model.sequence_length, recipe.decoder_length

@@ -51,7 +51,9 @@ MODELS = {
     "t5, experts in the decoder": {"kind": "t5", "moe_layers": (5,), "position": "learned_absolute"},
     "t5, dense": {"kind": "t5", "num_experts": 0, "top_k": 1},
     "t5, longer decoder": {"kind": "t5", "num_decoder_layers": 1, "position": "learned_absolute"},
+    "t5, the paper's output": {"kind": "t5", "tied_output_bias": False, "output_scale": True},
     "bert": {"kind": "bert"},
+    "bert, dense with biases": {"kind": "bert", "num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2},
     "rms": {"norm": "rms"},
     "grouped queries": {"num_query_groups": 2},
     "wide heads": {"head_dim": 14},
@@ -304,6 +306,10 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             logit_divisor=4.0,
             dropout=0.1,
             tie_embeddings=False,
+            tied_output_bias=False,
+            output_scale=True,
+            linear_bias=True,
+            segment_types=2,
             mtp_layers=2,
             mtp_loss=0.1,
             init="switch",
@@ -437,6 +443,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             rotary_fraction=1.0,
             mtp_layers=0,
             mtp_loss=0.3,
+            tied_output_bias=True,
+            linear_bias=False,
+            segment_types=0,
             **dict.fromkeys(LATENT),
             **NOT_T5,
         ),
@@ -454,6 +463,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
     )
     others = (
         Recipe(),
+        Recipe(model=ModelConfig(kind="t5", tied_output_bias=False)),
+        Recipe(model=ModelConfig(kind="bert", num_experts=0, linear_bias=True, segment_types=2)),
         Recipe(
             train=TrainConfig(precision="fp16"),
             optimizer=OptimizerConfig(loss_scale=2.0**-3, cpu_offload=0.25, distributed=True),
@@ -471,7 +482,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         path = tmp_path / f"{number}.toml"
         write_recipe(written, path)
         assert load_recipe(str(path)) == written
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(7)]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"{n}.toml" for n in range(len(others) + 1)]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)

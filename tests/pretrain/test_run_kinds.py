@@ -9,6 +9,8 @@ from compare import assert_close
 from forks import only, values
 from model_kinds import KINDS, STEPS, recipe_of, samples_of
 
+from pretrain.config import ParallelConfig
+
 
 def train(recipe):
     from megatron_patch import cpu
@@ -77,6 +79,21 @@ def test_fp16_is_close(forks, alone):
 def test_two_processes_equal_one(forks, alone, options):
     kind, expected = alone
     check(values(forks.run(2, train, recipe_of(kind, **options))), expected, options)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_bert_with_biases_and_segments_equals_one_process(forks, parallel):
+    recipe = recipe_of("bert")
+    model = {"num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2, "position": "learned_absolute"}
+    recipe = replace(recipe, model=replace(recipe.model, **model, dropout=0.1))
+    expected = only(forks.run(1, train, recipe))
+    for rank in values(forks.run(2, train, replace(recipe, parallel=ParallelConfig(**parallel)))):
+        for name, value in expected.items():
+            if not torch.is_tensor(value):
+                assert rank[name] == pytest.approx(value, rel=1e-5), name
+    moved = [name for name, value in expected.items() if name.endswith("linear_proj.bias") and value.abs().sum() > 0]
+    assert len(moved) == 2 and expected["validation"] < expected["validation before"]
+    assert len(expected["embedding.tokentype_embeddings.weight"]) == 2
 
 
 def test_the_case_means_something(alone):

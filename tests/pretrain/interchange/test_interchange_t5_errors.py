@@ -1,0 +1,196 @@
+"""What T5 and the Switch Transformer do not have is one line that names the key, and nothing is written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_interchange_t5 import save_random
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig, Recipe, load_recipe
+from pretrain.interchange import FAMILIES, import_folder
+from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.families import family_for
+from pretrain.interchange.folder import CONFIG, WEIGHTS
+from pretrain.interchange.t5 import KeyValue, Query
+
+T5 = {"kind": "t5", "norm": "rms", "position": "relative", "head_dim": 16, "tied_output_bias": False}
+GOOD = {
+    "switch_transformers": T5 | {"output_scale": True, "eval_capacity_factor": None, "activation": "relu"},
+    "t5": T5 | {"num_experts": 0},
+}
+REFUSED = {
+    "layer norm": (
+        "switch_transformers",
+        {"norm": "layer"},
+        "model.norm=layer is not supported by switch_",
+    ),
+    "rotary positions": ("t5", {"position": "rope"}, "model.position=rope is not supported by t5, the nearest family"),
+    "gated experts": ("switch_transformers", {"gated": True}, "model.gated=true .* use false"),
+    "a bias": ("switch_transformers", {"tied_output_bias": True}, "model.tied_output_bias=true .* use false"),
+    "a bias, dense": ("t5", {"tied_output_bias": True}, "model.tied_output_bias=true .* use false"),
+    "no scale": ("switch_transformers", {"output_scale": False}, "model.output_scale=false .* use true"),
+    "another output": (
+        "switch_transformers",
+        {"tie_embeddings": False, "tied_output_bias": True},
+        "model.tie_embeddings=false .* use true",
+    ),
+    "two experts": ("switch_transformers", {"top_k": 2}, "model.top_k=2 .* use 1"),
+    "weights that sum to one": ("switch_transformers", {"gate": "naive"}, "model.normalize=none .* use false"),
+    "random gate": ("switch_transformers", {"gate": "gshard"}, "model.gate=gshard"),
+    "drops": ("switch_transformers", {"eval_capacity_factor": 2.0}, "model.eval_capacity_factor=2.0 .* use none"),
+    "the second of three": ("switch_transformers", {"moe_layers": (3, 7)}, r"model.moe_layers=\(3, 7\) .* layer 2 of"),
+    "every third": ("switch_transformers", {"moe_every": 3}, "model.moe_every=3 .* layer 2 of"),
+    "wide dense blocks": (
+        "switch_transformers",
+        {"moe_every": 2, "dense_ffn_hidden_size": 9},
+        "dense_ffn_hidden_size=9",
+    ),
+    "wide heads": ("t5", {"head_dim": 32}, "model.head_dim=32 is not supported by t5, .* a power of 4"),
+    "shared experts": ("switch_transformers", {"num_shared_experts": 1}, "model.num_shared_experts=1"),
+    "groups of queries": ("t5", {"num_query_groups": 6}, "model.num_query_groups=6"),
+    "t5 with experts": ("t5", {"num_experts": 4, "gate": "gshard"}, "model.* is not supported by switch_transformers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_family_holds(case):
+    of, values, message = REFUSED[case]
+    with pytest.raises(UserError, match=message) as raised:
+        family_for(ModelConfig(**(GOOD[of] | values)))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        ({}, "switch_transformers"),
+        ({"gate": "naive", "normalize": False, "jitter": 0.0}, "switch_transformers"),
+        ({"moe_layers": (2, 4, 6, 8)}, "switch_transformers"),
+        ({"moe_layers": (2,), "eval_capacity_factor": 8.0}, "switch_transformers"),
+        ({"num_layers": 3, "num_decoder_layers": 2, "moe_layers": (1, 2, 3, 5)}, "switch_transformers"),
+        ({"num_experts": 0, "output_scale": False, "gated": True, "top_k": 2, "gate": "naive"}, "t5"),
+        ({"num_experts": 0, "tie_embeddings": False, "tied_output_bias": True}, "t5"),
+    ],
+)
+def test_what_a_family_holds(values, form):
+    model = ModelConfig(**(GOOD["switch_transformers"] | values))
+    assert family_for(model).name == form
+    again = model_of(config_of(family_for(model), model, "float32"))[1]
+    assert again.layers_with_experts == model.layers_with_experts and again.decoder_layers == model.decoder_layers
+
+
+@pytest.mark.parametrize("name", ["switch-base", "switch-large", "switch-c"])
+def test_recipes_are_exported(name):
+    recipe = load_recipe(name)
+    family = family_for(recipe.model)
+    assert family.name == "switch_transformers"
+    again = Recipe(model=model_of(config_of(family, recipe.model, "bfloat16"))[1])
+    assert again.num_params() == recipe.num_params()
+
+
+def test_keys_of_other_kinds():
+    for values, message in (
+        ({"output_scale": True}, "model.output_scale=true needs model.kind=t5"),
+        ({"tied_output_bias": False}, "model.tied_output_bias=false needs model.kind=t5, not gpt"),
+        ({"kind": "t5", "tied_output_bias": False, "tie_embeddings": False}, "needs model.tie_embeddings=true"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ModelConfig(**values).check()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("models")
+    for case in ("t5", "switch_transformers"):
+        save_random(parent / case, case)
+    return parent
+
+
+CONFIGS = {
+    "wide heads": ("t5", {"d_kv": 32}, "d_kv=32 is not supported: only powers of 4"),
+    "more distances": ("t5", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets=64 .* only 32"),
+    "farther": ("switch_transformers", {"relative_attention_max_distance": 64}, "relative_attention_max_distance=64"),
+    "an encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder=false .* only true"),
+    "another block": ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj=gated-tanh is not supported: only"),
+    "two blocks": ("t5", {"dense_act_fn": "silu"}, "dense_act_fn=silu contradicts feed_forward_proj=relu"),
+    "a gate": (
+        "t5",
+        {"feed_forward_proj": "gated-relu", "is_gated_act": True, "dense_act_fn": "relu"},
+        "has no tensor",
+    ),
+    "another activation": ("switch_transformers", {"dense_act_fn": "tanh"}, "dense_act_fn=tanh is not supported"),
+    "biased router": ("switch_transformers", {"router_bias": True}, "router_bias=true is not supported: only false"),
+    "16-bit router": ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype=bfloat16"),
+    "untied": ("switch_transformers", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
+    "no experts": (
+        "switch_transformers",
+        {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
+        "no layer has experts by encoder_sparse_step",
+    ),
+    "no capacity": (
+        "switch_transformers",
+        {"expert_capacity": 0},
+        "expert_capacity=0 must be an integer of at least 1",
+    ),
+    "fewer layers": ("t5", {"num_decoder_layers": 2}, "has the tensor decoder.block.2.*not part of a t5"),
+    "more experts": ("switch_transformers", {"num_experts": 5}, r"has shape \[4, 24\], but config.json has \[5, 24\]"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_models_that_are_others(folders, tmp_path, case):
+    model, values, message = CONFIGS[case]
+    folder = shutil.copytree(folders / model, tmp_path / "theirs")
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | values))
+    refused(folder, message)
+
+
+def refused(folder, message):
+    with pytest.raises(UserError, match=message) as raised:
+        import_folder(folder, folder.parent / "run")
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_copies_and_leftovers(folders, tmp_path):
+    """Older folders have copies of the embedding, and a bias that no model uses: both may be there, equal to it."""
+    folder = shutil.copytree(folders / "t5", tmp_path / "theirs")
+    tensors = load_file(folder / WEIGHTS)
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    copies = {name: tensors["shared.weight"].clone() for name in FAMILIES["t5"].copies} | {unused: torch.ones(32, 2)}
+    save_file(tensors | copies, folder / WEIGHTS, metadata={"format": "pt"})
+    assert import_folder(folder, tmp_path / "run").recipe.model.tie_embeddings
+    shutil.rmtree(tmp_path / "run")
+    copies["encoder.embed_tokens.weight"] = copies["encoder.embed_tokens.weight"] + 1
+    save_file(tensors | copies, folder / WEIGHTS, metadata={"format": "pt"})
+    refused(folder, "encoder.embed_tokens.weight differs from shared.weight")
+
+
+def test_queries_that_would_be_rounded(folders, tmp_path):
+    """In float16, a quarter of a small query has no exact value: neither side is changed silently."""
+    sizes = {"d": 16}
+    small, large = torch.full((1,), 2.0**-14 + 2.0**-24).half(), torch.full((1,), 60000.0).half()
+    with pytest.raises(UserError, match=r"not exact in float16: use float32"):
+        Query().split(small, sizes)
+    with pytest.raises(UserError, match=r"not exact in float16: use float32"):
+        Query().join((large,), sizes)
+    assert torch.equal(Query().join(Query().split(large, sizes), sizes), large)
+    folder = shutil.copytree(folders / "t5", tmp_path / "theirs")
+    tensors = {name: value.half() for name, value in load_file(folder / WEIGHTS).items()}
+    name = "decoder.block.0.layer.1.EncDecAttention.q.weight"
+    tensors[name][3, 5] = 60000.0
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    refused(folder, f"{name}: queries times 4.0, .* not exact in float16")
+
+
+def test_transforms_by_hand():
+    """Rows of a fused matrix say (head, key or value), in this order."""
+    sizes = {"Q": 2, "d": 3}
+    ours = torch.arange(12).unsqueeze(1)
+    key, value = KeyValue().split(ours, sizes)
+    assert key.flatten().tolist() == [0, 1, 2, 6, 7, 8] and value.flatten().tolist() == [3, 4, 5, 9, 10, 11]
+    assert torch.equal(KeyValue().join((key, value), sizes), ours)
