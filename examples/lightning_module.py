@@ -2,6 +2,8 @@
 
     pip install lightning
     python examples/lightning_module.py
+
+The model is that of accelerate_loop.py, on one process.
 """
 
 import logging
@@ -59,16 +61,16 @@ def make_data(size: int) -> torch.Tensor:
     return torch.stack([words.scatter(1, torch.randint(LENGTH, (size, 1), generator=generator), 0), words], 1)
 
 
-def main(batches: int = 81, **options) -> Model:
+def main(data: torch.Tensor, **options) -> Model:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = Model()
     options = {"accumulate_grad_batches": 2, "log_every_n_steps": 10, "accelerator": "auto", **options}
     silent = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(max_epochs=1, callbacks=[Routing()], logger=False, **silent, **options)
-    trainer.fit(model, torch.utils.data.DataLoader(make_data(batches * BATCH), batch_size=BATCH))
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=BATCH))
     return model
 
 
 if __name__ == "__main__":
-    main()
+    main(make_data(81 * BATCH))

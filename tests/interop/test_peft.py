@@ -155,6 +155,25 @@ def test_noise_is_that_of_the_layer_without_an_adapter():
     assert_close(losses[1], losses[0], 1e-6, "loss")
 
 
+class Expert(torch.nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(d_model, 12), torch.nn.Linear(12, d_model)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def test_experts_that_are_modules():
+    model = torch.nn.Sequential(fmoe.FMoE(d_model=8, num_experts=EXPERTS, expert=Expert, gate="naive", seed=0))
+    model = adapt(model, None, target_modules=["first", "second"], init_lora_weights=False)
+    x = torch.randn(2, 6, 8)
+    y = model(x)
+    y.square().mean().backward()
+    assert len(trained(model)) == 4 * EXPERTS and all(p.grad is not None for p in trained(model).values())
+    assert_close(model.merge_and_unload()(x), y, 1e-6, "output after merging")
+
+
 def test_other_dtypes_are_refused_as_without_an_adapter():
     layer = torch.nn.Sequential(fmoe.FMoE(d_model=8, num_experts=2, d_hidden=4, gate="naive", seed=0))
     model = adapt(layer)

@@ -63,9 +63,7 @@ def assert_same(trainer_losses, losses, parameters, expected):
 
 def run_trainer(hf_trainer, size=1):
     model = hf_trainer.make_model(loss_weights=WEIGHTS)
-    return hf_trainer.main(
-        model, hf_trainer.make_data()[:ROWS], per_device_train_batch_size=MICRO // size, **TRAINER
-    )
+    return hf_trainer.main(model, hf_trainer.make_data()[:ROWS], per_device_train_batch_size=MICRO // size, **TRAINER)
 
 
 def test_trainer_equals_a_plain_loop():
@@ -79,9 +77,28 @@ def test_trainer_equals_a_plain_loop():
         assert {f"model.layers.{i}.mlp/{key}" for i in (0, 1) for key in ("load_cv", "balance", "z")} <= log.keys()
 
 
-def trainer_on_a_rank():
+def test_trainer_multiplies_balance_losses_by_the_loss_scale_of_fp16():
+    hf_trainer = example("hf_trainer", "transformers", "accelerate")
+    gradients = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        arguments = hf_trainer.TrainingArguments(use_cpu=True, report_to=[])
+        trainer = hf_trainer.MoETrainer(hf_trainer.make_model(loss_weights=WEIGHTS), arguments)
+        trainer.accelerator.scaler, trainer.current_gradient_accumulation_steps = scaler, 4
+        trainer.create_optimizer()
+        rows = torch.stack([row["input_ids"] for row in hf_trainer.make_data()[:2]])
+        trainer.training_step(trainer.model, {"input_ids": rows, "labels": rows})
+        gradients.append(trainer.model.model.layers[0].mlp.gate.weight.grad)
+    assert_close(gradients[1], 1024 * gradients[0], 1e-5, "gradient of a router")
+
+
+def set_environment():
+    """As torchrun does, for libraries that look there; the process group exists already."""
     os.environ |= {name: str(dist.get_rank()) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def trainer_on_a_rank():
+    set_environment()
     trainer = run_trainer(load("hf_trainer"), dist.get_world_size())
     parameters = {name: p.detach() for name, p in trainer.model.named_parameters()}
     return type(trainer.model_wrapped).__name__, trainer.state.log_history[:-1], parameters
@@ -94,6 +111,20 @@ def test_trainer_on_two_processes_equals_a_plain_loop(forks):
     for wrapper, logs, parameters in values(forks.run(2, trainer_on_a_rank)):
         assert wrapper == "DistributedDataParallel"
         assert_same([log["loss"] for log in logs], losses, parameters, expected)
+
+
+def spread_trainer_on_a_rank():
+    set_environment()
+    hf_trainer = load("hf_trainer")
+    hf_trainer.main(hf_trainer.make_model(moe_group=dist.group.WORLD), hf_trainer.make_data()[:ROWS], **TRAINER)
+
+
+@pytest.mark.slow
+def test_trainer_with_spread_experts_is_refused(forks):
+    """Trainer wraps every model in torch's DDP."""
+    example("hf_trainer", "transformers", "accelerate")
+    for result in forks.run(2, spread_trainer_on_a_rank):
+        assert result.kind is fmoe.UserError and "DistributedDataParallel" in result.message
 
 
 @pytest.mark.slow
@@ -127,8 +158,7 @@ def plain_accelerate_loop(accelerate_loop):
 
 
 def accelerate_on_a_rank():
-    os.environ |= {name: str(dist.get_rank()) for name in ("RANK", "LOCAL_RANK")}
-    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    set_environment()
     return load("accelerate_loop").main()
 
 
@@ -140,16 +170,15 @@ def test_accelerate_with_spread_experts_equals_a_plain_loop(forks, size):
         assert relative_error(torch.tensor(losses), expected) < 1e-4
 
 
-def test_lightning_equals_a_plain_loop():
-    lightning_module = example("lightning_module", "lightning")
-    found = lightning_module.main(5, accelerator="cpu")
+def plain_lightning_loop(lightning_module, size=1):
+    """Losses and parameters of the example without Lightning: five batches for each process, two in a step."""
     torch.manual_seed(0)
     model = lightning_module.Model()
     for layer in model.modules():
         if isinstance(layer, fmoe.MoE):
             layer.aux.is_manual = True
     optimizer, losses = model.configure_optimizers(), []
-    batches = lightning_module.make_data(5 * lightning_module.BATCH).split(lightning_module.BATCH)
+    batches = lightning_module.make_data(5 * size * lightning_module.BATCH).split(size * lightning_module.BATCH)
     for index, batch in enumerate(batches):
         tokens, words = batch.unbind(1)
         loss = F.cross_entropy(model.model(tokens).transpose(1, 2), words)
@@ -158,5 +187,34 @@ def test_lightning_equals_a_plain_loop():
         if index % 2 or index == len(batches) - 1:
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(found.losses, losses, dict(found.named_parameters()), dict(model.named_parameters()))
+    return losses, dict(model.named_parameters())
+
+
+def test_lightning_equals_a_plain_loop():
+    lightning_module = example("lightning_module", "lightning")
+    losses, expected = plain_lightning_loop(lightning_module)
+    found = lightning_module.main(lightning_module.make_data(5 * lightning_module.BATCH), accelerator="cpu")
+    assert_same(found.losses, losses, dict(found.named_parameters()), expected)
     assert fmoe.losses.loss_scale() == 1
+
+
+def with_sgd(lightning_module):
+    """AdamW would move biases of attention keys, whose gradients are zero up to rounding, by rounding errors."""
+    lightning_module.Model.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=LR)
+    return lightning_module
+
+
+def lightning_on_a_rank():
+    set_environment()
+    lightning_module, size = with_sgd(load("lightning_module")), dist.get_world_size()
+    data = lightning_module.make_data(5 * size * lightning_module.BATCH)[dist.get_rank() :: size]
+    options = {"accelerator": "cpu", "devices": size, "strategy": "ddp", "use_distributed_sampler": False}
+    model = lightning_module.main(data, **options)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_lightning_on_two_processes_equals_a_plain_loop(forks):
+    _, expected = plain_lightning_loop(with_sgd(example("lightning_module", "lightning")), 2)
+    for parameters in values(forks.run(2, lightning_on_a_rank)):
+        assert_same([], [], parameters, expected)
