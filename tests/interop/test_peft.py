@@ -96,7 +96,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * ("and" in case)) for case in ADAPTERS])
 def test_trained_saved_loaded_merged(tmp_path, case):
     targets, options, kinds = ADAPTERS[case]
     before = copy.deepcopy(build().state_dict())

@@ -12,7 +12,8 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.mark.parametrize("case", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
 def test_adapters_of_an_export(forks, tmp_path, case):
     import transformers
 
