@@ -369,7 +369,7 @@ def test_compiles_without_a_graph_break(name, training, factor, positions):
 
 def test_a_parametrization_leaves_a_gate_what_it_is():
     """torch gives the gate a class of its own, which must not change what is gathered, or in which precision."""
-    gate = build_gate("naive", 8, 4)
+    gate = build_gate("naive", 8, 4, 2)
     assert routes_by_logits(gate)
     nn.utils.parametrize.register_parametrization(gate, "weight", nn.Identity())
     assert routes_by_logits(gate)
