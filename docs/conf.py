@@ -129,7 +129,7 @@ def setup(app):
 
 NAV = {
     "Start": "quickstart tutorial",
-    "The layer": "layer architecture gates experts losses fmoefy parallelism selftest migration",
+    "The layer": "layer architecture gates experts losses fmoefy interop parallelism selftest migration",
     "In Megatron-core": "megatron",
     "Pretraining": """pretraining recipes recipe-reference plugins data launch report tracking checkpoints operations
         inference interchange large-batch precision convergence /data/README /data/pylib/README /data/docs/README

@@ -21,6 +21,7 @@ from fmoe.losses import AuxLosses
 from fmoe.metrics import LayerMetrics
 from fmoe.routing import Routing
 from fmoe.runtime import ownership
+from fmoe.runtime.adapters import adapted
 
 
 class MoE(nn.Module):
@@ -93,7 +94,8 @@ class MoE(nn.Module):
                 differ between ranks.
             PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
         """
-        runs_collectives = getattr(self.gate, "runs_collectives", False)
+        gate = adapted(self.gate)
+        runs_collectives = getattr(gate, "runs_collectives", False)
         with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
             tokens = self.split(x, mask, token_ids)
             expert_call = self.call(tokens)
@@ -101,7 +103,7 @@ class MoE(nn.Module):
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
             outputs = session.run(routing, weight_TK, tokens.rows(expert_call.needs_keys), expert_call)
             outputs = self.finish(outputs, tokens, weight_TK)
-            observer = getattr(self.gate, "record", None)
+            observer = getattr(gate, "record", None)
             outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training, observer)
         return self.result(outputs, expert_call)
 
@@ -112,7 +114,7 @@ class MoE(nn.Module):
 
     def route(self, tokens: LocalTokens) -> Routing:
         """Return the gate's decision about the tokens that it sees."""
-        if isinstance(self.gate, Router) and not self.check:
+        if isinstance(adapted(self.gate), Router) and not self.check:
             return self.gate(tokens.gate_input_TD, tokens.groups)
         return external.route(
             self.gate, tokens.gate_input_TD, tokens.groups, self.num_experts, name=self.name, check=self.check
@@ -134,14 +136,15 @@ class MoE(nn.Module):
 
     def facts(self, x: Any) -> dict[str, object]:
         """Return the settings that must be equal on all ranks of the exchange; the first forward pass checks them."""
+        gate, experts = adapted(self.gate), adapted(self.experts)
         return {
             "name": self.name,
             "d_model": self.layout.d_model,
-            "d_hidden": getattr(self.experts, "d_hidden", None),
+            "d_hidden": getattr(experts, "d_hidden", None),
             "num_experts": self.num_experts,
-            "top_k": getattr(self.gate, "top_k", None),
-            "gate": type(self.gate).__name__,
-            "experts": getattr(self.experts, "kind", type(self.experts).__name__),
+            "top_k": getattr(gate, "top_k", None),
+            "gate": type(gate).__name__,
+            "experts": getattr(experts, "kind", type(experts).__name__),
             "dtype of parameters": getattr(next(self.parameters(), None), "dtype", None),
             "dtype of the input": getattr(x, "dtype", None),
             "width of the input": x.shape[-1] if isinstance(x, Tensor) and x.dim() else None,
@@ -214,7 +217,7 @@ class MoE(nn.Module):
         if name == "experts":
             self._mark_experts()
         elif name == "gate":
-            self.aux.observer = getattr(value, "record", None)
+            self.aux.observer = getattr(adapted(value), "record", None)
         elif name == "name":
             self.aux.name = value
 
@@ -237,7 +240,7 @@ class MoE(nn.Module):
 
     def _process_groups(self) -> list[dist.ProcessGroup | None]:
         groups = [self.layout.slice_group, self.layout.sequence_group, self.exchange.group]
-        return [*groups, getattr(self._modules.get("experts"), "group", None)]
+        return [*groups, getattr(adapted(self._modules.get("experts")), "group", None)]
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ep_size={self.exchange.ep_size}, first_expert={self.first_expert}"

@@ -13,9 +13,18 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md")) + sorted(R
 BROUGHT = re.compile(r"(?<![.\w])(gpt_model|moe_group|data_group)\b(?!=[^=])")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# Libraries of extras that a page needs, which take seconds to import.
+LIBRARIES = {"interop.md": ("accelerate", "peft", "transformers")}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=str(p.relative_to(ROOT)), marks=[pytest.mark.slow] * (p.name in LIBRARIES)) for p in PAGES],
+)
 def test_snippets(page):
     """The snippets of a page, one after the other, as a reader would type them."""
+    for library in LIBRARIES.get(page.name, ()):
+        pytest.importorskip(library, reason=f"{library} is not installed")
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         program = compile(code, page.name, "exec")

@@ -23,6 +23,7 @@ from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.runtime import ownership
+from fmoe.runtime.adapters import adapted
 
 Activation = Callable[[Tensor], Tensor]
 Counts = Tensor | Sequence[int]  # number of rows of each expert
@@ -348,8 +349,9 @@ class ExpertCall:
 
     def __init__(self, module: nn.Module, name: str, x_TD: Tensor, training: bool):
         self.module, self.name = module, name
-        self.needs_keys = training and getattr(module, "wants_row_keys", False)
-        dtype = getattr(module, "dtype", x_TD.dtype)
+        experts = adapted(module)
+        self.needs_keys = training and getattr(experts, "wants_row_keys", False)
+        dtype = getattr(experts, "dtype", x_TD.dtype)
         # The mixed precision policy of fully_shard casts weights and rows when the experts are called.
         is_cast = torch.is_autocast_enabled(x_TD.device.type) or getattr(module, "_is_fsdp_managed_module", False)
         if x_TD.dtype != dtype and not is_cast:

@@ -26,6 +26,7 @@ from fmoe.gates.router import Router, routes_by_logits
 from fmoe.layout import Layout, LocalTokens, slice_bounds, take_slice, zero_padding
 from fmoe.moe import MoE
 from fmoe.routing import Routing
+from fmoe.runtime.adapters import adapted
 
 
 @dataclass(eq=False)
@@ -285,7 +286,7 @@ class FMoE(MoE):
         return tokens
 
     def route(self, tokens: Any) -> Routing:
-        if isinstance(self.gate, Router) or not self.is_fastmoe or takes_groups(self.gate):
+        if isinstance(adapted(self.gate), Router) or not self.is_fastmoe or takes_groups(self.gate):
             routing = super().route(tokens)
         else:  # FastMoE's gates get the whole input
             result = self.gate(pytree.tree_unflatten(tokens.inputs, tokens.nest))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from fmoe.gates.router import Router
 from fmoe.routing import Routing, RoutingGroups
+from fmoe.runtime.adapters import adapted
 
 
 def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, name: str, check: bool) -> Routing:
@@ -26,9 +27,10 @@ def route(gate: Any, x_TD: Tensor, groups: RoutingGroups, num_experts: int, *, n
     Raises:
         UserError: the gate returned an invalid routing.
     """
-    if isinstance(gate, Router) and not check:
+    is_router = isinstance(adapted(gate), Router)
+    if is_router and not check:
         return gate(x_TD, groups)
-    result = gate(x_TD, groups) if isinstance(gate, Router) or takes_groups(gate) else gate(x_TD)
+    result = gate(x_TD, groups) if is_router or takes_groups(gate) else gate(x_TD)
     return checked(gate, result, groups, num_experts, name=name, check=check)
 
 
@@ -64,6 +66,7 @@ def checked(gate: Any, result: Any, groups: RoutingGroups, num_experts: int, *, 
 
 def takes_groups(gate: Any) -> bool:
     """Return whether the gate takes routing groups as its second argument."""
+    gate = adapted(gate)
     call = gate.forward if isinstance(gate, torch.nn.Module) else gate
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in inspect.signature(call).parameters.values() if p.kind in kinds and p.default is p.empty]
@@ -76,7 +79,7 @@ def _from_pair(gate: Any, result: Any, num_tokens: int, name: str) -> Routing:
             f"the gate of {name} returned {type(result).__name__}; it must return a Routing or (index, score)"
         )
     index, score = result[:2]
-    top_k = index.numel() // num_tokens if num_tokens else max(getattr(gate, "top_k", 1) or 1, 1)
+    top_k = index.numel() // num_tokens if num_tokens else max(getattr(adapted(gate), "top_k", 1) or 1, 1)
     if index.numel() != num_tokens * top_k or score.numel() != index.numel():
         raise UserError(
             f"the gate of {name} returned indices of shape {tuple(index.shape)} and scores of "

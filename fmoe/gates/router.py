@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce
@@ -20,6 +21,7 @@ from fmoe.kernels.cuda import routing
 from fmoe.kernels.cuda import rows as cuda_rows
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
+from fmoe.runtime.adapters import adapted
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,8 @@ class _Linear16(torch.autograd.Function):
 
 def routes_by_logits(gate: Any) -> bool:
     """Return whether a gate's own class, not a base class, sets `Router.routes_by_logits`."""
-    return vars(type(gate)).get("routes_by_logits", False)
+    kind = type_before_parametrizations(adapted(gate))  # torch gives a module with a parametrization a class of its own
+    return vars(kind).get("routes_by_logits", False)
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fmoe
 from fmoe.gates import GATES, build_gate
+from fmoe.gates.router import routes_by_logits
 from fmoe.routing import RoutingGroups
 
 WIDTH, EXPERTS, SEQUENCES, LENGTH = 8, 6, 4, 9
@@ -364,3 +365,11 @@ def test_compiles_without_a_graph_break(name, training, factor, positions):
     assert len(compilations) == 1
     if name == "random" or (name == "noisy" and training):
         assert not torch.equal(outcomes[0], outcomes[1])
+
+
+def test_a_parametrization_leaves_a_gate_what_it_is():
+    """torch gives the gate a class of its own, which must not change what is gathered, or in which precision."""
+    gate = build_gate("naive", 8, 4, 2)
+    assert routes_by_logits(gate)
+    nn.utils.parametrize.register_parametrization(gate, "weight", nn.Identity())
+    assert routes_by_logits(gate)
