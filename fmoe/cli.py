@@ -30,7 +30,7 @@ SUMMARIES = {
     "evaluate": "loss, perplexity and bits per byte of trained models on any text",
     "compare": "final losses of runs, and how soon one run reaches another's loss",
     "report": "a dashboard of runs in one HTML file",
-    "checkpoint": "list, verify and show checkpoints",
+    "checkpoint": "list, verify, show, export and import checkpoints",
     "export": "convert a checkpoint to a Hugging Face folder",
     "import": "convert a Hugging Face folder, or Megatron's weights, to a checkpoint",
     "build": "compile the native backend ahead of time",
