@@ -32,7 +32,7 @@ SUMMARIES = {
     "report": "a dashboard of runs in one HTML file",
     "checkpoint": "list, verify, show, export and import checkpoints",
     "export": "convert a checkpoint to a Hugging Face folder",
-    "import": "convert a Hugging Face folder, or Megatron's weights, to a checkpoint",
+    "import": "convert a Hugging Face folder to a checkpoint",
     "build": "compile the native backend ahead of time",
     "selftest": "check the layer on these machines, alone or under torchrun",
     "info": "installed packages, devices and backends",

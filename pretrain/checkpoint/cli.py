@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,13 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model is built on the meta device, for its shapes
     from pretrain.interchange.transfer import import_tensors  # imports megatron-core
 
     done = import_tensors(arguments.path, arguments.out, recipe=arguments.recipe)
     out = printable(str(arguments.out))
     print(f"{out}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
+    if not done.is_checked:
+        print("  common.pt has no arguments: routing, positions and norms are those of the recipe, unchecked")
     if done.is_resumable:
         print(f"  to resume    fmoe train {out}/config.toml --resume")
     else:

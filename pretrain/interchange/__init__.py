@@ -4,7 +4,7 @@
 list; `configs` converts config.json; `outgoing` exports, `incoming` imports.
 
 `transfer` is ``fmoe checkpoint export`` and ``import``, under our own names: `dcp` reads and writes folders of
-torch.distributed.checkpoint, whose pickles `pickled` parses.
+torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` has Megatron-core's names of tensors.
 """
 
 from pretrain.interchange.families import FAMILIES

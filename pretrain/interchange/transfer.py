@@ -3,6 +3,9 @@
 The formats are torch.distributed.checkpoint and safetensors. Nothing is converted, so tensors are equal bit for bit.
 """
 
+import json
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -13,8 +16,8 @@ from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, codec, open_checkpoint, save_parts
 from pretrain.checkpoint.folders import STATE, rank_name
 from pretrain.checkpoint.geometry import Shape
-from pretrain.config import Recipe, load_recipe, write_recipe
-from pretrain.config.imports import import_stored
+from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.config.imports import import_plugins, import_stored
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
 from pretrain.interchange.folder import (
     INDEX,
@@ -30,6 +33,8 @@ from pretrain.interchange.outgoing import SHARD_BYTES, recipe_of
 from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 
 RECIPE = "recipe.toml"
+# Files of Megatron-core beside .metadata, and of Megatron-LM in the folder of all iterations.
+MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SLICE_BYTES = 1 << 30
 Form = Literal["dcp", "safetensors"]
@@ -37,11 +42,18 @@ Form = Literal["dcp", "safetensors"]
 
 @dataclass(frozen=True)
 class Transferred:
-    """Result of an export or import: the number of tensors and their bytes, and whether a run can resume from them."""
+    """Result of an export or import.
+
+    Attributes:
+        num_tensors, nbytes: the tensors and their bytes.
+        is_resumable: whether a run can resume from them.
+        is_checked: False if nothing in the folder confirms the recipe's settings of routing, positions and norms.
+    """
 
     num_tensors: int
     nbytes: int
     is_resumable: bool
+    is_checked: bool = True
 
 
 def export_tensors(
@@ -108,32 +120,65 @@ class Source:
 
 
 def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Transferred:
-    """Write a folder that `export_tensors` wrote, or torch from it, as a run with one checkpoint.
+    """Write a folder with the tensors of a model as a run with one checkpoint.
 
     Args:
-        source: folder of torch.distributed.checkpoint, or with safetensors.
+        source: folder that `export_tensors` wrote, or torch.distributed.checkpoint from it; or a checkpoint of
+            Megatron-core's dist_checkpointing.
         out: a new or empty folder, which appears when it is complete.
         recipe: path or name of the model's recipe; None for the folder's recipe.toml.
 
     Raises:
         UserError: the folder is of an unknown format or damaged; it lacks a tensor of the recipe's model, has another
-            one or one of another shape; ``out`` is in use.
+            one or one of another shape; Megatron's arguments differ from the recipe; ``out`` is in use.
     """
     refuse_output(out)
-    opened = open_source(source)
+    megatron = find_megatron(source)
+    folder = open_folder(source) if megatron is None else DcpFolder(megatron)
     path = source / RECIPE
     if recipe is None and not path.is_file():
         raise UserError(f"{source} has no {RECIPE}: pass the model's recipe with --recipe")
-    found = load_recipe(str(path) if recipe is None else recipe)
-    import_stored(found, source)
-    check_tensors(source, opened.shapes, found)
+    if recipe is None:
+        found = load_recipe(str(path))
+        import_stored(found, source)
+    else:
+        found = import_plugins(load_recipe(recipe))
+    wanted = _shapes(found)
+    opened, is_checked = source_of(folder), True
+    if megatron is not None:
+        opened, is_checked = _of_megatron(folder, found.model, wanted)
+    _check_tensors(source, opened.shapes, wanted)
     state, rank_states = _states(source, opened, found)
     write_run(out, found, opened, state, rank_states)
-    return Transferred(len(opened.shapes), opened.nbytes, "weights_only" not in state)
+    return Transferred(len(opened.shapes), opened.nbytes, "weights_only" not in state, is_checked)
 
 
-def open_source(path: Path) -> Source:
-    """Return the tensors of a folder, after a check of its index.
+def find_megatron(path: Path) -> Path | None:
+    """Return the folder of a checkpoint of Megatron-core: ``path``, or its newest iteration; None if there is none.
+
+    Raises:
+        UserError: the newest iteration is missing; the checkpoint has another format than ``torch_dist``.
+    """
+    if (path / LATEST).is_file():
+        text = (path / LATEST).read_text(errors="replace").strip()
+        path /= f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text) else "release"
+        if not (path / MEGATRON).is_file():
+            raise UserError(f"{path} is not a checkpoint of Megatron-core, but {LATEST} names it")
+    settings = path / MEGATRON
+    if not settings.is_file():
+        return None
+    try:
+        values = json.loads(settings.read_bytes())
+        backend = values["sharded_backend"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
+    if backend != "torch_dist":
+        raise UserError(f"{settings}: sharded_backend={backend!r} is not supported: only torch_dist is")
+    return path
+
+
+def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
+    """Return a folder, after a check of its index.
 
     Raises:
         UserError: the folder is of an unknown format, or damaged.
@@ -141,10 +186,15 @@ def open_source(path: Path) -> Source:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder")
     if (path / METADATA).exists():
-        return _dcp_source(DcpFolder(path))
+        return DcpFolder(path)
     if (path / WEIGHTS).exists() or (path / INDEX).exists():
-        return _safetensors_source(SafetensorsFolder(path))
+        return SafetensorsFolder(path)
     raise UserError(f"{path} is of an unknown format: it has neither {METADATA} nor {WEIGHTS} nor {INDEX}")
+
+
+def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
+    """Return the tensors of a folder under the names that it has."""
+    return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
 
 
 def _dcp_source(folder: DcpFolder) -> Source:
@@ -171,11 +221,30 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
     return Source({name: stored.shape for name, stored in tensors.items()}, nbytes, pieces)
 
 
-def check_tensors(source: Path, shapes: Mapping[str, Shape], recipe: Recipe) -> None:
-    """Raise UserError unless the tensors are those of the recipe's model, beside those of an optimizer."""
+def _of_megatron(
+    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Shape]
+) -> tuple[Source, bool]:
+    """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were there
+    to be compared with the recipe."""
+    from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
+
+    assert isinstance(folder, DcpFolder)
+    is_checked = check_arguments(folder.path, model)
+    found = rename(folder, wanted)
+    nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in found)
+    return Source({each.name: each.shape for each in found}, nbytes, lambda: pieces_of(folder, found)), is_checked
+
+
+def _shapes(recipe: Recipe) -> dict[str, Shape]:
+    """Return the shapes of the tensors of the recipe's model, built on the meta device."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes do not depend on GPUs
     from pretrain.engine.meta import checkpoint_shapes  # imports megatron-core
 
-    wanted = {f"{MODEL}{name}": shape for name, shape in checkpoint_shapes(recipe).items()}
+    return {f"{MODEL}{name}": shape for name, shape in checkpoint_shapes(recipe).items()}
+
+
+def _check_tensors(source: Path, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raise UserError unless the tensors are those of the recipe's model, beside those of an optimizer."""
     for name, shape in wanted.items():
         if name not in shapes:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")

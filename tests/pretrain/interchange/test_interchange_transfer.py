@@ -21,7 +21,7 @@ from pretrain.checkpoint.cli import main
 from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
 from pretrain.interchange.dcp import DcpFolder, blocks
-from pretrain.interchange.transfer import export_tensors, open_source
+from pretrain.interchange.transfer import export_tensors, open_folder, source_of
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -229,13 +229,13 @@ def test_every_dtype_and_shape(tmp_path, value):
     for form in FORMS:
         export_tensors(tmp_path, tmp_path / form, form, slice_bytes=8)
         found = torch.empty_like(value)
-        for piece in open_source(tmp_path / form).pieces():
+        for piece in source_of(open_folder(tmp_path / form)).pieces():
             index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.block, strict=True))
             found[index] = piece.data
         assert_same({"w": found}, {"w": value})
     strange = torch.randn(6, 4).t()[1:]
     dcp.save({"w": strange}, checkpoint_id=tmp_path / "strange dcp", no_dist=True)
-    (piece,) = open_source(tmp_path / "strange dcp").pieces()
+    (piece,) = source_of(open_folder(tmp_path / "strange dcp")).pieces()
     assert torch.equal(piece.data, strange)
 
 
@@ -429,8 +429,8 @@ def test_the_index_of_safetensors_has_every_tensor(exported):
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert transfer.OPTIMIZER + "master/output_layer.weight" in open_source(path).shapes
+    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).shapes
     only_file = path.parent / "one file"
     only_file.mkdir()
     save_file({"model/w": torch.ones(2)}, only_file / "model.safetensors")
-    assert open_source(only_file).shapes == {"model/w": (2,)}
+    assert source_of(open_folder(only_file)).shapes == {"model/w": (2,)}
