@@ -8,6 +8,7 @@ torch's own reader ignores.
 
 import io
 import re
+import struct
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ BYTES_AROUND_A_PIECE = 4096
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _READ_BYTES = 16 << 20
 # What reading a damaged file of torch.save may raise.
-DAMAGE = (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError, LookupError, TypeError, AttributeError)
+DAMAGE = (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError)
+DAMAGE += (zipfile.BadZipFile, struct.error)
 # Typed storages, by which torch.save names the dtypes of all but the newest.
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,
@@ -146,7 +148,7 @@ class DcpFolder:
             raise UserError(f"{path} is not a torch.distributed.checkpoint: it has no {METADATA}") from None
         except OSError as error:
             raise UserError(f"{metadata} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except DAMAGE as error:
             raise UserError(f"{metadata} is damaged or of an unknown format: {error}") from error
         self._check_files()
         for name, tensor in self.tensors.items():
@@ -187,8 +189,7 @@ class DcpFolder:
 
 
 def _tensors_of(document: Any) -> dict[str, Chunked]:
-    """Return the tensors of a parsed ``.metadata``; raise ValueError, TypeError, KeyError or AttributeError if it is
-    not one."""
+    """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is not one."""
     if not _is(document, "Metadata"):
         raise ValueError("it holds no Metadata")
     stored: dict[tuple[str, Shape], Any] = {}

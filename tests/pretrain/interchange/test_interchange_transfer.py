@@ -1,6 +1,7 @@
 """`fmoe checkpoint export` and `import`: tensors equal bit for bit, in folders that torch's own readers open."""
 
 import pickle
+import random
 import shutil
 from dataclasses import asdict
 
@@ -376,6 +377,25 @@ def test_every_flipped_byte_of_a_tensor_is_found(exported, tmp_path):
             assert W in str(error) and "\n" not in str(error)
         flip(file, chunk.position + at)
     assert missed == 0
+
+
+def test_damaged_metadata_is_refused_or_has_the_same_tensors(exported, tmp_path):
+    """Whatever it says then: no other error, and no file outside the folder."""
+    shutil.copytree(exported["dcp", False], tmp_path / "bad")
+    file, draw, refused = tmp_path / "bad" / ".metadata", random.Random(2), 0
+    data = file.read_bytes()
+    for _ in range(150):
+        bad = bytearray(data)
+        for _ in range(draw.randrange(1, 4)):
+            bad[draw.randrange(len(bad))] = draw.randrange(256)
+        file.write_bytes(bad)
+        try:
+            folder = DcpFolder(tmp_path / "bad")
+            assert all("/" not in chunk.file for tensor in folder.tensors.values() for chunk in tensor.chunks)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 75
 
 
 def imports_of(path, out, recipes):
