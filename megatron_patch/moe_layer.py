@@ -24,7 +24,7 @@ _OF_ROUTER = {"weight": "gate.weight", "bias": "gate.bias", "expert_bias": "gate
 _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 
 # Config fields that FMoE supports only for some values: name, test of the value, reason.
-_LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops other tokens over capacity, the last ones"),
     ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
     ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
@@ -100,6 +100,15 @@ def _shared_names() -> Iterator[tuple[str, str]]:
     for linear, ours in _OF_LINEAR.items():
         for kind in ("weight", "bias"):
             yield f"shared_experts.{linear}.{kind}", f"shared.expert.{kind}_{ours}"
+
+
+def sharded_names() -> dict[str, str]:
+    """Return FMoE's names of the tensors of an MoE layer, by Megatron-core's names in a distributed checkpoint, where
+    the experts of all ranks are one tensor. FMoE's shared experts have a leading axis of size 1 in addition."""
+    names = {f"router.{name}": ours for name, ours in _OF_ROUTER.items()} | dict(_shared_names())
+    for linear, ours in _OF_LINEAR.items():
+        names |= {f"experts.experts.{linear}.{kind}": f"experts.{kind}_{ours}" for kind in ("weight", "bias")}
+    return names | {"shared_experts.gate_weight": "shared.output_gate.weight"}
 
 
 def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
@@ -207,7 +216,7 @@ def _converted(layer: Any, options: dict[str, Any]) -> MegatronMoE:
 
 def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
     """Raise UserError if FMoE does not support the layer."""
-    for field, holds, why in _LIMITS:
+    for field, holds, why in LIMITS:
         value = getattr(config, field, None)
         if not holds(value):
             raise UserError(f"{name}: {field}={value} is not supported: {why}")

@@ -1,5 +1,6 @@
-"""``fmoe checkpoint``: list, verify and show checkpoints."""
+"""``fmoe checkpoint``: list, verify, show, export and import checkpoints."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
         Exit code: 0, or 1 when `ls` found a damaged checkpoint.
 
     Raises:
-        UserError: the path has no checkpoint, or a damaged one.
+        UserError: the path has no checkpoint, or a damaged one; a folder cannot be imported; an output is in use.
     """
     parser = Parser(prog="fmoe checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -32,9 +33,47 @@ def main(argv: list[str]) -> int:
     ]:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
-        command.set_defaults(function=function)
+        command.set_defaults(function=lambda arguments, function=function: function(arguments.path))
+    text = "write a checkpoint as a folder of torch.distributed.checkpoint or of safetensors, names unchanged"
+    command = commands.add_parser("export", help=text, description=text)
+    command.add_argument("path", type=Path, metavar="PATH", help="a run (its newest checkpoint) or a step folder")
+    command.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    command.add_argument("--format", default="dcp", metavar="NAME", help="dcp (default) or safetensors")
+    command.add_argument(
+        "--optimizer", action="store_true", help="with the optimizer's tensors and all else that a run resumes from"
+    )
+    command.set_defaults(function=_export)
+    text = "convert a folder that export wrote, or a checkpoint of Megatron-core, to a run"
+    command = commands.add_parser("import", help=text, description=text)
+    command.add_argument("path", type=Path, metavar="FOLDER")
+    command.add_argument("out", type=Path, metavar="OUT_RUN", help="a new or empty folder")
+    command.add_argument("--recipe", metavar="RECIPE", help="recipe of the model, instead of FOLDER/recipe.toml")
+    command.set_defaults(function=_import)
     arguments = parser.parse_args(argv)
-    return arguments.function(arguments.path)
+    return arguments.function(arguments)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from pretrain.interchange.transfer import export_tensors  # imports torch.distributed.checkpoint
+
+    done = export_tensors(arguments.path, arguments.out, arguments.format, optimizer=arguments.optimizer)
+    print(f"{printable(str(arguments.out))}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from pretrain.interchange.transfer import import_tensors  # imports megatron-core
+
+    done = import_tensors(arguments.path, arguments.out, recipe=arguments.recipe)
+    out = printable(str(arguments.out))
+    print(f"{out}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
+    if not done.is_checked:
+        print("  common.pt has no arguments: routing, positions and norms are those of the recipe, unchecked")
+    if done.is_resumable:
+        print(f"  to resume    fmoe train {out}/config.toml --resume")
+    else:
+        print(f"  to train on  fmoe train {out}/config.toml --run.folder NEW_RUN")
+    return 0
 
 
 def _ls(run: Path) -> int:

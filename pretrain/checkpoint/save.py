@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,11 +94,14 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`."""
+    """One rank's share of a checkpoint, on the host, with encoded states: the input of `write`.
+
+    ``rank_state`` is None for a part that no rank wrote (`save_parts`).
+    """
 
     pieces: tuple[Piece, ...]
     state: bytes
-    rank_state: bytes
+    rank_state: bytes | None
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +109,7 @@ class Snapshot:
         tensors = sum(piece.data.nbytes for piece in self.pieces)
         names = sum(len(piece.name) for piece in self.pieces)
         described = 3 * (names + _BYTES_OF_A_PIECE * len(self.pieces))
-        return tensors + described + len(self.state) + len(self.rank_state) + 4 * _BLOCK
+        return tensors + described + len(self.state) + len(self.rank_state or b"") + 4 * _BLOCK
 
 
 def collect(
@@ -178,6 +181,7 @@ def save_parts(
     *,
     nbytes: int,
     part_bytes: int = 1 << 30,
+    rank_states: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
     """Save a checkpoint that no run made, such as imported weights, from one process and in bounded memory.
 
@@ -186,12 +190,19 @@ def save_parts(
         pieces: consumed one by one; together they hold each element of each tensor exactly once.
         nbytes: bytes of all pieces, to detect a full disk before anything is written.
         part_bytes: bytes of pieces to hold in memory and write together, like those of one rank.
+        rank_states: states of the ranks of a run that the checkpoint comes from; None for an empty one per part.
 
     Returns, raises: as for `save`.
     """
     final = Path(folder) / step_name(step)
     tmp = final.with_name(final.name + TMP)
-    space, encoded, empty = _Space(final.parent, nbytes), codec.dumps(dict(state), "state"), codec.dumps({}, "state")
+    space, encoded = _Space(final.parent, nbytes), codec.dumps(dict(state), "state")
+    of_ranks = None if rank_states is None else [codec.dumps(dict(each), "rank_state") for each in rank_states]
+
+    def write_part(number: int, held: Sequence[Piece]) -> None:
+        own = codec.dumps({}, "rank_state") if of_ranks is None else dict(enumerate(of_ranks)).get(number)
+        _write_rank(tmp, number, Snapshot(tuple(held), encoded, own))
+
     with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):
         _prepare(final, tmp, space)
         with space.disk_full_as_save_error():
@@ -200,12 +211,15 @@ def save_parts(
             for piece in pieces:
                 piece.check()
                 if held and size + piece.data.nbytes > part_bytes:
-                    _write_rank(tmp, parts, Snapshot(tuple(held), encoded, empty))
+                    write_part(parts, held)
                     parts, held, size = parts + 1, [], 0
                 held.append(replace(piece, data=piece.data.detach().cpu().contiguous()))
                 size += piece.data.nbytes
-            _write_rank(tmp, parts, Snapshot(tuple(held), encoded, empty))
-            _commit(final, tmp, step, parts + 1, encoded)
+            num_ranks = parts + 1 if of_ranks is None else len(of_ranks)
+            for number in range(parts, max(parts + 1, num_ranks)):
+                write_part(number, held)
+                held = []
+            _commit(final, tmp, step, num_ranks, encoded, max(parts + 1, num_ranks))
     return final
 
 
@@ -300,17 +314,19 @@ def _write_rank(tmp: Path, rank: int, snapshot: Snapshot) -> None:
             key += "#"
         data[key] = piece.data.reshape(region.block if region.is_whole else -1)
         pieces.append(StoredPiece(shard, key, region))
-    files = {rank_name(rank): write_file(tmp / rank_name(rank), [snapshot.rank_state])}
+    files = {}
+    if snapshot.rank_state is not None:
+        files[rank_name(rank)] = write_file(tmp / rank_name(rank), [snapshot.rank_state])
     if data:
         files[shard] = write_shard(tmp / shard, data)
     entry = {"files": files_to_json(files), "tensors": tensors_to_json(index.tensors())}
     write_file(tmp / _index_name(rank), [json.dumps(entry).encode()])
 
 
-def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes) -> None:
-    """Merge the ranks' indices, check that nothing is missing, and publish the checkpoint."""
+def _commit(final: Path, tmp: Path, step: int, num_ranks: int, state: bytes, num_parts: int | None = None) -> None:
+    """Merge the indices of the ranks or parts, check that nothing is missing, and publish the checkpoint."""
     files, index = {STATE: write_file(tmp / STATE, [state])}, _Index()
-    for rank in range(num_ranks):
+    for rank in range(num_ranks if num_parts is None else num_parts):
         path = tmp / _index_name(rank)
         entry = json.loads(path.read_bytes())
         path.unlink()

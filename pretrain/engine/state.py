@@ -152,6 +152,16 @@ def _factor_views(
         yield of, whole[tuple(slice(c, c + n) for c, n in zip(corner, of.block, strict=True))]
 
 
+def tensor_shapes(chunks: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Return the global shapes of the parameters and persistent buffers of chunks, by their names in a checkpoint
+    without its prefix."""
+    locations = _locations(chunks)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in _tensors(chunks):
+        found |= {location.name: location.shape for location in _locations_of(locations, tensor, name)}
+    return found
+
+
 def _locations_of(locations: dict[int, list[ShardLocation]], parameter: Tensor, name: str) -> list[ShardLocation]:
     if id(parameter) not in locations:
         raise RuntimeError(f"{name} of shape {tuple(parameter.shape)} is not in the model's sharded_state_dict")

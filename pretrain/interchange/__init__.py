@@ -2,6 +2,9 @@
 
 `family` says what a family of models is, `tensors` how its tensors map to ours; `llama` has families, `families` their
 list; `configs` converts config.json; `outgoing` exports, `incoming` imports; `llama_cpp` writes GGUF files.
+
+`transfer` is ``fmoe checkpoint export`` and ``import``, under our own names: `dcp` reads and writes folders of
+torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` has Megatron-core's names of tensors.
 """
 
 from pretrain.interchange.families import FAMILIES

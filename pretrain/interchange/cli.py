@@ -40,6 +40,11 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="DIR", help="folder of llama.cpp, whose converter adds model.gguf to OUT"
     )
+    parser.add_argument(
+        "--no-drops",
+        action="store_true",
+        help="export the model without its model.eval_capacity_factor, which few families have",
+    )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too
         raise UserError(f"--shard-gib {arguments.shard_gib} must be positive")
@@ -52,6 +57,7 @@ def export_main(argv: Sequence[str]) -> int:
         tokenizer=arguments.tokenizer,
         shard_bytes=int(arguments.shard_gib * 2**30),
         llama_cpp=arguments.llama_cpp,
+        no_drops=arguments.no_drops,
     )
     out = printable(str(arguments.out))
     print(f"{out}: {done.family.architecture}, {done.num_params:,} parameters in {len(done.files)} files")

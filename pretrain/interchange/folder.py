@@ -1,4 +1,4 @@
-"""Hugging Face model folders on disk: config.json and safetensors, in one file or in several with an index.
+"""Folders of safetensors on disk, in one file or in several with an index, and config.json of Hugging Face models.
 
 Reads only safetensors and JSON. Reading and writing hold one tensor at a time.
 """
@@ -40,25 +40,20 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class HuggingFaceFolder:
-    """A model folder, written by transformers' ``save_pretrained`` or downloaded, that is read tensor by tensor.
+class SafetensorsFolder:
+    """A folder of safetensors, in one file or in several with an index, that is read tensor by tensor.
 
     Attributes:
         path: the folder.
-        config: the parsed config.json.
 
     Raises:
-        UserError: the folder or config.json is missing, weights are pickled, a file is missing or damaged.
+        UserError: the folder is missing, weights are pickled, a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
-        config = self.json(CONFIG)
-        if config is None:
-            raise UserError(f"{path} is not a Hugging Face model: it has no {CONFIG}")
-        self.config: dict[str, Any] = config
         self._open = lru_cache(_NUM_OPEN)(self._open_anew)
 
     def json(self, name: str) -> dict[str, Any] | None:
@@ -90,11 +85,12 @@ class HuggingFaceFolder:
                 found[key] = Stored(name, _DTYPES[code], tuple(part.get_shape()))
         return found
 
-    def read(self, name: str) -> Tensor:
-        """Read one of `tensors`."""
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Read one of `tensors`, or ``rows`` of its first axis."""
         stored = self.tensors[name]
         try:
-            return self._open(stored.file).get_tensor(name)
+            file = self._open(stored.file)
+            return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         except SafetensorError as error:
             raise UserError(f"{self.path / stored.file} cannot be read: {name}: {error}") from error
 
@@ -129,6 +125,24 @@ class HuggingFaceFolder:
             raise UserError(f"{path} cannot be read: {error}") from error
 
 
+class HuggingFaceFolder(SafetensorsFolder):
+    """A model folder, written by transformers' ``save_pretrained`` or downloaded.
+
+    Attributes:
+        config: the parsed config.json.
+
+    Raises:
+        UserError: as `SafetensorsFolder`, or config.json is missing.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        config = self.json(CONFIG)
+        if config is None:
+            raise UserError(f"{path} is not a Hugging Face model: it has no {CONFIG}")
+        self.config: dict[str, Any] = config
+
+
 @dataclass(frozen=True)
 class Planned:
     """A tensor to write."""
@@ -147,7 +161,8 @@ def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tenso
 
     Args:
         plan: the tensors in order.
-        tensors: the planned tensors, contiguous or not, on any device; they are consumed one by one.
+        tensors: the planned tensors, contiguous or not, on any device, or slices of each along its first axis; they are
+            consumed one by one.
 
     Returns:
         Names of the files.
@@ -193,9 +208,15 @@ def _write_shard(file: BinaryIO, shard: Sequence[Planned], tensors: Iterator[Ten
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
     for planned in shard:
-        tensor = next(tensors)
-        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), planned.name
-        file.write(bytes_of(tensor.cpu().contiguous()))
+        left = planned.shape[0] if planned.shape else 1
+        while True:
+            tensor = next(tensors)
+            assert (tensor.dtype, tuple(tensor.shape[1:])) == (planned.dtype, planned.shape[1:]), planned.name
+            file.write(bytes_of(tensor.cpu().contiguous()))
+            left -= tensor.shape[0] if planned.shape else 1
+            if left <= 0:
+                break
+        assert left == 0, planned.name
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

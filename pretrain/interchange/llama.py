@@ -117,7 +117,7 @@ SOFTMAX = (
     Demand(
         "eval_capacity_factor",
         lambda m: not drops_in_evaluation(m),
-        "none, or at least model.num_experts / model.top_k, which drop no token",
+        "none, or at least model.num_experts / model.top_k, which drop no token; or pass --no-drops",
     ),
 )
 ONLY = (

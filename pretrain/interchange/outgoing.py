@@ -1,7 +1,7 @@
 """Export: from a checkpoint to a folder that transformers loads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def export_checkpoint(
     tokenizer: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     llama_cpp: Path | None = None,
+    no_drops: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint, saved at any split, as a Hugging Face folder.
 
@@ -66,6 +67,7 @@ def export_checkpoint(
         tokenizer: new location of the recipe's tokenizer, or "none".
         shard_bytes: maximum size of a weight file.
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file.
+        no_drops: export the model without its `eval_capacity_factor`, as `fmoe generate` runs it.
 
     Raises:
         UserError: the checkpoint is damaged; the family or llama.cpp does not support the model, or tokenizer.json the
@@ -74,6 +76,8 @@ def export_checkpoint(
     refuse_output(out)
     checkpoint = open_checkpoint(source)
     recipe = recipe_of(checkpoint)
+    if no_drops:
+        recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
     family = family_for(recipe.model, form)
     found = family.tensors(recipe.model)
     dtype = _check_tensors(checkpoint, family, found)

@@ -377,7 +377,7 @@ SWITCH = Family(
         Demand(
             "eval_capacity_factor",
             lambda m: not drops_in_evaluation(m),
-            "none: an absolute expert_capacity drops other tokens than a factor",
+            "none, because an absolute expert_capacity drops other tokens than a factor; or pass --no-drops",
         ),
     ),
     varies=("num_decoder_layers", "activation", "normalize", "moe_layers", "moe_every"),

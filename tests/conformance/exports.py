@@ -17,6 +17,7 @@ from fmoe.errors import UserError
 from pretrain.config import OptimizerConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.config.load import shipped_recipes
 from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.families import family_for
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent)]
@@ -44,7 +45,7 @@ def small(recipe: Recipe) -> Recipe:
         hidden_size=32,
         num_heads=4,
         num_query_groups=None if model.num_query_groups is None else max(4 // per_group, 1),
-        head_dim=None if model.head_dim is None else 12,
+        head_dim=None if model.head_dim is None else 16 if model.kind == "t5" else 12,
         kv_lora_rank=None if model.kv_lora_rank is None else 10,
         q_lora_rank=None if model.q_lora_rank is None else 14,
         qk_head_dim=None if model.qk_head_dim is None else 8,
@@ -65,6 +66,15 @@ def small(recipe: Recipe) -> Recipe:
     recipe = replace(recipe, model=small, data=data, **rest)
     recipe.check()
     return recipe
+
+
+def needs_no_drops(recipe: Recipe) -> bool:
+    """Whether a family holds the model only without its capacity in evaluation."""
+    try:
+        family_for(recipe.model)
+    except UserError as error:
+        return "model.eval_capacity_factor" in str(error)
+    return False
 
 
 def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
@@ -146,12 +156,16 @@ def table(forks: ForkServer, recipes: dict[str, Recipe], folder: Path) -> dict[s
     """Of each recipe its family, what loading needs, the distance of logits, and whether it comes back bit-equal; or
     the line that refuses it."""
     recipes = {name: small(recipe) for name, recipe in recipes.items()}
+    dropless = {name for name, recipe in recipes.items() if needs_no_drops(recipe)}
+    for name in dropless:
+        recipes[name] = replace(recipes[name], model=replace(recipes[name].model, eval_capacity_factor=None))
     ours = only(forks.run(1, our_logits, [(recipe, folder / name / "run") for name, recipe in recipes.items()]))
     found: dict[str, dict[str, Any]] = {}
     for name in recipes:
         try:
             done = export_checkpoint(folder / name / "run", folder / name / "out", tokenizer="none")
             needs = "fmoe, `trust_remote_code`" if done.family.name == "fmoe" else "transformers"
+            needs += ", `--no-drops`" if name in dropless else ""
             found[name] = {"family": done.family.name, "needs": needs, "notes": done.notes}
         except UserError as error:
             found[name] = {"family": None, "line": str(error)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare import assert_close
+from compare import assert_close, relative_error
 from forks import only
 from forks import values as results_of
 from huggingface_folders import saved_at
@@ -385,6 +385,19 @@ def test_what_is_refused(exported, tmp_path):
         with pytest.raises(UserError, match=message) as raised:
             import_folder(folder, tmp_path / "run")
         assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()
+
+
+def test_without_drops_a_family_of_transformers_holds_it(forks, tmp_path):
+    """`--no-drops`: the weights are those of the checkpoint, the logits those without a capacity."""
+    values = {"norm": "rms", "activation": "silu", "gated": True}
+    recipes = [replace(RECIPES["zero"], model=replace(BASE, **values, eval_capacity_factor=f)) for f in (0.75, None)]
+    runs = [tmp_path / "drops", tmp_path / "none"]
+    dropping, expected = only(forks.run(1, exports.our_logits, list(zip(recipes, runs, strict=True))))
+    assert export_checkpoint(runs[0], tmp_path / "own", tokenizer="none").family.name == "fmoe"
+    assert export_main([str(runs[0]), str(tmp_path / "out"), "--no-drops", "--tokenizer", "none"]) == 0
+    (found,) = only(forks.run(1, exports.their_logits, [(recipes[0], tmp_path / "out")]))
+    assert json.loads((tmp_path / "out" / CONFIG).read_text())["model_type"] == "mixtral"
+    assert relative_error(found, expected) < LIMIT < 1e-2 < relative_error(dropping, expected)
 
 
 GPT = [name for name in shipped_recipes() if load_recipe(name).model.kind == "gpt"]

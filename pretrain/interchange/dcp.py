@@ -1,0 +1,331 @@
+"""Folders of torch.distributed.checkpoint (DCP): written by torch's writer, read without unpickling.
+
+A folder has ``.metadata``, a pickle of the location of every piece of every tensor, and ``.distcp`` files. In these, a
+piece is what ``torch.save`` writes: a zip file with a pickle that describes the tensor, and its bytes. Reading parses
+both pickles without running them (`pretrain.interchange.pickled`) and compares the bytes with the zip's CRC-32, which
+torch's own reader ignores.
+"""
+
+import io
+import re
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import Checkpoint
+from pretrain.checkpoint.geometry import Region, Shape, first_overlap
+from pretrain.checkpoint.shard import dtype_named, name_of
+from pretrain.interchange.pickled import Made, Name, Persistent, parse
+
+METADATA = ".metadata"
+# Bytes of zip and metadata around a piece, for the estimate of disk space.
+BYTES_AROUND_A_PIECE = 4096
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_READ_BYTES = 16 << 20
+# What reading a damaged file of torch.save may raise.
+DAMAGE = (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError)
+DAMAGE += (zipfile.BadZipFile, struct.error)
+# Typed storages, by which torch.save names the dtypes of all but the newest.
+_STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+}
+
+
+def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield (offset, shape) of the slices of a tensor along its first axis, of at most ``max_bytes`` or one row."""
+    rows = max(1, max_bytes // max(1, itemsize * prod(shape[1:]))) if shape else 1
+    for row in range(0, max(1, shape[0]), rows) if shape else (0,):
+        first = (min(rows, shape[0] - row),) if shape else ()
+        yield (*(() if not shape else (row,)), *(0 for _ in shape[1:])), (*first, *shape[1:])
+
+
+def write_dcp(folder: Path, checkpoint: Checkpoint, slices: Mapping[str, Sequence[tuple[Shape, Shape]]]) -> None:
+    """Write tensors of a checkpoint as one DCP file and ``.metadata``, synced.
+
+    Args:
+        slices: (offset, shape) of the chunks of each tensor, which are read one by one.
+    """
+    planner, writer = _Planner(checkpoint, slices), _Writer(folder, sync_files=True, thread_count=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:
+        reasons = [reason for reason, _ in error.failures.values()]
+        raise reasons[0] from error
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> None:
+        """Leave out the path of the folder and a random number, so that equal tensors give equal files."""
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """A plan of slices that are read from a checkpoint when torch's writer asks for them."""
+
+    def __init__(self, checkpoint: Checkpoint, slices: Mapping[str, Sequence[tuple[Shape, Shape]]]):
+        super().__init__()
+        self._checkpoint, self._slices = checkpoint, slices
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, parts in self._slices.items():
+            properties = TensorProperties(dtype=self._checkpoint.dtype(name))
+            for offset, shape in parts:
+                chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+                data = TensorWriteData(chunk, properties, torch.Size(self._checkpoint.shape(name)))
+                items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
+        self.mappings = {name: (name,) for name in self._slices}
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return self._checkpoint.read(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor, stored in ``length`` bytes of ``file`` from ``position`` on."""
+
+    offset: Shape
+    shape: Shape
+    file: str
+    position: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A tensor of a folder, and the chunks that hold each of its elements once."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+class DcpFolder:
+    """A DCP folder, read chunk by chunk.
+
+    Attributes:
+        path: the folder.
+        tensors: its tensors by name. Other objects of the folder are ignored.
+
+    Raises:
+        UserError: ``.metadata`` is missing or damaged; a file is missing or too short; chunks of a tensor overlap, or
+            leave a part of it out.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        metadata = path / METADATA
+        try:
+            document = parse(metadata.read_bytes())
+            self.tensors = _tensors_of(document)
+        except FileNotFoundError:
+            raise UserError(f"{path} is not a torch.distributed.checkpoint: it has no {METADATA}") from None
+        except OSError as error:
+            raise UserError(f"{metadata} cannot be read: {error.strerror}") from error
+        except DAMAGE as error:
+            raise UserError(f"{metadata} is damaged or of an unknown format: {error}") from error
+        self._check_files()
+        for name, tensor in self.tensors.items():
+            _check_chunks(path, name, tensor)
+
+    def read(self, name: str, chunk: Chunk) -> Tensor:
+        """Return the elements of a chunk, in its shape.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.path / chunk.file
+        dtype = self.tensors[name].dtype
+        try:
+            with open(path, "rb") as file, zipfile.ZipFile(_Part(file, chunk.position, chunk.length)) as archive:
+                tensor = _tensor_in(archive, dtype)
+        except DAMAGE as error:
+            raise UserError(f"{path} is damaged: {name}: {error}") from error
+        if tensor.numel() != prod(chunk.shape):
+            raise UserError(
+                f"{path} is damaged: {name} has shape {list(tensor.shape)}, but {list(chunk.shape)} in {METADATA}"
+            )
+        return tensor.reshape(chunk.shape)
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.length)
+        for name, end in sorted(ends.items()):
+            path = self.path / name
+            if not _PLAIN_NAME.fullmatch(name):
+                raise UserError(f"{self.path / METADATA} names {name!r}, which is not a file of the folder")
+            if not path.is_file():
+                raise UserError(f"{path} is missing; {METADATA} names it")
+            if (size := path.stat().st_size) < end:
+                raise UserError(f"{path} has {size} bytes, but {METADATA} names {end}")
+
+
+def _tensors_of(document: Any) -> dict[str, Chunked]:
+    """Return the tensors of a parsed ``.metadata``; raise one of `DAMAGE` if it is not one."""
+    if not _is(document, "Metadata"):
+        raise ValueError("it holds no Metadata")
+    stored: dict[tuple[str, Shape], Any] = {}
+    for index, info in document.state["storage_data"].items():
+        if (offset := index.state.get("offset")) is not None:
+            stored[index.state["fqn"], _size(offset)] = info.state
+    found = {}
+    for name, entry in document.state["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not a name")
+        if not _is(entry, "TensorStorageMetadata"):
+            continue  # an object, such as the state of a generator
+        state = entry.state
+        dtype = state["properties"].state[0]
+        if not isinstance(dtype, Name):
+            raise ValueError(f"{name} has no dtype")
+        shape = _size(state["size"])
+        chunks = []
+        for chunk in state["chunks"]:
+            offset, block = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+            if (name, offset) not in stored:
+                raise ValueError(f"{name} has no data at {list(offset)}")
+            where = stored[name, offset]
+            if where.get("transform_descriptors"):
+                raise ValueError(f"{name} is compressed or encrypted ({where['transform_descriptors']})")
+            file, begin, length = where["relative_path"], where["offset"], where["length"]
+            if not isinstance(file, str) or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
+                raise ValueError(f"{name} has an invalid location")
+            chunks.append(Chunk(offset, block, file, begin, length))
+        found[name] = Chunked(dtype_named(dtype.text.removeprefix("torch.")), shape, tuple(chunks))
+    return found
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Made) and value.name.rpartition(".")[2] == name
+
+
+def _size(value: Any) -> Shape:
+    """Return the numbers of a ``torch.Size``."""
+    numbers = value.args[0] if _is(value, "Size") else value
+    if not isinstance(numbers, tuple | list) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{numbers!r} is not a size")
+    return tuple(numbers)
+
+
+def _check_chunks(path: Path, name: str, tensor: Chunked) -> None:
+    boxes = []
+    for chunk in tensor.chunks:
+        region = Region.of(chunk.offset, chunk.shape)
+        if misfit := region.misfit(tensor.shape):
+            raise UserError(f"{path / METADATA}: {name}: {misfit}")
+        boxes += [(chunk.file, box) for box in region.boxes]
+    if missing := prod(tensor.shape) - sum(box.size for _, box in boxes):
+        raise UserError(f"{path / METADATA}: {name}: {missing} of {prod(tensor.shape)} elements are missing")
+    if overlap := first_overlap(boxes):
+        raise UserError(f"{path / METADATA}: {name}: two chunks hold the element at {list(overlap[2])}")
+
+
+def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
+    """Return the one tensor that ``torch.save`` wrote; raise ValueError for anything else."""
+    made = pickle_in(archive)
+    if _is(made, "_rebuild_parameter"):
+        made = made.args[0]
+    if not (_is(made, "_rebuild_tensor_v2") or _is(made, "_rebuild_tensor_v3")):
+        raise ValueError(f"a {made.name if isinstance(made, Made) else type(made).__name__} is not a plain tensor")
+    storage, offset, shape, strides = made.args[:4]
+    if not isinstance(storage, Persistent) or not isinstance(storage.key, tuple) or storage.key[0] != "storage":
+        raise ValueError("the tensor has no storage")
+    kind, key = storage.key[1], storage.key[2]
+    found = made.args[6].text if _is(made, "_rebuild_tensor_v3") else str(_STORAGES[kind.text])
+    if found.removeprefix("torch.") != name_of(dtype):
+        raise ValueError(f"its dtype is {found}, but {name_of(dtype)} in {METADATA}")
+    if member(archive, "byteorder", b"little") != b"little":
+        raise ValueError("its bytes are in big-endian order")
+    data = torch.frombuffer(member(archive, f"data/{key}"), dtype=dtype) if prod(shape) else torch.empty(0, dtype=dtype)
+    if type(offset) is not int or offset < 0 or min(strides, default=0) < 0:
+        raise ValueError("the tensor has an invalid offset or stride")
+    return data.as_strided(_size(shape), strides, offset)
+
+
+def pickle_in(archive: zipfile.ZipFile) -> Any:
+    """Return the parsed pickle of a file that ``torch.save`` wrote; raise ValueError if it is none."""
+    return parse(bytes(member(archive, "data.pkl")))
+
+
+def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
+    """Return a file of the archive, whose names begin with a folder, and compare it with its CRC-32."""
+    found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
+    if not found:
+        if default is None:
+            raise ValueError(f"{name} is missing")
+        return default
+    if found[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    assert archive.fp is not None
+    if found[0].file_size > archive.fp.seek(0, io.SEEK_END):
+        raise ValueError(f"{name} is larger than its file")
+    data = bytearray(found[0].file_size)
+    view, at = memoryview(data), 0
+    with archive.open(found[0]) as file:
+        while chunk := file.read(_READ_BYTES):
+            view[at : at + len(chunk)] = chunk
+            at += len(chunk)
+    if at != len(data):
+        raise ValueError(f"{name} is cut off")
+    return data
+
+
+class _Part(io.RawIOBase):
+    """The bytes [begin, begin + length) of a file as a file."""
+
+    def __init__(self, file: io.BufferedReader, begin: int, length: int):
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(view[: max(0, min(len(view), self._length - self._at))])
+        self._at += count
+        return count
+
+
+def chunks_of(folder: DcpFolder, names: Iterable[str]) -> list[tuple[str, Chunk]]:
+    """Return the chunks of tensors in the order of their files, which are then read from front to back."""
+    found = [(name, chunk) for name in names for chunk in folder.tensors[name].chunks]
+    return sorted(found, key=lambda item: (item[1].file, item[1].position))

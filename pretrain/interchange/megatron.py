@@ -1,0 +1,195 @@
+"""Checkpoints of Megatron-core's dist_checkpointing (format ``torch_dist``), under our names.
+
+Such a folder is one of torch.distributed.checkpoint with metadata.json and common.pt beside it. Megatron-core saves a
+tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers, E, D]).
+If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer are one
+tensor, of whichever class they were.
+"""
+
+import re
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmoe.errors import UserError
+from megatron_patch.moe_layer import LIMITS, sharded_names
+from pretrain.checkpoint import Piece
+from pretrain.checkpoint.geometry import Shape
+from pretrain.config import ModelConfig
+from pretrain.interchange.dcp import DAMAGE, DcpFolder, chunks_of, pickle_in
+from pretrain.interchange.family import toml
+from pretrain.interchange.pickled import Made
+
+COMMON = "common.pt"
+_IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+# Tensors that a run of Megatron-LM saves beside the model's: of its optimizers.
+_NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
+# The same norm, as a module of its own or within the linear layer after it, as Transformer Engine has it.
+_SAME_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A tensor of ours and its location in a folder.
+
+    Attributes:
+        name: its name in a checkpoint, with prefix.
+        theirs: name in the folder.
+        row: index along the leading axis of theirs; None for all of it.
+        is_stacked: ours has a leading axis of size 1 that theirs lacks, as shared experts have.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    theirs: str
+    row: int | None
+    is_stacked: bool
+
+
+def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
+    """Return the model's tensors under our names, without those of optimizers.
+
+    Args:
+        wanted: names of the recipe's model, which decide where norms are.
+    """
+    found = []
+    for theirs, tensor in folder.tensors.items():
+        if _NOT_THE_MODELS.fullmatch(theirs):
+            continue
+        match = _IN_LAYER.fullmatch(theirs)
+        if match is None:
+            found.append(Renamed(f"model/{theirs}", tensor.shape, tensor.dtype, theirs, None, False))
+            continue
+        if match["number"] is None and not tensor.shape:
+            raise UserError(f"{folder.path}: {theirs} has no axis of layers")
+        rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
+        shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
+        for row in rows:
+            layer = f"model/{match['stack']}.{match['number'] if row is None else row}."
+            rest, is_stacked = _renamed_in_layer(match["rest"])
+            name = _with_norms_of(wanted, layer, rest)
+            found.append(Renamed(name, (1, *shape) if is_stacked else shape, tensor.dtype, theirs, row, is_stacked))
+    return found
+
+
+def _renamed_in_layer(name: str) -> tuple[str, bool]:
+    """Return our name of a tensor of a layer, and whether ours has a leading axis that theirs lacks."""
+    before, mlp, inside = name.rpartition("mlp.")
+    ours = sharded_names().get(inside) if mlp else None
+    return (name, False) if ours is None else (f"{before}{mlp}{ours}", ours.startswith("shared.expert."))
+
+
+def _with_norms_of(wanted: Collection[str], layer: str, rest: str) -> str:
+    if f"{layer}{rest}" not in wanted:
+        for pair in _SAME_NORMS:
+            for old, new in (pair, pair[::-1]):
+                if old in rest and f"{layer}{rest.replace(old, new)}" in wanted:
+                    return f"{layer}{rest.replace(old, new)}"
+    return f"{layer}{rest}"
+
+
+def pieces_of(folder: DcpFolder, tensors: Sequence[Renamed]) -> Iterator[Piece]:
+    """Yield the pieces of renamed tensors, chunk by chunk."""
+    by_name: dict[str, dict[int | None, Renamed]] = {}
+    for each in tensors:
+        by_name.setdefault(each.theirs, {})[each.row] = each
+    for theirs, chunk in chunks_of(folder, by_name):
+        data, rows = folder.read(theirs, chunk), by_name[theirs]
+        whole = rows.get(None)
+        parts = [(whole, chunk.offset, data)] if whole is not None else []
+        if whole is None:
+            parts = [(rows[chunk.offset[0] + n], chunk.offset[1:], part) for n, part in enumerate(data)]
+        for ours, offset, part in parts:
+            if ours.is_stacked:
+                offset, part = (0, *offset), part.unsqueeze(0)
+            yield Piece(ours.name, ours.shape, offset, tuple(part.shape), part)
+
+
+def check_arguments(path: Path, model: ModelConfig) -> bool:
+    """Compare the arguments of Megatron-LM in common.pt, which decide what the tensors compute, with a recipe.
+
+    Returns:
+        False if there are none, as in a checkpoint that a program saved with Megatron-core alone.
+
+    Raises:
+        UserError: an argument differs from the recipe, or our models do not have it; common.pt is damaged.
+    """
+    arguments = _arguments_in(path / COMMON)
+    for name, ours, key in _same_values(model, arguments):
+        theirs = arguments.get(name, ours)
+        if theirs != ours and not (theirs is None and ours in (False, 1.0)):
+            raise UserError(f"{path / COMMON}: {name}={toml(theirs)} differs from the recipe, which has {key}")
+    for name, holds, why in LIMITS:
+        value = arguments.get(name)
+        if name != "moe_router_load_balancing_type" and value is not None and not holds(value):
+            raise UserError(f"{path / COMMON}: {name}={toml(value)} is not supported: {why}")
+    return bool(arguments)
+
+
+def _arguments_in(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            common = pickle_in(archive)
+        arguments = common.get("args")
+    except DAMAGE as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(arguments, Made):
+        return {}
+    state = arguments.state
+    return state if isinstance(state, Mapping) else {}
+
+
+def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield arguments of Megatron-LM with the value that the recipe implies, and the recipe's key and value."""
+
+    def key(name: str) -> str:
+        return f"model.{name}={toml(getattr(model, name))}"
+
+    yield "num_layers", model.num_layers, key("num_layers")
+    yield "hidden_size", model.hidden_size, key("hidden_size")
+    yield "num_attention_heads", model.num_heads, key("num_heads")
+    if arguments.get("group_query_attention"):
+        yield "num_query_groups", model.query_groups, key("num_query_groups")
+    if model.kv_lora_rank is None:
+        yield "kv_channels", model.head_width, key("head_dim")
+    yield "multi_latent_attention", model.kv_lora_rank is not None, key("kv_lora_rank")
+    yield "qk_layernorm", model.qk_norm or model.kv_lora_rank is not None, key("qk_norm")
+    yield "position_embedding_type", model.position, key("position")
+    if model.position == "rope":
+        yield "rotary_base", model.rope_theta, key("rope_theta")
+        yield "rotary_percent", 1.0, "no partial rotary positions"
+        yield "use_rope_scaling", False, "no scaled rotary positions"
+        yield "rotary_interleaved", False, "no interleaved rotary positions"
+        yield "rotary_seq_len_interpolation_factor", None, "no interpolated positions"
+    yield "normalization", {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm], key("norm")
+    yield "apply_layernorm_1p", False, "norms without an added 1"
+    for name in ("norm_epsilon", "layernorm_epsilon"):
+        yield name, model.norm_eps, key("norm_eps")
+    yield "swiglu", model.gated and model.activation == "silu", f"{key('gated')}, {key('activation')}"
+    yield "squared_relu", False, key("activation")
+    yield "untie_embeddings_and_output_weights", not model.tie_embeddings, key("tie_embeddings")
+    if not model.num_experts:
+        return
+    yield "num_experts", model.routed_experts, key("num_experts")
+    yield "moe_router_topk", model.chosen_experts, key("top_k")
+    score = model.score or ("sigmoid" if model.gate == "sigmoid" else "softmax")
+    yield "moe_router_score_function", score, f"{key('gate')}, {key('score')}"
+    normalize = model.gate != "switch" and model.normalize is not False
+    if score == "softmax":
+        yield "moe_router_pre_softmax", not normalize, f"{key('gate')}, {key('normalize')}"
+    elif normalize != (model.chosen_experts > 1):
+        yield "moe_router_topk", None, f"{key('normalize')}: it is true with more than one expert per token"
+    yield "moe_router_topk_scaling_factor", model.routed_scale, key("routed_scale")
+    yield "moe_router_enable_expert_bias", model.gate == "sigmoid", key("gate")

@@ -1,0 +1,303 @@
+"""Checkpoints to and from the folders of other tools, under our own names: ``fmoe checkpoint export`` and ``import``.
+
+The formats are torch.distributed.checkpoint and safetensors. Nothing is converted, so tensors are equal bit for bit.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fmoe.errors import UserError
+from pretrain.checkpoint import Piece, codec, open_checkpoint, save_parts
+from pretrain.checkpoint.folders import STATE, rank_name
+from pretrain.checkpoint.geometry import Shape
+from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.config.imports import import_plugins, import_stored
+from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
+from pretrain.interchange.folder import (
+    INDEX,
+    WEIGHTS,
+    Planned,
+    SafetensorsFolder,
+    appearing,
+    refuse_output,
+    write_bytes,
+    write_weights,
+)
+from pretrain.interchange.outgoing import SHARD_BYTES, recipe_of
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG
+
+RECIPE = "recipe.toml"
+# Files of Megatron-core beside .metadata, and of Megatron-LM in the folder of all iterations.
+MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+SLICE_BYTES = 1 << 30
+Form = Literal["dcp", "safetensors"]
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """Result of an export or import.
+
+    Attributes:
+        num_tensors, nbytes: the tensors and their bytes.
+        is_resumable: whether a run can resume from them.
+        is_checked: False if nothing in the folder confirms the recipe's settings of routing, positions and norms.
+    """
+
+    num_tensors: int
+    nbytes: int
+    is_resumable: bool
+    is_checked: bool = True
+
+
+def export_tensors(
+    source: Path,
+    out: Path,
+    form: Form = "dcp",
+    *,
+    optimizer: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    slice_bytes: int = SLICE_BYTES,
+) -> Transferred:
+    """Write the tensors of a checkpoint, saved at any split, whole and under their names, with the recipe.
+
+    Args:
+        source: a step folder, or a run for its newest checkpoint.
+        out: a new or empty folder, which appears when it is complete.
+        form: "dcp" for a folder of torch.distributed.checkpoint, or "safetensors".
+        optimizer: also write the optimizer's tensors, and the states that a run needs to resume.
+        shard_bytes: maximum size of a file of safetensors.
+        slice_bytes: maximum size of the slices in which tensors are read; also those of a DCP folder.
+
+    Raises:
+        UserError: the checkpoint is damaged, or ``out`` is in use.
+    """
+    if form not in get_args(Form):
+        raise UserError(f"--format {form} is not known: use one of {', '.join(get_args(Form))}")
+    refuse_output(out)
+    checkpoint = open_checkpoint(source)
+    recipe = recipe_of(checkpoint)
+    if optimizer and checkpoint.state.get("weights_only"):
+        raise UserError(f"{checkpoint.path} has no optimizer state: export it without --optimizer")
+    names = [name for name in checkpoint.names() if optimizer or name.startswith(MODEL)]
+    plan = [Planned(name, checkpoint.dtype(name), checkpoint.shape(name)) for name in names]
+    slices = {p.name: list(blocks(p.shape, p.dtype.itemsize, slice_bytes)) for p in plan}
+    nbytes = sum(planned.nbytes for planned in plan)
+    around = BYTES_AROUND_A_PIECE * sum(map(len, slices.values()))
+    with appearing(out, nbytes + around) as folder:
+        if form == "dcp":
+            write_dcp(folder, checkpoint, slices)
+        else:
+            tensors = (checkpoint.read(name, *block) for name in names for block in slices[name])
+            write_weights(folder, plan, tensors, shard_bytes)
+        write_recipe(recipe, folder / RECIPE)
+        if optimizer:
+            write_bytes(folder / STATE, codec.dumps({**checkpoint.state, "step": checkpoint.step}, "state"))
+            for rank in range(checkpoint.num_ranks):
+                write_bytes(folder / rank_name(rank), codec.dumps(checkpoint.rank_state(rank), "rank_state"))
+    return Transferred(len(plan), nbytes, optimizer)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors of a folder under our names.
+
+    Attributes:
+        shapes: shape by name.
+        nbytes: bytes of all tensors.
+        pieces: reads them, piece by piece.
+    """
+
+    shapes: Mapping[str, Shape]
+    nbytes: int
+    pieces: Callable[[], Iterable[Piece]]
+
+
+def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Transferred:
+    """Write a folder with the tensors of a model as a run with one checkpoint.
+
+    Args:
+        source: folder that `export_tensors` wrote, or torch.distributed.checkpoint from it; or a checkpoint of
+            Megatron-core's dist_checkpointing.
+        out: a new or empty folder, which appears when it is complete.
+        recipe: path or name of the model's recipe; None for the folder's recipe.toml.
+
+    Raises:
+        UserError: the folder is of an unknown format or damaged; it lacks a tensor of the recipe's model, has another
+            one or one of another shape; Megatron's arguments differ from the recipe; ``out`` is in use.
+    """
+    refuse_output(out)
+    megatron = find_megatron(source)
+    folder = open_folder(source) if megatron is None else DcpFolder(megatron)
+    path = source / RECIPE
+    if recipe is None and not path.is_file():
+        raise UserError(f"{source} has no {RECIPE}: pass the model's recipe with --recipe")
+    if recipe is None:
+        found = load_recipe(str(path))
+        import_stored(found, source)
+    else:
+        found = import_plugins(load_recipe(recipe))
+    wanted = _shapes(found)
+    opened, is_checked = source_of(folder), True
+    if megatron is not None:
+        opened, is_checked = _of_megatron(folder, found.model, wanted)
+    _check_tensors(source, opened.shapes, wanted)
+    state, rank_states = _states(source, opened, found)
+    write_run(out, found, opened, state, rank_states)
+    return Transferred(len(opened.shapes), opened.nbytes, "weights_only" not in state, is_checked)
+
+
+def find_megatron(path: Path) -> Path | None:
+    """Return the folder of a checkpoint of Megatron-core: ``path``, or its newest iteration; None if there is none.
+
+    Raises:
+        UserError: the newest iteration is missing; the checkpoint has another format than ``torch_dist``.
+    """
+    if (path / LATEST).is_file():
+        text = (path / LATEST).read_text(errors="replace").strip()
+        path /= f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text) else "release"
+        if not (path / MEGATRON).is_file():
+            raise UserError(f"{path} is not a checkpoint of Megatron-core, but {LATEST} names it")
+    settings = path / MEGATRON
+    if not settings.is_file():
+        return None
+    try:
+        values = json.loads(settings.read_bytes())
+        backend = values["sharded_backend"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
+    if backend != "torch_dist":
+        raise UserError(f"{settings}: sharded_backend={backend!r} is not supported: only torch_dist is")
+    return path
+
+
+def open_folder(path: Path) -> DcpFolder | SafetensorsFolder:
+    """Return a folder, after a check of its index.
+
+    Raises:
+        UserError: the folder is of an unknown format, or damaged.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder")
+    if (path / METADATA).exists():
+        return DcpFolder(path)
+    if (path / WEIGHTS).exists() or (path / INDEX).exists():
+        return SafetensorsFolder(path)
+    raise UserError(f"{path} is of an unknown format: it has neither {METADATA} nor {WEIGHTS} nor {INDEX}")
+
+
+def source_of(folder: DcpFolder | SafetensorsFolder) -> Source:
+    """Return the tensors of a folder under the names that it has."""
+    return _dcp_source(folder) if isinstance(folder, DcpFolder) else _safetensors_source(folder)
+
+
+def _dcp_source(folder: DcpFolder) -> Source:
+    tensors = folder.tensors
+
+    def pieces() -> Iterator[Piece]:
+        for name, chunk in chunks_of(folder, tensors):
+            yield Piece(name, tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
+
+    nbytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    return Source({name: tensor.shape for name, tensor in tensors.items()}, nbytes, pieces)
+
+
+def _safetensors_source(folder: SafetensorsFolder) -> Source:
+    tensors = folder.tensors
+
+    def pieces() -> Iterator[Piece]:
+        for name, stored in tensors.items():
+            for offset, block in blocks(stored.shape, stored.dtype.itemsize, SLICE_BYTES):
+                rows = slice(offset[0], offset[0] + block[0]) if block else None
+                yield Piece(name, stored.shape, offset, block, folder.read(name, rows))
+
+    nbytes = sum(prod(stored.shape) * stored.dtype.itemsize for stored in tensors.values())
+    return Source({name: stored.shape for name, stored in tensors.items()}, nbytes, pieces)
+
+
+def _of_megatron(
+    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Shape]
+) -> tuple[Source, bool]:
+    """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were there
+    to be compared with the recipe."""
+    from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
+
+    assert isinstance(folder, DcpFolder)
+    is_checked = check_arguments(folder.path, model)
+    found = rename(folder, wanted)
+    nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in found)
+    return Source({each.name: each.shape for each in found}, nbytes, lambda: pieces_of(folder, found)), is_checked
+
+
+def _shapes(recipe: Recipe) -> dict[str, Shape]:
+    """Return the shapes of the tensors of the recipe's model, built on the meta device."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes do not depend on GPUs
+    from pretrain.engine.meta import checkpoint_shapes  # imports megatron-core
+
+    return {f"{MODEL}{name}": shape for name, shape in checkpoint_shapes(recipe).items()}
+
+
+def _check_tensors(source: Path, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raise UserError unless the tensors are those of the recipe's model, beside those of an optimizer."""
+    for name, shape in wanted.items():
+        if name not in shapes:
+            raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
+        if shapes[name] != shape:
+            raise UserError(f"{source}: {name} has shape {list(shapes[name])}, but {list(shape)} by the recipe")
+    for name in shapes:
+        if name not in wanted and not name.startswith(OPTIMIZER):
+            raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")
+
+
+def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the states of the run and of its ranks; those of weights alone if the folder has none."""
+    if not any(name.startswith(OPTIMIZER) for name in opened.shapes):
+        return weights_only(recipe), [{}]
+    values = []
+    for number in range(-1, len(list(source.glob("rank-*.json")))):
+        path = source / (STATE if number < 0 else rank_name(number))
+        try:
+            values.append(codec.loads(path.read_bytes()))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}; it belongs to the optimizer's state") from error
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}") from error
+        if not isinstance(values[-1], dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object")
+    state, *rank_states = values
+    if not rank_states:
+        raise UserError(f"{source / rank_name(0)} is missing; it belongs to the optimizer's state")
+    if type(state.get("step")) is not int or state["step"] < 0:
+        raise UserError(f"{source / STATE} is damaged: it has no step")
+    return state, rank_states
+
+
+def weights_only(recipe: Recipe) -> dict[str, Any]:
+    """Return the state of a checkpoint that only ``train.init_from`` can use."""
+    return {"step": 0, "recipe": asdict(recipe), "weights_only": True}
+
+
+def write_run(
+    out: Path, recipe: Recipe, opened: Source, state: dict[str, Any], rank_states: Sequence[dict[str, Any]]
+) -> None:
+    """Write a run with one checkpoint; the folder appears when it is complete."""
+    recipe = replace(recipe, run=replace(recipe.run, folder=str(out)))
+    if state.get("weights_only"):
+        recipe = replace(recipe, train=replace(recipe.train, init_from=str(out)))
+        state = {**state, "recipe": asdict(recipe)}
+    with appearing(out, opened.nbytes) as folder:
+        save_parts(
+            folder / CHECKPOINTS,
+            state["step"],
+            opened.pieces(),
+            state,
+            nbytes=opened.nbytes,
+            rank_states=rank_states,
+        )
+        write_recipe(recipe, folder / CONFIG)

@@ -1,0 +1,373 @@
+"""Checkpoints of Megatron-core's dist_checkpointing become runs of ours with the same logits."""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import queue
+import shutil
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compare import assert_close
+from forks import only, values
+from huggingface_folders import LENGTH, VOCAB, our_logits, some_tokens
+
+from fmoe.cli import run
+from fmoe.errors import UserError
+from pretrain.checkpoint import open_checkpoint
+from pretrain.checkpoint.cli import main
+from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+
+LIMIT = 1e-5  # of logits in float32, norm-wise
+EXPERTS = 4
+BASE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 40,
+    "moe_ffn_hidden_size": 24,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "normalization": "RMSNorm",
+}
+OURS = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=24,
+    vocab_size=VOCAB,
+    sequence_length=LENGTH,
+    num_experts=EXPERTS,
+    top_k=2,
+    gated=True,
+    activation="silu",
+    norm="rms",
+    gate="naive",
+    tie_embeddings=False,
+    capacity_factor=None,
+    eval_capacity_factor=None,
+)
+# Arguments of Megatron-LM, as it saves them in common.pt; not all of them.
+ARGS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": True,
+    "untie_embeddings_and_output_weights": True,
+    "num_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_expert_capacity_factor": None,
+    "params_dtype": torch.float32,
+    "iteration": 3,
+}
+# Name: (fields of Megatron's config, its arguments, our keys).
+CASES = {
+    "stacked layers": ({}, ARGS, {}),
+    "sigmoid, every second layer, shared expert, no arguments": (
+        {
+            "moe_layer_freq": [0, 1],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 1.5,
+            "moe_shared_expert_intermediate_size": 24,
+            "qk_layernorm": True,
+        },
+        None,
+        {
+            "moe_every": 2,
+            "dense_ffn_hidden_size": 40,
+            "gate": "sigmoid",
+            "routed_scale": 1.5,
+            "num_shared_experts": 1,
+            "qk_norm": True,
+        },
+    ),
+    "softmax before the choice, LayerNorm, tied": (
+        {
+            "moe_router_pre_softmax": True,
+            "normalization": "LayerNorm",
+            "gated_linear_unit": False,
+            "activation_func": F.gelu,
+            "num_query_groups": 4,
+        },
+        ARGS
+        | {"moe_router_pre_softmax": True, "normalization": "LayerNorm", "swiglu": False}
+        | {"untie_embeddings_and_output_weights": False, "group_query_attention": False},
+        {
+            "normalize": False,
+            "norm": "layer",
+            "gated": False,
+            "activation": "gelu",
+            "tie_embeddings": True,
+            "num_query_groups": None,
+        },
+    ),
+}
+
+
+def recipe_of(keys):
+    from dataclasses import replace
+
+    return Recipe(model=replace(OURS, **keys))
+
+
+def saved(folder, fields, arguments, tied, tokens, tensor=1, expert=1):
+    """Saves Megatron's model, at a split, and returns its logits; for processes of `forks`."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patch import cpu, patches
+
+    torch.compiler.set_stance("force_eager")  # Megatron's router has a function that is compiled, for half a minute
+    cpu.install()
+    patches.install()
+    parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert, expert_tensor_parallel_size=1)
+    model_parallel_cuda_manual_seed(11)
+    config = TransformerConfig(
+        **BASE | fields,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type="alltoall" if expert * tensor > 1 else "allgather",
+        moe_router_load_balancing_type="none",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    if "moe_layer_freq" not in fields:  # all layers equal: saved as a stack
+        config.moe_layer_freq = 1
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )
+    draw_weights(model)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        logits = model.eval()(tokens, positions, None)
+    if tensor > 1:
+        parts = [torch.empty_like(logits) for _ in range(tensor)]
+        dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        logits = torch.cat(parts, -1)
+    state = {"model": model.sharded_state_dict(), "iteration": 3, "checkpoint_version": 3.0}
+    if arguments is not None:
+        state["args"] = argparse.Namespace(**arguments)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    # Megatron-core writes from forks of this process. Its own queue would be one more process, which would stay.
+    multiprocessing.current_process()._config["daemon"] = False
+    results = queue.Queue()
+    filesystem_async._get_write_results_queue = lambda: results
+    dist_checkpointing.save(state, str(folder))
+    return logits
+
+
+def draw_weights(model):
+    """Of a size at which experts matter, each tensor by its global name and offset: the same at every split."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    with torch.no_grad():
+        for sharded in nested_values(model.sharded_state_dict()):
+            parts = [sharded]
+            if isinstance(sharded, ShardedTensorFactory):
+                parts = [part for part in nested_values(sharded.build()) if isinstance(part, ShardedTensor)]
+            for part in parts:
+                if not isinstance(part, ShardedTensor):
+                    continue
+                draw = torch.Generator().manual_seed(zlib.crc32(part.key.encode()))
+                whole = torch.randn(part.global_shape, generator=draw) * (0.3 if ".mlp." in part.key else 0.1)
+                whole = whole.abs() + 0.5 if "norm" in part.key else whole
+                sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+                index = tuple(slice(o, o + n) for o, n in zip(part.global_offset, sizes, strict=True))
+                part.data.copy_(whole[index].view(part.local_shape))
+
+
+def importing(path, out, *argv):
+    """Exit code, stdout and stderr of ``fmoe checkpoint import``, in a process without a group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    arguments = ["import", str(path), str(out), *map(str, argv)]
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = run("fmoe checkpoint", lambda: main(arguments))
+    return code, output.getvalue(), error.getvalue()
+
+
+@pytest.mark.by_default("stacked layers", "sigmoid, every second layer, shared expert, no arguments")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_ours_has_the_same_logits(forks, tmp_path, case):
+    fields, arguments, keys = CASES[case]
+    tokens, recipe = some_tokens(), recipe_of(keys)
+    write_recipe(recipe, tmp_path / "mine.toml")
+    folder = tmp_path / "theirs" / "iter_0000003"
+    expected = only(forks.run(1, saved, folder, fields, arguments, recipe.model.tie_embeddings, tokens))
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("3\n")
+    out = tmp_path / "run"
+    code, output, error = only(forks.run(1, importing, folder.parent, out, "--recipe", tmp_path / "mine.toml"))
+    assert (code, error) == (0, "")
+    assert ("common.pt has no arguments" in output) == (arguments is None)
+    assert load_recipe(str(out / "config.toml")).model == recipe.model
+    assert_close(only(forks.run(1, our_logits, out, tokens)), expected, LIMIT, "our logits")
+    open_checkpoint(out).verify()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 1), (1, 2), (2, 2)], ids=["TP2", "EP2", "TP2 x EP2"])
+@pytest.mark.parametrize("case", list(CASES)[:2])
+def test_every_split_gives_the_same_run(forks, tmp_path, case, tensor, expert):
+    fields, arguments, keys = CASES[case]
+    tokens, recipe = some_tokens()[:2], recipe_of(keys)
+    write_recipe(recipe, tmp_path / "mine.toml")
+    for name, split in (("one", (1, 1)), ("split", (tensor, expert))):
+        size = max(split)
+        found = values(forks.run(size, saved, tmp_path / name, fields, arguments, False, tokens, *split))
+        if name == "one":
+            expected = found[0]
+        assert_close(found[0], expected, LIMIT, "Megatron's logits")
+        argv = (tmp_path / name, tmp_path / f"{name} run", "--recipe", tmp_path / "mine.toml")
+        assert only(forks.run(1, importing, *argv))[0] == 0
+    one, split = (open_checkpoint(tmp_path / f"{name} run") for name in ("one", "split"))
+    assert one.names() == split.names()
+    for name in one.names():
+        assert torch.equal(one.read(name), split.read(name)), name
+    assert_close(only(forks.run(1, our_logits, tmp_path / "split run", tokens)), expected, LIMIT, "our logits")
+
+
+@pytest.fixture(scope="module")
+def theirs(forks, tmp_path_factory):
+    """A checkpoint of the first case."""
+    folder = tmp_path_factory.mktemp("megatron") / "theirs"
+    fields, arguments, _ = CASES["stacked layers"]
+    only(forks.run(1, saved, folder, fields, arguments, False, some_tokens()[:1]))
+    return folder
+
+
+def refusals(folder, out, recipes):
+    """The result of each import, and whether it left anything."""
+    return [(*importing(folder, out, "--recipe", recipe), out.exists()) for recipe in recipes]
+
+
+WRONG = {
+    "moe_router_topk=2": {"top_k": 1},
+    "rotary_base=10000": {"rope_theta": 500.0},
+    "norm_epsilon=1e-05": {"norm_eps": 1e-6},
+    "normalization=RMSNorm": {"norm": "layer"},
+    "moe_router_pre_softmax=false": {"normalize": False},
+    "moe_router_score_function=softmax": {"score": "sigmoid"},
+    "moe_router_enable_expert_bias=false": {"gate": "sigmoid", "score": "softmax"},
+    "moe_router_topk_scaling_factor=none": {"routed_scale": 2.0},
+    "untie_embeddings_and_output_weights=true": {"tie_embeddings": True},
+    "qk_layernorm": {"qk_norm": True},
+    "has shape [96, 32]": {"vocab_size": 104},
+    "has no tensor model/decoder.layers.0.mlp.shared.expert.weight_in": {"num_shared_experts": 1},
+}
+
+
+def test_a_recipe_of_other_logits_is_refused(forks, theirs, tmp_path):
+    recipes = []
+    for number, keys in enumerate(WRONG.values()):
+        recipes.append(tmp_path / f"{number}.toml")
+        write_recipe(recipe_of(keys), recipes[-1])
+    found = only(forks.run(1, refusals, theirs, tmp_path / "out", recipes))
+    for (word, keys), (code, _, error, is_there) in zip(WRONG.items(), found, strict=True):
+        if word == "qk_layernorm":
+            word = "has no tensor model/decoder.layers.0.self_attention.q_layernorm.weight"  # no argument has it
+        assert code == 2 and error.count("\n") == 1 and not is_there, error
+        assert word in error, (keys, error)
+
+
+def broken_json(folder):
+    (folder / "metadata.json").write_text("{}")
+
+
+def another_backend(folder):
+    values = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps(values | {"sharded_backend": "zarr"}))
+
+
+def no_iteration(folder):
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+DAMAGES = {
+    "no sharded_backend": broken_json,
+    "sharded_backend='zarr'": another_backend,
+    "iter_0000007": no_iteration,
+    "__0_1.distcp is missing": lambda folder: (folder / "__0_1.distcp").unlink(),
+    "has no .metadata": lambda folder: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("word", DAMAGES)
+def test_damage_is_one_line(theirs, tmp_path, word):
+    shutil.copytree(theirs, tmp_path / "bad")
+    DAMAGES[word](tmp_path / "bad")
+    code, _, error = importing(tmp_path / "bad", tmp_path / "out", "--recipe", "quickstart")
+    assert (code, error.count("\n"), word in error) == (2, 1, True), error
+    assert not (tmp_path / "out").exists()
+
+
+def checks_of_arguments(folder):
+    """What `check_arguments` returns or raises for some files."""
+    from pretrain.interchange.megatron import check_arguments
+
+    def result(value=None):
+        if value is not None:
+            torch.save(value, folder / "common.pt")
+        try:
+            return check_arguments(folder, OURS)
+        except UserError as error:
+            return str(error)
+
+    found = [result()]
+    (folder / "common.pt").write_bytes(b"PK no zip")
+    found += [result(), result({"args": argparse.Namespace(**ARGS)}), result({"iteration": 3})]
+    return found + [result({"args": argparse.Namespace(**ARGS | {name: value})}) for name, value in UNSUPPORTED.items()]
+
+
+UNSUPPORTED = {"moe_expert_capacity_factor": 1.25, "use_rope_scaling": True, "squared_relu": True}
+
+
+def test_arguments_of_a_damaged_file_and_unsupported_ones(forks, tmp_path):
+    missing, damaged, same, none, *refused = only(forks.run(1, checks_of_arguments, tmp_path))
+    assert missing.endswith("common.pt is missing") and "common.pt is damaged" in damaged
+    assert (same, none) == (True, False)
+    for (name, value), message in zip(UNSUPPORTED.items(), refused, strict=True):
+        assert f"{name}={str(value).lower()}" in message

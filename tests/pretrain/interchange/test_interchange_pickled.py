@@ -1,0 +1,89 @@
+"""Pickles are parsed and never run: `pretrain.interchange.pickled`."""
+
+import collections
+import pickle
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+
+from pretrain.interchange.pickled import Made, Name, parse
+
+DATA = {
+    "numbers": [0, 1, -1, 255, 65535, 2**31, -(2**40), 2**100, 1.5, float("inf")],
+    "texts": ["", "a", "\u00e9" * 300, b"", b"x" * 300],
+    "nested": ({"a": (1, (2, (3, 4, 5, 6)))}, [None, True, False], {1, 2, 3}, [], (), {}, {"k": [1] * 2000}),
+}
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_data_are_what_pickle_makes_of_them(protocol):
+    data = {key: value for key, value in DATA.items() if key != "nested" or protocol >= 4}
+    if protocol < 3:  # bytes are a call of a function there
+        data["texts"] = data["texts"][:3]
+    assert parse(pickle.dumps(data, protocol)) == data
+
+
+CALLED = []
+
+
+def harm(*args):
+    CALLED.append(args)
+    return args
+
+
+class Harmful:
+    def __reduce__(self):
+        return harm, ("x",)
+
+
+def test_calls_are_recorded_not_made():
+    data = pickle.dumps([Harmful(), "after"])
+    made, after = parse(data)
+    assert (made.name, made.args, after) == (f"{__name__}.harm", ("x",), "after")
+    assert not CALLED
+    pickle.loads(data)  # noqa: S301 - our own
+    assert CALLED == [("x",)]
+
+
+@dataclass
+class Plain:
+    a: int
+    b: str
+
+
+def test_objects_are_names_arguments_and_states():
+    made = parse(pickle.dumps(Plain(3, "x")))
+    assert made.name == f"{__name__}.Plain" and made.state == {"a": 3, "b": "x"} and made.args == ()
+    size = parse(pickle.dumps(torch.Size([2, 3])))
+    assert isinstance(size, Made) and (size.name, size.args) == ("torch.Size", ((2, 3),))
+    assert parse(pickle.dumps(torch.bfloat16)) == Name("torch.bfloat16")
+    assert parse(pickle.dumps(collections.OrderedDict(a=1))).state == {"a": 1}
+
+
+def some_metadata():
+    chunk = ChunkStorageMetadata(torch.Size([0, 1]), torch.Size([2, 3]))
+    return {MetadataIndex("w", [0, 1]): [chunk, TensorProperties(torch.float32)] for _ in range(3)}
+
+
+def test_damage_is_a_value_error():
+    data, draw = pickle.dumps(some_metadata()), random.Random(1)
+    assert parse(data)
+    refused = 0
+    for number in range(3000):
+        bad = bytearray(data[: draw.randrange(len(data))] if number % 3 == 0 else data)
+        for _ in range(draw.randrange(1, 4) if number % 3 and bad else 0):
+            bad[draw.randrange(len(bad))] = draw.randrange(256)
+        try:
+            parse(bytes(bad))
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 2000
+
+
+def test_an_instruction_that_torch_does_not_need_is_refused():
+    with pytest.raises(ValueError, match="INST"):
+        parse(b"(ios\nsystem\n.")
