@@ -35,8 +35,10 @@ BYTES_AROUND_A_PIECE = 4096
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _READ_BYTES = 16 << 20
 # What reading a damaged file of torch.save may raise.
-DAMAGE = (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError)
-DAMAGE += (zipfile.BadZipFile, struct.error)
+DAMAGE = (
+    *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(zipfile.BadZipFile, struct.error),
+)
 # Typed storages, by which torch.save names the dtypes of all but the newest.
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,

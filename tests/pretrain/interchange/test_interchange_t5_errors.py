@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,8 +84,11 @@ def test_what_a_family_holds(values, form):
 
 
 @pytest.mark.parametrize("name", ["switch-base", "switch-large", "switch-c"])
-def test_recipes_are_exported(name):
+def test_recipes_are_exported_without_drops(name):
     recipe = load_recipe(name)
+    with pytest.raises(UserError, match=r"model.eval_capacity_factor=2\.0 .* --no-drops"):
+        family_for(recipe.model)
+    recipe = replace(recipe, model=replace(recipe.model, eval_capacity_factor=None))
     family = family_for(recipe.model)
     assert family.name == "switch_transformers"
     again = Recipe(model=model_of(config_of(family, recipe.model, "bfloat16"))[1])
