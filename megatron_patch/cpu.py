@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 from torch.utils._device import _device_constructors
 
 from fmoe import random
@@ -39,6 +40,9 @@ def _device_on_cpu(function: Callable) -> Callable:
             kwargs["device"] = _CPU if isinstance(device, int) else _on_cpu(device)
         return function(*args, **kwargs)
 
+    # TorchScript knows builtin functions by their objects; torch.distributed.optim compiles some when it is imported.
+    if (operator := _builtins._find_builtin(function)) is not None:
+        _builtins._register_builtin(wrapped, operator)
     return wrapped
 
 
