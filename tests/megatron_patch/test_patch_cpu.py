@@ -149,7 +149,7 @@ def compiled(steps):
     from megatron_patch import cpu
 
     cpu.install()
-    import torch.distributed.optim  # noqa: F401 - compiles optimizers with TorchScript
+    import torch.distributed.optim  # compiles optimizers with TorchScript
 
     return torch.jit.script(steps)(3)
 
