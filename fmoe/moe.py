@@ -94,7 +94,7 @@ class MoE(nn.Module):
                 differ between ranks.
             PeerError: another rank failed, is gone or does not respond; names the rank, and its error if known.
         """
-        gate = adapted(self.gate)
+        gate = self.gate if isinstance(self.gate, Router) else adapted(self.gate)
         runs_collectives = getattr(gate, "runs_collectives", False)
         with self.exchange.session(self.name, self.facts, self.experts, x, runs_collectives) as session:
             tokens = self.split(x, mask, token_ids)
@@ -102,9 +102,8 @@ class MoE(nn.Module):
             routing = tokens.local_routing(self.route(tokens))
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
             outputs = session.run(routing, weight_TK, tokens.rows(expert_call.needs_keys), expert_call)
-            outputs = self.finish(outputs, tokens, weight_TK)
-            observer = getattr(gate, "record", None)
-            outputs = self.aux.count(routing, weight_TK, tokens.join(outputs), self.training, observer)
+            outputs = tokens.join(self.finish(outputs, tokens, weight_TK))
+            outputs = self.aux.count(routing, weight_TK, outputs, self.training, getattr(gate, "record", None))
         return self.result(outputs, expert_call)
 
     def split(self, x: Any, mask: Tensor | None, token_ids: Tensor | None) -> LocalTokens:
@@ -114,7 +113,7 @@ class MoE(nn.Module):
 
     def route(self, tokens: LocalTokens) -> Routing:
         """Return the gate's decision about the tokens that it sees."""
-        if isinstance(adapted(self.gate), Router) and not self.check:
+        if isinstance(self.gate, Router) and not self.check:
             return self.gate(tokens.gate_input_TD, tokens.groups)
         return external.route(
             self.gate, tokens.gate_input_TD, tokens.groups, self.num_experts, name=self.name, check=self.check

@@ -348,8 +348,7 @@ class ExpertCall:
     module: Any  # an nn.Module; its type lacks the experts' own methods
 
     def __init__(self, module: nn.Module, name: str, x_TD: Tensor, training: bool):
-        self.module, self.name = module, name
-        experts = adapted(module)
+        self.module, self.name, experts = module, name, module if isinstance(module, FFNExperts) else adapted(module)
         self.needs_keys = training and getattr(experts, "wants_row_keys", False)
         dtype = getattr(experts, "dtype", x_TD.dtype)
         # The mixed precision policy of fully_shard casts weights and rows when the experts are called.

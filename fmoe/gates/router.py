@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.parametrize import type_before_parametrizations as type_of
 
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce
@@ -315,8 +315,7 @@ class _Linear16(torch.autograd.Function):
 
 def routes_by_logits(gate: Any) -> bool:
     """Return whether a gate's own class, not a base class, sets `Router.routes_by_logits`."""
-    kind = type_before_parametrizations(adapted(gate))  # torch gives a module with a parametrization a class of its own
-    return vars(kind).get("routes_by_logits", False)
+    return vars(type_of(gate if isinstance(gate, Router) else adapted(gate))).get("routes_by_logits", False)
 
 
 def _entropy(probs_TE: Tensor) -> Tensor:
