@@ -12,7 +12,7 @@
 | 0.18 on  | the aux-loss tracker is an object of a new module        | `layer.drop_tracked_losses` asks for the old   |
 | 0.18 on  | a layer spec has partial functions, which no copy equals | specs are copied, never compared               |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |
-| 0.19 on  | MLA chooses its norms by the config, not by the spec     | `latent_attention` takes those of the spec     |
+| 0.19 on  | MLA chooses its norms by the config, not by the spec     | `latent_attention` takes the norms of the spec |
 | 0.19 on  | GPTModel and an import warn                              | silenced in __init__.py, pretrain.engine.model |
 
 ``python tests/conformance/megatron_versions.py FOLDER...`` compares what versions compute, bit for bit.
@@ -62,7 +62,7 @@ _NO_TRITON = SimpleNamespace(jit=lambda function: function, language=SimpleNames
 
 @contextlib.contextmanager
 def without_triton() -> Iterator[None]:
-    """Allow ``import megatron.core`` where Triton is not installed, as beside torch's build for the CPU.
+    """Allow ``import megatron.core`` where Triton is not installed, as with torch's build for the CPU.
 
     Only import statements in `_NEEDS_TRITON` get a stand-in. It is not in ``sys.modules``: all other modules, including
     those that `_NEEDS_TRITON` import, find no Triton.

@@ -1,4 +1,4 @@
-"""Adapters of PEFT, which take the place of a gate or of experts, and hold them."""
+"""Adapters of PEFT: modules that replace a gate or experts, and hold them."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ def adapted(module: Any) -> Any:
     """Return the gate or the experts inside of PEFT's adapters; without one, ``module`` itself.
 
     Attributes and classes of a gate or of experts are read from the result. Calls go to ``module``, which adds the
-    adapter. LoRA (``target_parameters``) holds what it adapts as its base layer; ``modules_to_save`` holds a copy for
-    each adapter.
+    adapter. LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy
+    for each adapter.
     """
     if (get_base_layer := getattr(module, "get_base_layer", None)) is not None:
         return get_base_layer()

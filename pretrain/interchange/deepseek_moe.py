@@ -2,7 +2,8 @@
 
 transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
 of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:
-products with powers of two are exact, so the logits are the same. ``fmoe_format`` in config.json tells imports.
+products with powers of two are exact, so the logits are the same. An import recognizes it by ``fmoe_format`` in
+config.json.
 """
 
 from collections.abc import Mapping, Sequence

@@ -52,7 +52,7 @@ def why_own(model: ModelConfig) -> str:
 def _nearest(model: ModelConfig) -> Family:
     """Return the family of transformers that fits a model, or the nearest one.
 
-    Another kind of model is farther than experts or none of them, and these are farther than any other keys.
+    A family with another kind of model is the farthest, then one that differs in having experts.
     """
 
     def distance(family: Family) -> tuple[bool, bool, int]:

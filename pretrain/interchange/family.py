@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: its tensors, its keys of config.json, and the models it can represent."""
+"""Families of Hugging Face models: their tensors, their keys of config.json, and the models they can represent."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Descendants of Llama with experts: Mixtral and Qwen3-MoE, and what they have in common."""
+"""Descendants of Llama with experts: Mixtral and Qwen3-MoE, and their common parts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """Checkpoints of Megatron-core's dist_checkpointing (format ``torch_dist``), under our names.
 
-Such a folder is one of torch.distributed.checkpoint with metadata.json and common.pt beside it. Megatron-core saves a
+Such a folder is one of torch.distributed.checkpoint, with metadata.json and common.pt. Megatron-core saves a
 tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers, E, D]).
 If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer are one
 tensor, of whichever class they were.
@@ -57,7 +57,7 @@ class Renamed:
 
 
 def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
-    """Return the model's tensors under our names, without those of optimizers.
+    """Return the model's tensors under our names, without the optimizer's.
 
     Args:
         wanted: names of the recipe's model, which decide where norms are.
@@ -119,7 +119,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     """Compare the arguments of Megatron-LM in common.pt, which decide what the tensors compute, with a recipe.
 
     Returns:
-        False if there are none, as in a checkpoint that a program saved with Megatron-core alone.
+        False if it has no arguments: a program saved it with Megatron-core, without Megatron-LM.
 
     Raises:
         UserError: an argument differs from the recipe, or our models do not have it; common.pt is damaged.

@@ -85,7 +85,7 @@ def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Calla
 
 
 class _Linear(nn.Linear):
-    """A map that knows its distribution of initial weights."""
+    """A linear map with its distribution of initial weights."""
 
     def __init__(self, model: ModelConfig, inputs: int, outputs: int, *, bias: bool = False, is_output: bool = False):
         super().__init__(inputs, outputs, bias=bias)

@@ -73,7 +73,7 @@ def export_tensors(
         form: "dcp" for a folder of torch.distributed.checkpoint, or "safetensors".
         optimizer: also write the optimizer's tensors, and the states that a run needs to resume.
         shard_bytes: maximum size of a file of safetensors.
-        slice_bytes: maximum size of the slices in which tensors are read; also those of a DCP folder.
+        slice_bytes: maximum size of the slices in which tensors are read, and written in a DCP folder.
 
     Raises:
         UserError: the checkpoint is damaged, or ``out`` is in use.
@@ -154,7 +154,7 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
 
 
 def find_megatron(path: Path) -> Path | None:
-    """Return the folder of a checkpoint of Megatron-core: ``path``, or its newest iteration; None if there is none.
+    """Return the folder of a checkpoint of Megatron-core: ``path``, or its newest iteration; None for another folder.
 
     Raises:
         UserError: the newest iteration is missing; the checkpoint has another format than ``torch_dist``.
@@ -224,8 +224,8 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
 def _of_megatron(
     folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Shape]
 ) -> tuple[Source, bool]:
-    """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were there
-    to be compared with the recipe."""
+    """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were
+    compared with the recipe."""
     from pretrain.interchange.megatron import check_arguments, pieces_of, rename  # imports megatron-core
 
     assert isinstance(folder, DcpFolder)
@@ -244,7 +244,7 @@ def _shapes(recipe: Recipe) -> dict[str, Shape]:
 
 
 def _check_tensors(source: Path, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raise UserError unless the tensors are those of the recipe's model, beside those of an optimizer."""
+    """Raise UserError unless the tensors, without the optimizer's, are the recipe's model."""
     for name, shape in wanted.items():
         if name not in shapes:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
@@ -256,7 +256,7 @@ def _check_tensors(source: Path, shapes: Mapping[str, Shape], wanted: Mapping[st
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the states of the run and of its ranks; those of weights alone if the folder has none."""
+    """Return the states of the run and of its ranks; without an optimizer, those of a checkpoint with only weights."""
     if not any(name.startswith(OPTIMIZER) for name in opened.shapes):
         return weights_only(recipe), [{}]
     values = []
