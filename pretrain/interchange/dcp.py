@@ -266,7 +266,11 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"its dtype is {found}, but {name_of(dtype)} in {METADATA}")
     if member(archive, "byteorder", b"little") != b"little":
         raise ValueError("its bytes are in big-endian order")
-    data = torch.frombuffer(member(archive, f"data/{key}"), dtype=dtype) if prod(shape) else torch.empty(0, dtype=dtype)
+    data = (
+        torch.frombuffer(member(archive, f"data/{key}"), dtype=dtype)
+        if prod(shape)
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     if type(offset) is not int or offset < 0 or min(strides, default=0) < 0:
         raise ValueError("the tensor has an invalid offset or stride")
     return data.as_strided(_size(shape), strides, offset)

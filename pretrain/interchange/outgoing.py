@@ -166,7 +166,7 @@ def _tensors(checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Place], dty
     sizes = sizes_of(recipe.model)
     for place in found:
         if not place.ours:
-            yield from (torch.zeros(shape, dtype=dtype) for shape in place.theirs.values())
+            yield from (torch.zeros(shape, dtype=dtype, device="cpu") for shape in place.theirs.values())
             continue
         if place.expert is None:
             ours = checkpoint.read(place.ours)
