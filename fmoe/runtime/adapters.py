@@ -1,5 +1,6 @@
 """Adapters of PEFT: modules that replace a gate or experts, and hold them."""
 
+import sys
 from typing import Any
 
 
@@ -10,10 +11,11 @@ def adapted(module: Any) -> Any:
     adapter. LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy
     for each adapter.
     """
-    if (get_base_layer := getattr(module, "get_base_layer", None)) is not None:
-        return get_base_layer()
-    children = getattr(module, "_modules", {})
-    if "modules_to_save" not in children or "original_module" not in children:
+    if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before it is imported
+        return module
+    if isinstance(module, layers.BaseTunerLayer):
+        return module.get_base_layer()
+    if not isinstance(module, sys.modules["peft.utils.other"].ModulesToSaveWrapper):
         return module
     names = [] if module.disable_adapters else module.active_adapters
-    return next((children["modules_to_save"][name] for name in names), children["original_module"])
+    return next((module.modules_to_save[name] for name in names), module.original_module)

@@ -1,5 +1,6 @@
 """Conversion between ``[model]`` of a recipe and config.json of a Hugging Face model."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,8 +63,12 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing")
+    for name in (key.other, key.alias):  # transformers obeys the last of several names
+        if name in config and config[name] != value:
+            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} name the same value")
     if key.kind is float and type(value) is int:
-        value = float(value)
+        with contextlib.suppress(OverflowError):
+            value = float(value)
     if type(value) is not key.kind or (isinstance(value, int) and key.kind is int and value < 1):
         raise UserError(f"{key.theirs}={toml(value)} must be {_KINDS[key.kind]}")
     return value
@@ -78,16 +83,20 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: positions are scaled.
     """
-    found = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    for key in ("rope_scaling", "rope_parameters"):
+    found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:
+        found["partial_rotary_factor"] = 1.0  # unlike a missing key, which has the family's default
+    for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second
         rope = config.get(key)
-        if rope is None:
+        if not rope and rope in (None, {}):
             continue
         if not isinstance(rope, Mapping):
             raise UserError(f"{key}={toml(rope)} must be an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
-        others = sorted(set(rope) - {"rope_type", "type", *found})
+        others = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if kind != "default" or others:
             raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default is")
-        found |= {key: rope[key] for key in found if key in rope}
+        if key == "rope_scaling" and config.get("rope_parameters") not in (None, {}, rope):
+            raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
+        found |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     return found

@@ -205,7 +205,7 @@ LATENT = (
 LATENT_EPS = 1e-6
 LATENT_KEYS = (
     *(key for key in KEYS if key.theirs != "router_aux_loss_coef"),
-    Key("n_routed_experts", "num_experts", int),
+    Key("n_routed_experts", "num_experts", int, alias="num_local_experts"),
     Key("moe_intermediate_size", "ffn_hidden_size", int),
     Key("kv_lora_rank", "kv_lora_rank", int, 512),
     Key("qk_nope_head_dim", "qk_head_dim", int, 128),

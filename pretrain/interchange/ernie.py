@@ -133,8 +133,8 @@ ERNIE4_5_MOE = Family(
     tables=(ERNIE_TABLE, ERNIE_STACKED),
     keys=(
         *(key for key in KEYS if key.ours not in ("top_k", "balance_loss", "tie_embeddings")),
-        Key("moe_num_experts", "num_experts", int),
-        Key("moe_k", "top_k", int),
+        Key("moe_num_experts", "num_experts", int, alias="num_experts"),
+        Key("moe_k", "top_k", int, alias="num_experts_per_tok"),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
         Key("tie_word_embeddings", "tie_embeddings", bool, True),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),

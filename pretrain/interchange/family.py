@@ -24,6 +24,7 @@ class Key:
         theirs, ours: names in config.json and in ``[model]``.
         kind: int, float or bool.
         other: alternative name in config.json.
+        alias: further name that transformers accepts, refused if its value differs.
         default: value that transformers assumes for a missing key; None if the key is required.
         value: computes the exported value where ours may be None; by default, the value of ours is exported.
     """
@@ -34,6 +35,7 @@ class Key:
     default: Any = None
     value: Callable[[ModelConfig], Any] | None = None
     other: str | None = None
+    alias: str | None = None
 
     def of(self, model: ModelConfig) -> Any:
         """Return the key's value in config.json."""

@@ -55,7 +55,7 @@ GLM4_MOE = Family(
     tables=(GLM4_MOE_TABLE, (*_REST, *STACKED)),
     keys=(
         *(key for key in KEYS if key.theirs != "router_aux_loss_coef"),
-        Key("n_routed_experts", "num_experts", int),
+        Key("n_routed_experts", "num_experts", int, other="num_experts", alias="num_local_experts"),
         Key("n_shared_experts", "num_shared_experts", int, 1),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
         Key("routed_scaling_factor", "routed_scale", float, 1.0),

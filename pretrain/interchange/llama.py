@@ -193,7 +193,7 @@ MIXTRAL = Family(
     tables=(MIXTRAL_TABLE, (*COMMON, *STACKED)),
     keys=(
         *KEYS,
-        Key("num_local_experts", "num_experts", int),
+        Key("num_local_experts", "num_experts", int, alias="num_experts"),
         Key("intermediate_size", "ffn_hidden_size", int),
         Key("rms_norm_eps", "norm_eps", float, 1e-5),
         Key("rope_theta", "rope_theta", float, 1e6),

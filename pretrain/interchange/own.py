@@ -114,7 +114,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"model={toml(section)} must be an object, the section [model] of a recipe")
     if "vocab_size" in config:
         section = {**section, "vocab_size": config["vocab_size"]}
-    model = build_recipe({"model": section}).model
+    recipe = build_recipe({"model": section})
+    recipe.check()
+    model = without_mtp(recipe.model)  # an export leaves these layers out
     for demand in FMOE.demands:
         if not demand.holds(model):
             raise UserError(f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported: {demand.why}")
@@ -153,5 +155,6 @@ FMOE = Family(
     files=_code,
     notes=_notes,
     left_out="model/mtp.",
+    copies={"output_layer.weight": "embedding.word_embeddings.weight"},
 )
 """Any GPT of a recipe. It needs this library where it is loaded, so that "auto" takes it last."""

@@ -128,9 +128,10 @@ def test_a_small_slice_for_real(tmp_path, capsys):
         large_batch.main(shown)
     first = run()
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count("validation loss") == 10 + 1, "two seeds of five contenders, and the table"
+    runs = 2 * len(large_batch.CONTENDERS)
+    assert first.stdout.count("validation loss") == runs + 1, "two seeds of each contender, and the table"
     figures = sorted((tmp_path / "large_batch" / "figures").glob("*.json"))
-    assert len(figures) == 10
+    assert len(figures) == runs
     lost = next(path for path in figures if path.name.startswith("lamb_") and path.stem.endswith("_2"))
     before = json.loads(lost.read_text())["figure"]
     lost.unlink()

@@ -153,3 +153,15 @@ def test_reset_parameters_draws_what_the_constructor_drew(expert):
     layer.reset_parameters()
     for name, value in layer.state_dict().items():
         assert torch.equal(value, drawn[name]), name
+
+
+class HasBaseLayer(fmoe.gates.NaiveRouter):
+    """A user's gate with names that PEFT's adapters have too."""
+
+    get_base_layer = True
+    modules_to_save = original_module = None
+
+
+def test_a_gate_may_have_the_names_of_an_adapter():
+    layer = fmoe.MoE.build(d_model=8, num_experts=4, gate=HasBaseLayer(8, 4))
+    assert layer(torch.randn(5, 8)).shape == (5, 8)

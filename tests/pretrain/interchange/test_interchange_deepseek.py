@@ -120,6 +120,14 @@ CONFIG_ERNIE = ERNIE_CASE | {"model_type": "ernie4_5_moe", "num_key_value_heads"
 CONFIGS = {
     "rotary halves": (CONFIG, {"rope_interleave": False}, "rope_interleave=false"),
     "biases": (CONFIG, {"attention_bias": True}, "attention_bias=true"),
+    "two names": (CONFIG_ERNIE, {"moe_k": 2, "num_experts_per_tok": 3}, "moe_k=2 and num_experts_per_tok=3"),
+    "two numbers of experts": (CONFIG, {"n_routed_experts": 8, "num_local_experts": 4}, "num_local_experts=4"),
+    "two bases": (
+        CONFIG_ERNIE,
+        {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "differs from rope_parameters",
+    ),
+    "a huge number": (CONFIG_ERNIE, {"rms_norm_eps": 10**400}, "rms_norm_eps=1"),
     "another epsilon": (CONFIG, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
     "yarn": (CONFIG, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling="),
     "8 bits": (CONFIG, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
@@ -176,3 +184,11 @@ def test_neighbouring_elements_become_those_of_two_halves(width):
                 assert torch.equal(found[2 * i], head[i]) and torch.equal(found[2 * i + 1], head[i + 3])
     assert torch.equal(paired[2], straight[2])
     assert torch.equal(PairedQueryKeyValue().join(paired, sizes), ours)
+
+
+def test_a_rotary_factor_of_null_is_one():
+    """As in transformers, whose default of one half is for a missing key."""
+    config = CONFIG_GLM | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "intermediate_size": 40}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    assert model_of(config | rope)[1].rotary_fraction == 0.5
+    assert model_of(config | rope | {"partial_rotary_factor": None})[1].rotary_fraction == 1.0

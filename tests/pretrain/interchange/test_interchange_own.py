@@ -372,6 +372,10 @@ def test_what_is_refused(exported, tmp_path):
         ({"model": {"breadth": 3}}, "breadth"),
         ({"model": {"gate": "mine"}}, "model.gate=mine"),
         ({"model": {"num_heads": "six"}}, "num_heads"),
+        ({"model": {"num_heads": 0}}, "model.num_heads=0"),
+        ({"model": {"num_heads": 5}}, "model.num_heads=5"),
+        ({"model": {"moe_every": 0}}, "model.moe_every=0"),
+        ({"model": {"kv_lora_rank": 4}}, "model.kv_lora_rank=4"),
         ({"vocab_size": 65}, "word_embeddings.weight has shape"),
         ({"quantization_config": {}}, "quantization_config"),
     ):
