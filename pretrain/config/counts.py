@@ -74,8 +74,16 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
     """Return the parameters of a router, ``experts`` routed experts and all shared ones: in matrices, and others."""
     shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-    shared = _block(model, model.shared_width) + model.shared_expert_gate * model.hidden_size
-    return matrices + shared, sum(map(math.prod, shapes)) - matrices
+    shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
+    return matrices + shared, sum(map(math.prod, shapes)) - matrices + biases
+
+
+def _shared(model: ModelConfig) -> tuple[int, int]:
+    """Return the parameters of all shared experts, in matrices and biases; they have the options of expert=ffn."""
+    options = model.expert_options if model.expert == "ffn" else {}
+    rows = (1 + options.get("gated", model.gated)) * model.shared_width
+    biases = rows + model.hidden_size if options.get("bias") else 0
+    return model.hidden_size * (rows + model.shared_width + model.shared_expert_gate), biases
 
 
 def _block(model: ModelConfig, hidden: int) -> int:

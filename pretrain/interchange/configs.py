@@ -63,7 +63,7 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
     value = config.get(key.theirs, config.get(key.other or key.theirs, key.default))
     if value is None:
         raise UserError(f"{key.theirs} is missing")
-    for name in (key.other, key.alias):  # transformers obeys the last of several names
+    for name in filter(None, (key.other, key.alias)):  # transformers obeys the last of several names
         if name in config and config[name] != value:
             raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} name the same value")
     if key.kind is float and type(value) is int:

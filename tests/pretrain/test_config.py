@@ -61,6 +61,7 @@ MODELS = {
     "biases of queries, keys and values": {"qkv_bias": True, "num_query_groups": 2, "head_dim": 6, "mtp_layers": 1},
     "norms of all heads": {"qk_norm": True, "qk_norm_over": "all", "norm": "rms", "head_dim": 6, "num_query_groups": 2},
     "shared experts": {"num_shared_experts": 3, "gated": True},
+    "shared experts with biases": {"num_shared_experts": 2, "expert_options": {"bias": True, "gated": True}},
     "wide shared experts with a gate": {
         "num_shared_experts": 2,
         "shared_ffn_hidden_size": 20,
