@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,26 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
     """Return the model's tensors under our names, without the optimizer's.
 
     Args:
-        wanted: names of the recipe's model, which decide where norms are.
+        wanted: names of the recipe's model, which decide how many layers there are and where norms are.
+
+    Raises:
+        UserError: a tensor is empty, or has another number of layers than the recipe's model.
     """
-    found = []
+    found, layers = [], _num_layers(wanted)
     for theirs, tensor in folder.tensors.items():
         if _NOT_THE_MODELS.fullmatch(theirs):
             continue
+        if not prod(tensor.shape):
+            raise UserError(f"{folder.path}: {theirs} is empty: it has shape {list(tensor.shape)}")
         match = _IN_LAYER.fullmatch(theirs)
         if match is None:
             found.append(Renamed(f"model/{theirs}", tensor.shape, tensor.dtype, theirs, None, False))
             continue
         if match["number"] is None and not tensor.shape:
             raise UserError(f"{folder.path}: {theirs} has no axis of layers")
+        count = layers.get(match["stack"], 0)
+        if match["number"] is None and tensor.shape[0] != count:
+            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but {count} by the recipe")
         rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
         shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
         for row in rows:
@@ -79,6 +88,16 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             rest, is_stacked = _renamed_in_layer(match["rest"])
             name = _with_norms_of(wanted, layer, rest)
             found.append(Renamed(name, (1, *shape) if is_stacked else shape, tensor.dtype, theirs, row, is_stacked))
+    return found
+
+
+def _num_layers(wanted: Collection[str]) -> dict[str, int]:
+    """Return the number of layers of each stack of layers, such as ``decoder.layers``."""
+    found: dict[str, int] = {}
+    for name in wanted:
+        match = _IN_LAYER.fullmatch(name.removeprefix("model/"))
+        if match is not None and match["number"] is not None:
+            found[match["stack"]] = max(found.get(match["stack"], 0), int(match["number"]) + 1)
     return found
 
 

@@ -371,3 +371,15 @@ def test_arguments_of_a_damaged_file_and_unsupported_ones(forks, tmp_path):
     assert (same, none) == (True, False)
     for (name, value), message in zip(UNSUPPORTED.items(), refused, strict=True):
         assert f"{name}={str(value).lower()}" in message
+
+
+@pytest.mark.parametrize(("shape", "word"), [((10**10, 2), f"has {10**10} layers"), ((10**10, 0), "is empty")])
+def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
+    """Refused before anything is listed per layer."""
+    from pretrain.interchange.dcp import Chunked
+    from pretrain.interchange.megatron import rename
+
+    name = "decoder.layers.input_layernorm.weight"
+    folder = argparse.Namespace(path=tmp_path, tensors={name: Chunked(torch.float32, shape, ())})
+    with pytest.raises(UserError, match=f"{name} {word}"):
+        rename(folder, ["model/decoder.layers.0.input_layernorm.weight"])
