@@ -51,9 +51,9 @@ def alone(function, *args):
 
 
 def shapes_of(recipe):
-    from pretrain.engine.meta import checkpoint_shapes
+    from pretrain.engine.meta import checkpoint_layouts
 
-    return checkpoint_shapes(recipe)
+    return {name: shape for name, (shape, _) in checkpoint_layouts(recipe).items()}
 
 
 def importing(*argv):
@@ -430,6 +430,17 @@ def test_a_folder_that_is_not_the_recipes_model(forks, exported, tmp_path):
     assert "embedding.word_embeddings.weight has shape [40, 16]" in other[1] and "[48, 16]" in other[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_tensor_that_is_not_floating_is_refused(forks, trained, exported, tmp_path, dtype):
+    weights = {name: value for name, value in tensors_of(open_checkpoint(trained)).items() if "model/" in name}
+    weights[W] = weights[W].to(dtype)
+    dcp.save(weights, checkpoint_id=tmp_path / "bad", no_dist=True)
+    shutil.copy(exported["dcp", False] / "recipe.toml", tmp_path / "bad")
+    ((code, error, is_there),) = only(forks.run(1, imports_of, tmp_path / "bad", tmp_path / "out", [None]))
+    assert code == 2 and error.count("\n") == 1 and not is_there
+    assert f"{W} has dtype {str(dtype).removeprefix('torch.')}" in error
+
+
 def test_damage_within_the_import_leaves_nothing(forks, exported, tmp_path):
     shutil.copytree(exported["dcp", True], tmp_path / "bad")
     chunk = DcpFolder(tmp_path / "bad").tensors[W].chunks[1]
@@ -449,8 +460,8 @@ def test_the_index_of_safetensors_has_every_tensor(exported):
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).shapes
+    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).layouts
     only_file = path.parent / "one file"
     only_file.mkdir()
     save_file({"model/w": torch.ones(2)}, only_file / "model.safetensors")
-    assert source_of(open_folder(only_file)).shapes == {"model/w": (2,)}
+    assert source_of(open_folder(only_file)).layouts == {"model/w": ((2,), torch.float32)}
