@@ -146,7 +146,8 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     arguments = _arguments_in(path / COMMON)
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
-        if theirs != ours and not (theirs is None and ours in (False, 1.0)):
+        is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)
+        if theirs != ours and not is_default:
             raise UserError(f"{path / COMMON}: {name}={toml(theirs)} differs from the recipe, which has {key}")
     for name, holds, why in LIMITS:
         value = arguments.get(name)
@@ -183,6 +184,8 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield "num_query_groups", model.query_groups, key("num_query_groups")
     if model.kv_lora_rank is None:
         yield "kv_channels", model.head_width, key("head_dim")
+    else:
+        yield "rope_type", "rope", "rotary positions without YaRN"
     yield "multi_latent_attention", model.kv_lora_rank is not None, key("kv_lora_rank")
     yield "qk_layernorm", model.qk_norm or model.kv_lora_rank is not None, key("qk_norm")
     yield "position_embedding_type", model.position, key("position")
@@ -196,8 +199,13 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "apply_layernorm_1p", False, "norms without an added 1"
     for name in ("norm_epsilon", "layernorm_epsilon"):
         yield name, model.norm_eps, key("norm_eps")
-    yield "swiglu", model.gated and model.activation == "silu", f"{key('gated')}, {key('activation')}"
-    yield "squared_relu", False, key("activation")
+    yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}"
+    for name in ("squared_relu", "quick_geglu"):
+        yield name, False, key("activation")
+    yield "window_size", None, "attention to all earlier tokens"
+    yield "qk_l2_norm", False, "no L2 norm of queries and keys"
+    yield "no_rope_freq", None, "the same positions in every layer"
+    yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"
     yield "untie_embeddings_and_output_weights", not model.tie_embeddings, key("tie_embeddings")
     if not model.num_experts:
         return
@@ -212,3 +220,14 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield "moe_router_topk", None, f"{key('normalize')}: it is true with more than one expert per token"
     yield "moe_router_topk_scaling_factor", model.routed_scale, key("routed_scale")
     yield "moe_router_enable_expert_bias", model.gate == "sigmoid", key("gate")
+
+
+def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
+    """Return the argument ``swiglu`` of the recipe's activation; "neither" if Megatron-LM has another one.
+
+    Without it, blocks are ungated, of GELU. Fused with the biases, GELU is the tanh approximation.
+    """
+    if model.gated:
+        return True if model.activation == "silu" else "neither"
+    is_fused = arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear")
+    return False if model.activation == ("gelu_tanh" if is_fused else "gelu") else "neither"

@@ -8,6 +8,7 @@ import multiprocessing
 import queue
 import shutil
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -383,3 +384,52 @@ def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
     folder = argparse.Namespace(path=tmp_path, tensors={name: Chunked(torch.float32, shape, ())})
     with pytest.raises(UserError, match=f"{name} {word}"):
         rename(folder, ["model/decoder.layers.0.input_layernorm.weight"])
+
+
+LATENT = {"kv_lora_rank": 16}
+NOT_OURS = {
+    "quick_geglu=true": ({"quick_geglu": True}, {}),
+    "window_size=(8, 0)": ({"window_size": (8, 0)}, {}),
+    "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
+    "no_rope_freq=4": ({"no_rope_freq": 4}, {}),
+    "apply_residual_connection_post_layernorm=true": ({"apply_residual_connection_post_layernorm": True}, {}),
+    "swiglu=true": ({}, {"gated": False, "activation": "relu"}),
+    "swiglu=false": ({"swiglu": False}, {"gated": False, "activation": "relu"}),
+    "swiglu=false ": ({"swiglu": False}, {"gated": True, "activation": "gelu"}),
+    "swiglu=false  ": ({"swiglu": False}, {"gated": False, "activation": "gelu_tanh"}),
+    "swiglu=false   ": (
+        {"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": True},
+        {"gated": False, "activation": "gelu"},
+    ),
+    "rope_type=yarn": ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "yarn"}, LATENT),
+    "rope_type=none": ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": None}, LATENT),
+}
+# None and False are the absence of a feature.
+AS_OURS = [
+    ({"window_size": False, "qk_l2_norm": None, "no_rope_freq": False, "quick_geglu": None}, {}),
+    ({"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": False}, {"gated": False, "activation": "gelu"}),
+    (
+        {"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": True},
+        {"gated": False, "activation": "gelu_tanh"},
+    ),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}, LATENT),
+]
+
+
+def result_of_arguments(folder, arguments, keys):
+    from pretrain.interchange.megatron import check_arguments
+
+    torch.save({"args": argparse.Namespace(**ARGS | arguments)}, folder / "common.pt")
+    return check_arguments(folder, replace(OURS, **keys))
+
+
+@pytest.mark.parametrize("word", NOT_OURS)
+def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
+    with pytest.raises(UserError) as error:
+        result_of_arguments(tmp_path, *NOT_OURS[word])
+    assert f"{word.strip()} differs from the recipe" in str(error.value)
+
+
+@pytest.mark.parametrize(("arguments", "keys"), AS_OURS)
+def test_an_argument_of_the_same_logits_is_accepted(tmp_path, arguments, keys):
+    assert result_of_arguments(tmp_path, arguments, keys)
