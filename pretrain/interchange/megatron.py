@@ -148,12 +148,20 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         theirs = arguments.get(name, ours)
         is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)
         if theirs != ours and not is_default:
-            raise UserError(f"{path / COMMON}: {name}={toml(theirs)} differs from the recipe, which has {key}")
+            raise UserError(f"{path / COMMON}: {name}={_brief(theirs)} differs from the recipe, which has {key}")
     for name, holds, why in LIMITS:
         value = arguments.get(name)
         if name != "moe_router_load_balancing_type" and value is not None and not holds(value):
-            raise UserError(f"{path / COMMON}: {name}={toml(value)} is not supported: {why}")
+            raise UserError(f"{path / COMMON}: {name}={_brief(value)} is not supported: {why}")
     return bool(arguments)
+
+
+def _brief(value: Any) -> str:
+    """Spell a parsed value for a message: plain ones and flat tuples; of others, which may have no end, the type."""
+    for each in value if isinstance(value, tuple) else (value,):
+        if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
+            return f"a {type(value).__name__}"
+    return toml(value)
 
 
 def _arguments_in(path: Path) -> Mapping[str, Any]:

@@ -177,7 +177,8 @@ def find_megatron(path: Path) -> Path | None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
     if backend != "torch_dist":
-        raise UserError(f"{settings}: sharded_backend={backend!r} is not supported: only torch_dist is")
+        spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
+        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: only torch_dist is")
     return path
 
 
