@@ -19,9 +19,10 @@ from pretrain.checkpoint import Piece, codec, open_checkpoint, save_parts
 from pretrain.checkpoint.folders import STATE, rank_name
 from pretrain.checkpoint.geometry import Shape
 from pretrain.checkpoint.shard import name_of
-from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
+from pretrain.interchange.family import toml
 from pretrain.interchange.folder import (
     INDEX,
     WEIGHTS,
@@ -40,6 +41,12 @@ RECIPE = "recipe.toml"
 MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SLICE_BYTES = 1 << 30
+# Keys of a run's state that resuming reads, beside its recipe, and their types.
+_RESUMING_READS: dict[str, dict[str, Any]] = {
+    "optimizer": {"step": int | float},
+    "schedule": {"num_steps": int},
+    "data": {"next_sample": int, "samples_per_epoch": int, "corpora": list | tuple},
+}
 Form = Literal["dcp", "safetensors"]
 Layout = tuple[Shape, torch.dtype]
 
@@ -287,7 +294,35 @@ def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any
         raise UserError(f"{source / rank_name(0)} is missing; it belongs to the optimizer's state")
     if type(state.get("step")) is not int or state["step"] < 0:
         raise UserError(f"{source / STATE} is damaged: it has no step")
+    _check_resumable(source, state, rank_states, recipe)
     return state, rank_states
+
+
+def _check_resumable(
+    source: Path, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], recipe: Recipe
+) -> None:
+    """Raise UserError unless the states have what resuming reads, for the recipe's model."""
+    path = source / STATE
+    if state.get("weights_only"):
+        raise UserError(f"{path} has weights_only=true, but {source} has tensors of the optimizer")
+    if not isinstance(state.get("recipe"), dict):
+        raise UserError(f"{path} is damaged: it has no recipe")
+    try:
+        then = build_recipe(state["recipe"])
+    except UserError as error:
+        raise UserError(f"the recipe of {path}: {error}") from error
+    now = asdict(recipe.model)
+    for key, was in asdict(then.model).items():
+        if was != (value := now[key]):
+            raise UserError(f"{path} has model.{key}={toml(was)}, but the recipe has {toml(value)}")
+    for section, keys in _RESUMING_READS.items():
+        table = state.get(section)
+        for key, kind in keys.items():
+            if not isinstance(table, dict) or not isinstance(table.get(key), kind):
+                raise UserError(f"{path} is damaged: it has no {section}.{key}")
+    for rank, rank_state in enumerate(rank_states):
+        if "rng" not in rank_state:
+            raise UserError(f"{source / rank_name(rank)} is damaged: it has no rng")
 
 
 def weights_only(recipe: Recipe) -> dict[str, Any]:

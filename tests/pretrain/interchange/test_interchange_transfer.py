@@ -3,7 +3,7 @@
 import pickle
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe.cli import run
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, open_checkpoint, save, save_parts
+from pretrain.checkpoint import Piece, codec, open_checkpoint, save, save_parts
 from pretrain.checkpoint.cli import main
 from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
@@ -88,6 +88,7 @@ def trained(forks, tmp_path_factory):
                 offset = (3 * row, *(0 for _ in shape[1:]))
                 pieces.append(Piece(f"{prefix}{name}", shape, offset, tuple(part.shape), part))
     state = {"recipe": asdict(RECIPE), "step": 7, "schedule": {"num_steps": 7, "tuple": (1, 2.5)}}
+    state |= {"optimizer": {"step": 7.0}, "data": {"next_sample": 56, "samples_per_epoch": 64, "corpora": [None]}}
     folder = tmp_path_factory.mktemp("trained")
     return save_parts(folder, 7, pieces, state, nbytes=0, part_bytes=8000, rank_states=RANK_STATES)
 
@@ -428,6 +429,33 @@ def test_a_folder_that_is_not_the_recipes_model(forks, exported, tmp_path):
     assert "has no tensor model/decoder.layers.2." in more[1]
     assert "has the tensor model/decoder.layers.1." in fewer[1]
     assert "embedding.word_embeddings.weight has shape [40, 16]" in other[1] and "[48, 16]" in other[1]
+
+
+STATES = {
+    "it has no recipe": {"recipe": None},
+    "model.depth": {"recipe": {"model": {"depth": 3}}},
+    "model.num_layers=3": {"recipe": asdict(replace(RECIPE, model=replace(MODEL, num_layers=3)))},
+    "weights_only=true": {"weights_only": True},
+    "optimizer.step": {"optimizer": {}},
+    "schedule.num_steps": {"schedule": None},
+    "data.corpora": {"data": {"next_sample": 56, "samples_per_epoch": 64}},
+}
+
+
+def test_states_that_cannot_resume_are_refused(exported, tmp_path):
+    opened = source_of(open_folder(exported["dcp", True]))
+    state = codec.loads((exported["dcp", True] / "state.json").read_bytes())
+    for word, changes in STATES.items():
+        (tmp_path / "state.json").write_bytes(codec.dumps(state | changes, "state"))
+        (tmp_path / "rank-00000.json").write_bytes(codec.dumps({"rng": 1}, "state"))
+        with pytest.raises(UserError) as error:
+            transfer._states(tmp_path, opened, RECIPE)
+        assert word in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "state.json").write_bytes(codec.dumps(state, "state"))
+    assert transfer._states(tmp_path, opened, RECIPE)[0] == state
+    (tmp_path / "rank-00000.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"rank-00000.json is damaged: it has no rng"):
+        transfer._states(tmp_path, opened, RECIPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
