@@ -15,7 +15,7 @@ from pretrain.config import ParallelConfig, Recipe
 from pretrain.engine import init_parallel
 from pretrain.engine.model import build_model
 from pretrain.engine.pipeline import stages
-from pretrain.engine.state import tensor_shapes
+from pretrain.engine.state import tensor_layouts
 from pretrain.process import Processes
 
 
@@ -60,8 +60,9 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
         return [build_model(recipe, **stage) for stage in stages(recipe.parallel)]
 
 
-def checkpoint_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a recipe's model, by their names in a checkpoint without its prefix.
+def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint without its
+    prefix.
 
     Raises:
         RuntimeError: as `build_on_meta`.
@@ -69,4 +70,4 @@ def checkpoint_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     recipe = replace(recipe, parallel=ParallelConfig())
     cpu.install()
     with as_rank(recipe, 0), cpu.on_meta():
-        return tensor_shapes([build_model(recipe, **stage) for stage in stages(recipe.parallel)])
+        return tensor_layouts([build_model(recipe, **stage) for stage in stages(recipe.parallel)])

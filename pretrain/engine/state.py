@@ -152,13 +152,13 @@ def _factor_views(
         yield of, whole[tuple(slice(c, c + n) for c, n in zip(corner, of.block, strict=True))]
 
 
-def tensor_shapes(chunks: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Return the global shapes of the parameters and persistent buffers of chunks, by their names in a checkpoint
-    without its prefix."""
+def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, by their names in a
+    checkpoint without its prefix."""
     locations = _locations(chunks)
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):
-        found |= {location.name: location.shape for location in _locations_of(locations, tensor, name)}
+        found |= {at.name: (at.shape, tensor.dtype) for at in _locations_of(locations, tensor, name)}
     return found
 
 

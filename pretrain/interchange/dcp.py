@@ -197,11 +197,13 @@ def _tensors_of(document: Any) -> dict[str, Chunked]:
     stored: dict[tuple[str, Shape], Any] = {}
     for index, info in document.state["storage_data"].items():
         if (offset := index.state.get("offset")) is not None:
-            stored[index.state["fqn"], _size(offset)] = info.state
+            if not isinstance(fqn := index.state["fqn"], str):
+                raise ValueError(f"a {type(fqn).__name__} is not a name")
+            stored[fqn, _size(offset)] = info.state
     found = {}
     for name, entry in document.state["state_dict_metadata"].items():
         if not isinstance(name, str):
-            raise ValueError(f"{name!r} is not a name")
+            raise ValueError(f"a {type(name).__name__} is not a name")
         if not _is(entry, "TensorStorageMetadata"):
             continue  # an object, such as the state of a generator
         state = entry.state
@@ -216,7 +218,7 @@ def _tensors_of(document: Any) -> dict[str, Chunked]:
                 raise ValueError(f"{name} has no data at {list(offset)}")
             where = stored[name, offset]
             if where.get("transform_descriptors"):
-                raise ValueError(f"{name} is compressed or encrypted ({where['transform_descriptors']})")
+                raise ValueError(f"{name} is compressed or encrypted")
             file, begin, length = where["relative_path"], where["offset"], where["length"]
             if not isinstance(file, str) or type(begin) is not int or type(length) is not int or min(begin, length) < 0:
                 raise ValueError(f"{name} has an invalid location")
@@ -232,8 +234,10 @@ def _is(value: Any, name: str) -> bool:
 def _size(value: Any) -> Shape:
     """Return the numbers of a ``torch.Size``."""
     numbers = value.args[0] if _is(value, "Size") else value
-    if not isinstance(numbers, tuple | list) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{numbers!r} is not a size")
+    if not isinstance(numbers, tuple | list) or any(
+        type(number) is not int or not 0 <= number < 2**63 for number in numbers
+    ):
+        raise ValueError(f"a {type(numbers).__name__} is not a size of numbers from 0 to 2^63")
     return tuple(numbers)
 
 
@@ -257,10 +261,13 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
         made = made.args[0]
     if not (_is(made, "_rebuild_tensor_v2") or _is(made, "_rebuild_tensor_v3")):
         raise ValueError(f"a {made.name if isinstance(made, Made) else type(made).__name__} is not a plain tensor")
-    storage, offset, shape, strides = made.args[:4]
+    storage, offset = made.args[:2]
+    shape, strides = map(_size, made.args[2:4])
     if not isinstance(storage, Persistent) or not isinstance(storage.key, tuple) or storage.key[0] != "storage":
         raise ValueError("the tensor has no storage")
     kind, key = storage.key[1], storage.key[2]
+    if not isinstance(key, str):
+        raise ValueError("the tensor's storage has no name")
     found = made.args[6].text if _is(made, "_rebuild_tensor_v3") else str(_STORAGES[kind.text])
     if found.removeprefix("torch.") != name_of(dtype):
         raise ValueError(f"its dtype is {found}, but {name_of(dtype)} in {METADATA}")
@@ -271,9 +278,9 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
         if prod(shape)
         else torch.empty(0, dtype=dtype, device="cpu")
     )
-    if type(offset) is not int or offset < 0 or min(strides, default=0) < 0:
-        raise ValueError("the tensor has an invalid offset or stride")
-    return data.as_strided(_size(shape), strides, offset)
+    if type(offset) is not int or offset < 0:
+        raise ValueError("the tensor has an invalid offset")
+    return data.as_strided(shape, strides, offset)
 
 
 def pickle_in(archive: zipfile.ZipFile) -> Any:

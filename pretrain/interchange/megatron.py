@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,26 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
     """Return the model's tensors under our names, without the optimizer's.
 
     Args:
-        wanted: names of the recipe's model, which decide where norms are.
+        wanted: names of the recipe's model, which decide how many layers there are and where norms are.
+
+    Raises:
+        UserError: a tensor is empty, or has another number of layers than the recipe's model.
     """
-    found = []
+    found, layers = [], _num_layers(wanted)
     for theirs, tensor in folder.tensors.items():
         if _NOT_THE_MODELS.fullmatch(theirs):
             continue
+        if not prod(tensor.shape):
+            raise UserError(f"{folder.path}: {theirs} is empty: it has shape {list(tensor.shape)}")
         match = _IN_LAYER.fullmatch(theirs)
         if match is None:
             found.append(Renamed(f"model/{theirs}", tensor.shape, tensor.dtype, theirs, None, False))
             continue
         if match["number"] is None and not tensor.shape:
             raise UserError(f"{folder.path}: {theirs} has no axis of layers")
+        count = layers.get(match["stack"], 0)
+        if match["number"] is None and tensor.shape[0] != count:
+            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but {count} by the recipe")
         rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
         shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
         for row in rows:
@@ -79,6 +88,16 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             rest, is_stacked = _renamed_in_layer(match["rest"])
             name = _with_norms_of(wanted, layer, rest)
             found.append(Renamed(name, (1, *shape) if is_stacked else shape, tensor.dtype, theirs, row, is_stacked))
+    return found
+
+
+def _num_layers(wanted: Collection[str]) -> dict[str, int]:
+    """Return the number of layers of each stack of layers, such as ``decoder.layers``."""
+    found: dict[str, int] = {}
+    for name in wanted:
+        match = _IN_LAYER.fullmatch(name.removeprefix("model/"))
+        if match is not None and match["number"] is not None:
+            found[match["stack"]] = max(found.get(match["stack"], 0), int(match["number"]) + 1)
     return found
 
 
@@ -127,13 +146,22 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     arguments = _arguments_in(path / COMMON)
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
-        if theirs != ours and not (theirs is None and ours in (False, 1.0)):
-            raise UserError(f"{path / COMMON}: {name}={toml(theirs)} differs from the recipe, which has {key}")
+        is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)
+        if theirs != ours and not is_default:
+            raise UserError(f"{path / COMMON}: {name}={_brief(theirs)} differs from the recipe, which has {key}")
     for name, holds, why in LIMITS:
         value = arguments.get(name)
         if name != "moe_router_load_balancing_type" and value is not None and not holds(value):
-            raise UserError(f"{path / COMMON}: {name}={toml(value)} is not supported: {why}")
+            raise UserError(f"{path / COMMON}: {name}={_brief(value)} is not supported: {why}")
     return bool(arguments)
+
+
+def _brief(value: Any) -> str:
+    """Spell a parsed value for a message: plain ones and flat tuples; of others, which may have no end, the type."""
+    for each in value if isinstance(value, tuple) else (value,):
+        if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
+            return f"a {type(value).__name__}"
+    return toml(value)
 
 
 def _arguments_in(path: Path) -> Mapping[str, Any]:
@@ -164,6 +192,8 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield "num_query_groups", model.query_groups, key("num_query_groups")
     if model.kv_lora_rank is None:
         yield "kv_channels", model.head_width, key("head_dim")
+    else:
+        yield "rope_type", "rope", "rotary positions without YaRN"
     yield "multi_latent_attention", model.kv_lora_rank is not None, key("kv_lora_rank")
     yield "qk_layernorm", model.qk_norm or model.kv_lora_rank is not None, key("qk_norm")
     yield "position_embedding_type", model.position, key("position")
@@ -177,8 +207,13 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "apply_layernorm_1p", False, "norms without an added 1"
     for name in ("norm_epsilon", "layernorm_epsilon"):
         yield name, model.norm_eps, key("norm_eps")
-    yield "swiglu", model.gated and model.activation == "silu", f"{key('gated')}, {key('activation')}"
-    yield "squared_relu", False, key("activation")
+    yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}"
+    for name in ("squared_relu", "quick_geglu"):
+        yield name, False, key("activation")
+    yield "window_size", None, "attention to all earlier tokens"
+    yield "qk_l2_norm", False, "no L2 norm of queries and keys"
+    yield "no_rope_freq", None, "the same positions in every layer"
+    yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"
     yield "untie_embeddings_and_output_weights", not model.tie_embeddings, key("tie_embeddings")
     if not model.num_experts:
         return
@@ -193,3 +228,14 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         yield "moe_router_topk", None, f"{key('normalize')}: it is true with more than one expert per token"
     yield "moe_router_topk_scaling_factor", model.routed_scale, key("routed_scale")
     yield "moe_router_enable_expert_bias", model.gate == "sigmoid", key("gate")
+
+
+def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
+    """Return the argument ``swiglu`` of the recipe's activation; "neither" if Megatron-LM has another one.
+
+    Without it, blocks are ungated, of GELU. Fused with the biases, GELU is the tanh approximation.
+    """
+    if model.gated:
+        return True if model.activation == "silu" else "neither"
+    is_fused = arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear")
+    return False if model.activation == ("gelu_tanh" if is_fused else "gelu") else "neither"

@@ -33,14 +33,23 @@ class Made:
     state: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Persistent:
     """A reference to an object outside the pickle: a storage in a file of torch."""
 
     key: Any
 
 
+class Nested(tuple):
+    """A tuple of tuples that knows its depth, and its elements with those of the tuples within."""
+
+    depth: int
+    size: int
+
+
 _MARK = object()
+# Python hashes, compares and prints nested tuples by recursion, a tuple that is within twice, twice.
+_MAX_DEPTH, _MAX_SIZE = 32, 1 << 24
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -103,10 +112,10 @@ def _run(data: bytes | BinaryIO) -> Any:
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name == "TUPLE":
-            stack.append(tuple(since_mark()))
+            stack.append(_tuple(since_mark()))
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
             count = int(name[-1])
-            stack[-count:] = [tuple(stack[-count:])]
+            stack[-count:] = [_tuple(stack[-count:])]
         elif name == "LIST":
             stack.append(since_mark())
         elif name == "APPEND":
@@ -117,14 +126,14 @@ def _run(data: bytes | BinaryIO) -> Any:
             _as(list, stack[-1]).extend(values)
         elif name == "ADDITEMS":
             values = since_mark()
-            _as(set, stack[-1]).update(values)
+            _as(set, stack[-1]).update(map(_key, values))
         elif name in ("SETITEM", "SETITEMS", "DICT"):
             items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
             if name == "DICT":
                 stack.append({})
             if len(items) % 2:
                 raise ValueError("malformed pickle (a key without a value)")
-            _items_of(stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+            _items_of(stack[-1]).update(zip(map(_key, items[::2]), items[1::2], strict=True))
         elif name == "GLOBAL":
             stack.append(Name(str(argument).replace(" ", ".")))
         elif name == "STACK_GLOBAL":
@@ -141,6 +150,27 @@ def _run(data: bytes | BinaryIO) -> Any:
         else:
             raise ValueError(f"malformed pickle (instruction {name} is not supported)")
     raise ValueError("malformed pickle (no end)")
+
+
+def _tuple(values: list[Any]) -> tuple:
+    inner = [value for value in values if isinstance(value, tuple)]
+    if not inner:
+        return tuple(values)
+    made = Nested(values)
+    made.depth = 1 + max(getattr(value, "depth", 1) for value in inner)
+    made.size = len(values) + sum(getattr(value, "size", len(value)) for value in inner)
+    if made.depth > _MAX_DEPTH or made.size > _MAX_SIZE:
+        raise ValueError(f"malformed pickle (a tuple of depth {made.depth} with {made.size} elements)")
+    return made
+
+
+def _key(value: Any) -> Any:
+    """Return a key of a dict or an element of a set: a plain value, an object, or a tuple of plain values."""
+    for each in value if isinstance(value, tuple) else (value,):
+        if not isinstance(each, str | int | float | bytes | Name | Made | None):
+            kind = "tuple" if isinstance(each, tuple) else type(each).__name__
+            raise ValueError(f"malformed pickle (a {kind} within a key)")
+    return value
 
 
 def _as(kind: type, value: Any) -> Any:

@@ -12,13 +12,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from fmoe.errors import UserError
 from pretrain.checkpoint import Piece, codec, open_checkpoint, save_parts
 from pretrain.checkpoint.folders import STATE, rank_name
 from pretrain.checkpoint.geometry import Shape
-from pretrain.config import ModelConfig, Recipe, load_recipe, write_recipe
+from pretrain.checkpoint.shard import name_of
+from pretrain.config import ModelConfig, Recipe, build_recipe, load_recipe, write_recipe
 from pretrain.config.imports import import_plugins, import_stored
 from pretrain.interchange.dcp import BYTES_AROUND_A_PIECE, METADATA, DcpFolder, blocks, chunks_of, write_dcp
+from pretrain.interchange.family import toml
 from pretrain.interchange.folder import (
     INDEX,
     WEIGHTS,
@@ -37,7 +41,14 @@ RECIPE = "recipe.toml"
 MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SLICE_BYTES = 1 << 30
+# Keys of a run's state that resuming reads, beside its recipe, and their types.
+_RESUMING_READS: dict[str, dict[str, Any]] = {
+    "optimizer": {"step": int | float},
+    "schedule": {"num_steps": int},
+    "data": {"next_sample": int, "samples_per_epoch": int, "corpora": list | tuple},
+}
 Form = Literal["dcp", "safetensors"]
+Layout = tuple[Shape, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -109,12 +120,12 @@ class Source:
     """Tensors of a folder under our names.
 
     Attributes:
-        shapes: shape by name.
+        layouts: shape and dtype by name.
         nbytes: bytes of all tensors.
         pieces: reads them, piece by piece.
     """
 
-    shapes: Mapping[str, Shape]
+    layouts: Mapping[str, Layout]
     nbytes: int
     pieces: Callable[[], Iterable[Piece]]
 
@@ -143,14 +154,14 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
         import_stored(found, source)
     else:
         found = import_plugins(load_recipe(recipe))
-    wanted = _shapes(found)
+    wanted = _layouts(found)
     opened, is_checked = source_of(folder), True
     if megatron is not None:
         opened, is_checked = _of_megatron(folder, found.model, wanted)
-    _check_tensors(source, opened.shapes, wanted)
+    _check_tensors(source, opened.layouts, wanted)
     state, rank_states = _states(source, opened, found)
     write_run(out, found, opened, state, rank_states)
-    return Transferred(len(opened.shapes), opened.nbytes, "weights_only" not in state, is_checked)
+    return Transferred(len(opened.layouts), opened.nbytes, "weights_only" not in state, is_checked)
 
 
 def find_megatron(path: Path) -> Path | None:
@@ -173,7 +184,8 @@ def find_megatron(path: Path) -> Path | None:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
     if backend != "torch_dist":
-        raise UserError(f"{settings}: sharded_backend={backend!r} is not supported: only torch_dist is")
+        spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
+        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: only torch_dist is")
     return path
 
 
@@ -205,7 +217,7 @@ def _dcp_source(folder: DcpFolder) -> Source:
             yield Piece(name, tensors[name].shape, chunk.offset, chunk.shape, folder.read(name, chunk))
 
     nbytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-    return Source({name: tensor.shape for name, tensor in tensors.items()}, nbytes, pieces)
+    return Source({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, nbytes, pieces)
 
 
 def _safetensors_source(folder: SafetensorsFolder) -> Source:
@@ -218,11 +230,11 @@ def _safetensors_source(folder: SafetensorsFolder) -> Source:
                 yield Piece(name, stored.shape, offset, block, folder.read(name, rows))
 
     nbytes = sum(prod(stored.shape) * stored.dtype.itemsize for stored in tensors.values())
-    return Source({name: stored.shape for name, stored in tensors.items()}, nbytes, pieces)
+    return Source({name: (stored.shape, stored.dtype) for name, stored in tensors.items()}, nbytes, pieces)
 
 
 def _of_megatron(
-    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Shape]
+    folder: DcpFolder | SafetensorsFolder, model: ModelConfig, wanted: Mapping[str, Layout]
 ) -> tuple[Source, bool]:
     """Return the model's tensors in a checkpoint of Megatron-core under our names, and whether its arguments were
     compared with the recipe."""
@@ -232,32 +244,39 @@ def _of_megatron(
     is_checked = check_arguments(folder.path, model)
     found = rename(folder, wanted)
     nbytes = sum(prod(each.shape) * each.dtype.itemsize for each in found)
-    return Source({each.name: each.shape for each in found}, nbytes, lambda: pieces_of(folder, found)), is_checked
+    layouts = {each.name: (each.shape, each.dtype) for each in found}
+    return Source(layouts, nbytes, lambda: pieces_of(folder, found)), is_checked
 
 
-def _shapes(recipe: Recipe) -> dict[str, Shape]:
-    """Return the shapes of the tensors of the recipe's model, built on the meta device."""
+def _layouts(recipe: Recipe) -> dict[str, Layout]:
+    """Return the shapes and dtypes of the tensors of the recipe's model, built on the meta device."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # shapes do not depend on GPUs
-    from pretrain.engine.meta import checkpoint_shapes  # imports megatron-core
+    from pretrain.engine.meta import checkpoint_layouts  # imports megatron-core
 
-    return {f"{MODEL}{name}": shape for name, shape in checkpoint_shapes(recipe).items()}
+    return {f"{MODEL}{name}": layout for name, layout in checkpoint_layouts(recipe).items()}
 
 
-def _check_tensors(source: Path, shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raise UserError unless the tensors, without the optimizer's, are the recipe's model."""
-    for name, shape in wanted.items():
-        if name not in shapes:
+def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
+    """Raise UserError unless the tensors, without the optimizer's, are the recipe's model.
+
+    A floating-point tensor may have another precision than the recipe's.
+    """
+    for name, (shape, dtype) in wanted.items():
+        if name not in layouts:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
-        if shapes[name] != shape:
-            raise UserError(f"{source}: {name} has shape {list(shapes[name])}, but {list(shape)} by the recipe")
-    for name in shapes:
+        found, found_dtype = layouts[name]
+        if found != shape:
+            raise UserError(f"{source}: {name} has shape {list(found)}, but {list(shape)} by the recipe")
+        if found_dtype != dtype and not (found_dtype.is_floating_point and dtype.is_floating_point):
+            raise UserError(f"{source}: {name} has dtype {name_of(found_dtype)}, but {name_of(dtype)} by the recipe")
+    for name in layouts:
         if name not in wanted and not name.startswith(OPTIMIZER):
             raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")
 
 
 def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the states of the run and of its ranks; without an optimizer, those of a checkpoint with only weights."""
-    if not any(name.startswith(OPTIMIZER) for name in opened.shapes):
+    if not any(name.startswith(OPTIMIZER) for name in opened.layouts):
         return weights_only(recipe), [{}]
     values = []
     for number in range(-1, len(list(source.glob("rank-*.json")))):
@@ -275,7 +294,35 @@ def _states(source: Path, opened: Source, recipe: Recipe) -> tuple[dict[str, Any
         raise UserError(f"{source / rank_name(0)} is missing; it belongs to the optimizer's state")
     if type(state.get("step")) is not int or state["step"] < 0:
         raise UserError(f"{source / STATE} is damaged: it has no step")
+    _check_resumable(source, state, rank_states, recipe)
     return state, rank_states
+
+
+def _check_resumable(
+    source: Path, state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]], recipe: Recipe
+) -> None:
+    """Raise UserError unless the states have what resuming reads, for the recipe's model."""
+    path = source / STATE
+    if state.get("weights_only"):
+        raise UserError(f"{path} has weights_only=true, but {source} has tensors of the optimizer")
+    if not isinstance(state.get("recipe"), dict):
+        raise UserError(f"{path} is damaged: it has no recipe")
+    try:
+        then = build_recipe(state["recipe"])
+    except UserError as error:
+        raise UserError(f"the recipe of {path}: {error}") from error
+    now = asdict(recipe.model)
+    for key, was in asdict(then.model).items():
+        if was != (value := now[key]):
+            raise UserError(f"{path} has model.{key}={toml(was)}, but the recipe has {toml(value)}")
+    for section, keys in _RESUMING_READS.items():
+        table = state.get(section)
+        for key, kind in keys.items():
+            if not isinstance(table, dict) or not isinstance(table.get(key), kind):
+                raise UserError(f"{path} is damaged: it has no {section}.{key}")
+    for rank, rank_state in enumerate(rank_states):
+        if "rng" not in rank_state:
+            raise UserError(f"{source / rank_name(rank)} is damaged: it has no rng")
 
 
 def weights_only(recipe: Recipe) -> dict[str, Any]:

@@ -226,6 +226,8 @@ def saved_at(path: Path, folder: Path, parallel: ParallelConfig, precision: str)
 
     engine = our_engine(path, parallel, precision)
     run_state = {"recipe": asdict(engine.recipe), "optimizer": state.optimizer_state(engine)}
+    run_state["schedule"] = state.schedule_state(engine)
+    run_state["data"] = {"next_sample": 0, "samples_per_epoch": 1, "corpora": []}
     save(folder, 1, state.pieces(engine), run_state, state.rank_state())
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import queue
 import shutil
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -371,3 +372,73 @@ def test_arguments_of_a_damaged_file_and_unsupported_ones(forks, tmp_path):
     assert (same, none) == (True, False)
     for (name, value), message in zip(UNSUPPORTED.items(), refused, strict=True):
         assert f"{name}={str(value).lower()}" in message
+
+
+@pytest.mark.parametrize(("shape", "word"), [((10**10, 2), f"has {10**10} layers"), ((10**10, 0), "is empty")])
+def test_a_stacked_tensor_has_the_layers_of_the_recipe(tmp_path, shape, word):
+    """Refused before anything is listed per layer."""
+    from pretrain.interchange.dcp import Chunked
+    from pretrain.interchange.megatron import rename
+
+    name = "decoder.layers.input_layernorm.weight"
+    folder = argparse.Namespace(path=tmp_path, tensors={name: Chunked(torch.float32, shape, ())})
+    with pytest.raises(UserError, match=f"{name} {word}"):
+        rename(folder, ["model/decoder.layers.0.input_layernorm.weight"])
+
+
+LATENT = {"kv_lora_rank": 16}
+NOT_OURS = {
+    "quick_geglu=true": ({"quick_geglu": True}, {}),
+    "window_size=(8, 0)": ({"window_size": (8, 0)}, {}),
+    "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
+    "no_rope_freq=4": ({"no_rope_freq": 4}, {}),
+    "apply_residual_connection_post_layernorm=true": ({"apply_residual_connection_post_layernorm": True}, {}),
+    "swiglu=true": ({}, {"gated": False, "activation": "relu"}),
+    "swiglu=false": ({"swiglu": False}, {"gated": False, "activation": "relu"}),
+    "swiglu=false ": ({"swiglu": False}, {"gated": True, "activation": "gelu"}),
+    "swiglu=false  ": ({"swiglu": False}, {"gated": False, "activation": "gelu_tanh"}),
+    "swiglu=false   ": (
+        {"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": True},
+        {"gated": False, "activation": "gelu"},
+    ),
+    "rope_type=yarn": ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "yarn"}, LATENT),
+    "rope_type=none": ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": None}, LATENT),
+}
+# None and False are the absence of a feature.
+AS_OURS = [
+    ({"window_size": False, "qk_l2_norm": None, "no_rope_freq": False, "quick_geglu": None}, {}),
+    ({"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": False}, {"gated": False, "activation": "gelu"}),
+    (
+        {"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": True},
+        {"gated": False, "activation": "gelu_tanh"},
+    ),
+    ({"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}, LATENT),
+]
+
+
+def result_of_arguments(folder, arguments, keys):
+    from pretrain.interchange.megatron import check_arguments
+
+    torch.save({"args": argparse.Namespace(**ARGS | arguments)}, folder / "common.pt")
+    return check_arguments(folder, replace(OURS, **keys))
+
+
+@pytest.mark.parametrize("word", NOT_OURS)
+def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
+    with pytest.raises(UserError) as error:
+        result_of_arguments(tmp_path, *NOT_OURS[word])
+    assert f"{word.strip()} differs from the recipe" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[0], 10**5000], ids=["a list", "an int"])
+def test_a_message_has_the_type_of_a_value_that_may_have_no_end(tmp_path, value):
+    if isinstance(value, list):
+        for _ in range(45):
+            value = [value, value]
+    with pytest.raises(UserError, match=f"num_layers=a {type(value).__name__} differs"):
+        result_of_arguments(tmp_path, {"num_layers": value}, {})
+
+
+@pytest.mark.parametrize(("arguments", "keys"), AS_OURS)
+def test_an_argument_of_the_same_logits_is_accepted(tmp_path, arguments, keys):
+    assert result_of_arguments(tmp_path, arguments, keys)

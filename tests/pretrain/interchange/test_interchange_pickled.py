@@ -84,6 +84,32 @@ def test_damage_is_a_value_error():
     assert refused > 2000
 
 
+HOSTILE = {
+    "a key of a deep tuple": b"\x80\x02})" + b"\x85" * 2_000_000 + b"K\x01s.",
+    "a key of doubled tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 45 + b"K\x01s.",
+    "doubled tuples of one element": b"\x80\x02K\x01\x85" + b"q\x00h\x00\x86" * 26 + b".",
+    "a key of nested tuples": b"\x80\x02})\x85\x85K\x01s.",
+    "an element of a set": b"\x80\x04\x8f())\x85\x85\x90.",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_tuples_that_cannot_be_hashed_or_printed_are_refused(case):
+    with pytest.raises(ValueError, match=r"malformed pickle .*(tuple|depth)"):
+        parse(HOSTILE[case])
+
+
+def test_messages_name_the_type_of_a_value_not_the_value():
+    """A list may hold itself twice over, so that its text has no end."""
+    from pretrain.interchange.dcp import _size
+
+    doubled = []
+    for _ in range(45):
+        doubled = [doubled, doubled]
+    with pytest.raises(ValueError, match="a list is not a size"):
+        _size(doubled)
+
+
 def test_an_instruction_that_torch_does_not_need_is_refused():
     with pytest.raises(ValueError, match="INST"):
         parse(b"(ios\nsystem\n.")

@@ -3,7 +3,7 @@
 import pickle
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe.cli import run
 from fmoe.errors import UserError
-from pretrain.checkpoint import Piece, open_checkpoint, save, save_parts
+from pretrain.checkpoint import Piece, codec, open_checkpoint, save, save_parts
 from pretrain.checkpoint.cli import main
 from pretrain.config import ModelConfig, ParallelConfig, Recipe, TrainConfig, load_recipe
 from pretrain.interchange import import_folder, transfer
@@ -51,9 +51,9 @@ def alone(function, *args):
 
 
 def shapes_of(recipe):
-    from pretrain.engine.meta import checkpoint_shapes
+    from pretrain.engine.meta import checkpoint_layouts
 
-    return checkpoint_shapes(recipe)
+    return {name: shape for name, (shape, _) in checkpoint_layouts(recipe).items()}
 
 
 def importing(*argv):
@@ -88,6 +88,7 @@ def trained(forks, tmp_path_factory):
                 offset = (3 * row, *(0 for _ in shape[1:]))
                 pieces.append(Piece(f"{prefix}{name}", shape, offset, tuple(part.shape), part))
     state = {"recipe": asdict(RECIPE), "step": 7, "schedule": {"num_steps": 7, "tuple": (1, 2.5)}}
+    state |= {"optimizer": {"step": 7.0}, "data": {"next_sample": 56, "samples_per_epoch": 64, "corpora": [None]}}
     folder = tmp_path_factory.mktemp("trained")
     return save_parts(folder, 7, pieces, state, nbytes=0, part_bytes=8000, rank_states=RANK_STATES)
 
@@ -430,6 +431,44 @@ def test_a_folder_that_is_not_the_recipes_model(forks, exported, tmp_path):
     assert "embedding.word_embeddings.weight has shape [40, 16]" in other[1] and "[48, 16]" in other[1]
 
 
+STATES = {
+    "it has no recipe": {"recipe": None},
+    "model.depth": {"recipe": {"model": {"depth": 3}}},
+    "model.num_layers=3": {"recipe": asdict(replace(RECIPE, model=replace(MODEL, num_layers=3)))},
+    "weights_only=true": {"weights_only": True},
+    "optimizer.step": {"optimizer": {}},
+    "schedule.num_steps": {"schedule": None},
+    "data.corpora": {"data": {"next_sample": 56, "samples_per_epoch": 64}},
+}
+
+
+def test_states_that_cannot_resume_are_refused(exported, tmp_path):
+    opened = source_of(open_folder(exported["dcp", True]))
+    state = codec.loads((exported["dcp", True] / "state.json").read_bytes())
+    for word, changes in STATES.items():
+        (tmp_path / "state.json").write_bytes(codec.dumps(state | changes, "state"))
+        (tmp_path / "rank-00000.json").write_bytes(codec.dumps({"rng": 1}, "state"))
+        with pytest.raises(UserError) as error:
+            transfer._states(tmp_path, opened, RECIPE)
+        assert word in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "state.json").write_bytes(codec.dumps(state, "state"))
+    assert transfer._states(tmp_path, opened, RECIPE)[0] == state
+    (tmp_path / "rank-00000.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match=r"rank-00000.json is damaged: it has no rng"):
+        transfer._states(tmp_path, opened, RECIPE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_tensor_that_is_not_floating_is_refused(forks, trained, exported, tmp_path, dtype):
+    weights = {name: value for name, value in tensors_of(open_checkpoint(trained)).items() if "model/" in name}
+    weights[W] = weights[W].to(dtype)
+    dcp.save(weights, checkpoint_id=tmp_path / "bad", no_dist=True)
+    shutil.copy(exported["dcp", False] / "recipe.toml", tmp_path / "bad")
+    ((code, error, is_there),) = only(forks.run(1, imports_of, tmp_path / "bad", tmp_path / "out", [None]))
+    assert code == 2 and error.count("\n") == 1 and not is_there
+    assert f"{W} has dtype {str(dtype).removeprefix('torch.')}" in error
+
+
 def test_damage_within_the_import_leaves_nothing(forks, exported, tmp_path):
     shutil.copytree(exported["dcp", True], tmp_path / "bad")
     chunk = DcpFolder(tmp_path / "bad").tensors[W].chunks[1]
@@ -449,8 +488,8 @@ def test_the_index_of_safetensors_has_every_tensor(exported):
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).shapes
+    assert transfer.OPTIMIZER + "master/output_layer.weight" in source_of(open_folder(path)).layouts
     only_file = path.parent / "one file"
     only_file.mkdir()
     save_file({"model/w": torch.ones(2)}, only_file / "model.safetensors")
-    assert source_of(open_folder(only_file)).shapes == {"model/w": (2,)}
+    assert source_of(open_folder(only_file)).layouts == {"model/w": ((2,), torch.float32)}
