@@ -67,7 +67,7 @@ def export_checkpoint(
         tokenizer: new location of the recipe's tokenizer, or "none".
         shard_bytes: maximum size of a weight file.
         llama_cpp: folder of llama.cpp, whose converter adds a GGUF file.
-        no_drops: export the model without its `eval_capacity_factor`, as `fmoe generate` runs it.
+        no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
 
     Raises:
         UserError: the checkpoint is damaged; the family or llama.cpp does not support the model, or tokenizer.json the
