@@ -120,6 +120,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for demand in FMOE.demands:
         if not demand.holds(model):
             raise UserError(f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported: {demand.why}")
+    try:
+        list(_shapes(model))
+    except (TypeError, ValueError) as error:  # of a constructor that was given an option of another type
+        raise UserError(f"model: its gate or its experts refuse their options: {error}") from error
     return {key.name: getattr(model, key.name) for key in fields(model)}
 
 
