@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from made_up import replayed
+from opened import WATCH, WIDE, Opened
 
 from pretrain.report.runs import RunFolder
 
@@ -32,3 +33,28 @@ def browser():
         chromium = started.chromium.launch(executable_path=path, args=list(FLAGS))
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """``open_page(path or url, **of the browser's context) -> Opened``; at the end nothing was said on the console, and
+    no file was asked for but the page itself."""
+    opened, contexts = [], []
+
+    def go(where, watched=False, **options):
+        context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
+        if watched:
+            context.add_init_script(WATCH)
+        contexts.append(context)
+        one = Opened(context.new_page())
+        opened.append(one)
+        one.goto(where if isinstance(where, str) else where.as_uri())
+        return one
+
+    yield go
+    for one in opened:
+        assert one.said == []
+        assert not [url for url in one.asked if not url.startswith(("file://", "http://127.0.0.1:", "blob:"))]
+        assert sum(url.startswith("file:") for url in one.asked) <= 1
+    for context in contexts:
+        context.close()

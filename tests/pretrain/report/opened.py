@@ -1,0 +1,74 @@
+"""A page in a browser, for tests of the report. No test."""
+
+import re
+
+# Notes of every canvas which texts were written since it was last cleared or resized, and which level lines were drawn.
+WATCH = """
+const { prototype } = CanvasRenderingContext2D;
+const { fillText, clearRect, moveTo, lineTo } = prototype;
+prototype.fillText = function (text, x, y) {
+  const box = this.measureText(text), { a, d, e, f } = this.getTransform();
+  const corners = [a * (x - box.actualBoundingBoxLeft) + e, d * (y - box.actualBoundingBoxAscent) + f,
+    a * (x + box.actualBoundingBoxRight) + e, d * (y + box.actualBoundingBoxDescent) + f];
+  (this.canvas.texts ??= []).push([text, corners]);
+  fillText.call(this, text, x, y);
+};
+prototype.clearRect = function (...box) {
+  this.canvas.texts = [];
+  this.canvas.levels = [];
+  clearRect.apply(this, box);
+};
+prototype.moveTo = function (x, y) { this.from = y; moveTo.call(this, x, y); };
+prototype.lineTo = function (x, y) {
+  if (this.from === y && String(this.getLineDash()) === '2,4') (this.canvas.levels ??= []).push(y);
+  lineTo.call(this, x, y);
+};
+const { get, set } = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, 'width');
+Object.defineProperty(HTMLCanvasElement.prototype, 'width', {
+  get, set(value) { this.texts = []; this.levels = []; set.call(this, value); } });
+"""
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
+TIMEOUT = 60_000  # milliseconds, for a machine that does other things too
+
+
+class Opened:
+    """A page, and what it said and asked for meanwhile."""
+
+    def __init__(self, page):
+        self.page, self.said, self.asked = page, [], []
+        page.set_default_timeout(TIMEOUT)
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked.append(request.url))
+
+    def goto(self, url):
+        self.page.goto(url)
+        self.page.wait_for_selector("html[data-ready]")
+
+    def text(self, selector):
+        return self.page.inner_text(selector)
+
+    def wait_for(self, selector, text):
+        """Until an element's text begins so (waiting for a condition in JavaScript is against the page's policy)."""
+        self.page.locator(selector, has_text=re.compile(f"^\\s*{re.escape(text)}")).wait_for()
+
+    def pixels(self, selector):
+        """What is drawn on a canvas."""
+        return self.page.eval_on_selector(selector, "canvas => canvas.toDataURL()")
+
+    def card(self, title):
+        return self.page.locator(f'[data-plot="{title}"]')
+
+    def drawing(self, title):
+        return self.card(title).locator("canvas").evaluate("canvas => canvas.toDataURL()")
+
+    def texts(self, selector):
+        """What is written on a canvas by now: ``{text: (left, top, right, bottom)}``, in its pixels."""
+        return self.page.locator(selector).first.evaluate("canvas => Object.fromEntries(canvas.texts)")
+
+    def set(self, selector, value):
+        """Moves a slider."""
+        self.page.eval_on_selector(
+            selector, "(e, value) => { e.value = value; e.dispatchEvent(new Event('input', {bubbles: true})) }", value
+        )
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
