@@ -7,7 +7,7 @@ import pytest
 import torch
 from compare import assert_close
 from forks import only, values
-from test_run_optim import assembled, trained
+from test_run_optim import assert_split_equals_one
 from test_run_split_engine import RECIPE, engine_of
 
 from fmoe.errors import UserError
@@ -164,17 +164,7 @@ SPLITS = {
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments; see tests/conformance/test_megatron_matrix.py for more splits."""
     recipe = SPLITS[case]
-    alone = recipe_of(recipe.optimizer.name)
-    expected = values(forks.run(1, trained, replace(alone, train=replace(alone.train, micro_batch=8))))
-    ranks = values(forks.run(2, trained, recipe))
-    for losses, _, _ in ranks:
-        for found, wanted in zip(losses, expected[0][0], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    found, wanted = assembled(ranks), assembled(expected)
-    assert found.keys() == wanted.keys() and any("linear_q_down_proj" in key for key in found)
-    for key, value in wanted.items():
-        assert_close(found[key], value, 3e-5, key)
-    assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
+    assert_split_equals_one(forks, recipe, recipe_of(recipe.optimizer.name), "linear_q_down_proj")
 
 
 def matrices():

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_close
-from forks import values
-from test_run_optim import assembled, trained
+from test_run_optim import assert_split_equals_one
 from test_run_split_engine import STEADY
 
 from pretrain.config import ParallelConfig
@@ -71,17 +70,11 @@ SPLITS = {
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments."""
     recipe = SPLITS[case]
-    alone = recipe_of(recipe.optimizer.name)
-    expected = values(forks.run(1, trained, replace(alone, train=replace(alone.train, micro_batch=8))))
-    ranks = values(forks.run(2, trained, recipe))
-    for losses, _, _ in ranks:
-        for found, wanted in zip(losses, expected[0][0], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    found, wanted = assembled(ranks), assembled(expected)
-    assert found.keys() == wanted.keys() and all(
-        any(name in key for key in found)
-        for name in ("linear_qkv.bias", "q_layernorm.weight", "shared.output_gate.weight")
+    assert_split_equals_one(
+        forks,
+        recipe,
+        recipe_of(recipe.optimizer.name),
+        "linear_qkv.bias",
+        "q_layernorm.weight",
+        "shared.output_gate.weight",
     )
-    for key, value in wanted.items():
-        assert_close(found[key], value, 3e-5, key)
-    assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"

@@ -92,6 +92,23 @@ def assembled(ranks):
     return tensors
 
 
+def assert_split_equals_one(forks, recipe, alone, *parts):
+    """Losses, gradient norms, weights and moments of a run over two ranks are those of one process.
+
+    ``parts`` are in names of tensors that the model has.
+    """
+    expected = values(forks.run(1, trained, replace(alone, train=replace(alone.train, micro_batch=8))))
+    ranks = values(forks.run(2, trained, recipe))
+    for losses, _, _ in ranks:
+        for found, wanted in zip(losses, expected[0][0], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    found, wanted = assembled(ranks), assembled(expected)
+    assert found.keys() == wanted.keys() and all(any(part in key for key in found) for part in parts)
+    for key, value in wanted.items():
+        assert_close(found[key], value, 3e-5, key)
+    assert expected[0][0][-1][0] < expected[0][0][0][0], "the loss did not fall"
+
+
 @pytest.fixture(scope="module")
 def alone(forks):
     """One process, in one micro batch."""

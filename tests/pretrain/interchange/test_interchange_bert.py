@@ -16,7 +16,6 @@ from pretrain.interchange import FAMILIES, export_checkpoint, import_folder
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.families import family_for
 from pretrain.interchange.folder import CONFIG, WEIGHTS
-from pretrain.interchange.tensors import places
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
 TINY = {
@@ -121,7 +120,7 @@ def test_a_published_model():
         "vocab_size": 29056,
     }
     family, model = model_of(config)
-    names = [name for place in places(family.table, model) for name in place.theirs]
+    names = [name for place in family.tensors(model) for name in place.theirs]
     theirs = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         built = transformers.MegatronBertForMaskedLM(theirs)

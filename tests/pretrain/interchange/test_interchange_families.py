@@ -104,7 +104,7 @@ def test_published_models(name):
     recipe = Recipe(model=model)
     assert recipe.num_params() == pytest.approx(total, rel=0.002)
     assert recipe.num_active_params() == pytest.approx(active, rel=0.02)
-    found = list(places(family.table, model))
+    found = list(family.tensors(model))
     names = [name for place in found for name in place.theirs]
     assert len(names) == len(set(names)) == tensors
     weights = [place for place in found if place.dtype is None]
@@ -140,7 +140,7 @@ def test_published_models_with_a_layer_of_further_tokens(name):
     copies = 2 * model.vocab_size * model.hidden_size
     assert Recipe(model=model).num_params() + copies == pytest.approx(WITH_MTP[name], rel=0.0005)
     last = f"model.layers.{model.num_layers}"
-    names = {name for place in places(family.table, model) for name in place.theirs if name.startswith(f"{last}.")}
+    names = {name for place in family.tensors(model) for name in place.theirs if name.startswith(f"{last}.")}
     assert {f"{last}.{part}" for part in ("enorm.weight", "eh_proj.weight", "shared_head.norm.weight")} <= names
     assert f"{last}.mlp.gate.e_score_correction_bias" in names
 
@@ -148,7 +148,7 @@ def test_published_models_with_a_layer_of_further_tokens(name):
 def test_the_tensors_of_latent_attention_and_experts():
     """Names and shapes as in the index of DeepSeek-V3 on the hub."""
     family, model = model_of(DEEPSEEK_PUBLISHED["DeepSeek-V3"][0] | {"num_hidden_layers": 4})
-    shapes = {name: shape for place in places(family.table, model) for name, shape in place.theirs.items()}
+    shapes = {name: shape for place in family.tensors(model) for name, shape in place.theirs.items()}
     expected = {
         "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
         "model.layers.3.input_layernorm.weight": (7168,),

@@ -14,7 +14,7 @@ from pretrain.interchange import export_checkpoint
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (the extra interop)"),
+    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (the extra lm-eval)"),
 ]
 
 MIXTRAL = {

@@ -13,7 +13,6 @@ from pretrain.config import ParallelConfig, Recipe, load_recipe
 from pretrain.interchange import export_checkpoint, import_folder
 from pretrain.interchange.configs import config_of, model_of
 from pretrain.interchange.folder import CONFIG
-from pretrain.interchange.tensors import places
 
 LIMIT = 1e-5  # of logits in float32, norm-wise
 COMMON = {
@@ -215,7 +214,7 @@ def test_published_models(name):
     config, total, tensors = PUBLISHED[name]
     family, model = model_of(config)
     assert family.name == config["model_type"]
-    names = [name for place in places(family.table, model) for name in place.theirs]
+    names = [name for place in family.tensors(model) for name in place.theirs]
 
     assert len(names) == len(set(names)) == tensors
     assert Recipe(model=model).num_params() == total
