@@ -70,7 +70,7 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication in this context, whatever the wrapper of the model.
+    """Accumulate gradients without communication in this context, with any wrapper of the model.
 
     Use it for all micro batches of a step but the last.
     """

@@ -200,7 +200,9 @@ def save_parts(
     of_ranks = None if rank_states is None else [codec.dumps(dict(each), "rank_state") for each in rank_states]
 
     def write_part(number: int, held: Sequence[Piece]) -> None:
-        own = codec.dumps({}, "rank_state") if of_ranks is None else dict(enumerate(of_ranks)).get(number)
+        own: bytes | None = codec.dumps({}, "rank_state")
+        if of_ranks is not None:
+            own = of_ranks[number] if number < len(of_ranks) else None
         _write_rank(tmp, number, Snapshot(tuple(held), encoded, own))
 
     with Ranks().together(lambda: shutil.rmtree(tmp, ignore_errors=True)):

@@ -1,20 +1,22 @@
 """Megatron-core's model of a recipe, with experts in its feed-forward blocks."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import nn
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from fmoe.exchange import build_exchange
 from fmoe.gates import build_gate
 from megatron_patch import fmoefy
 from megatron_patch.dropout import key_dropout
-from megatron_patch.scales import scale_model
 from pretrain.config import ModelConfig, Recipe
 from pretrain.config.layer import exchange_options, expert_shapes, gate_options, loss_weights, moe_options
 from pretrain.engine.optimizer import check_optimizer
@@ -44,14 +46,33 @@ def build_model(
             exchange_options=exchange_options(recipe.parallel),
             seed=recipe.train.seed,
         )
-    if model.kind == "gpt":
-        scale_model(
-            module,
-            embedding=model.embedding_scale,
-            residual=model.residual_scale,
-            logit_divisor=model.logit_divisor,
-        )
+    _scale(module, model)
     return module.cuda() if torch.cuda.is_available() else module
+
+
+def _scale(module: Any, model: ModelConfig) -> None:
+    """Scale the embedding, the outputs of attention and feed-forward blocks, and the input of the output layer, as in
+    Granite (arXiv 2408.13359 section 3). Needs the final blocks and dropout."""
+    for part in module.modules():
+        if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
+            part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)
+        elif isinstance(part, TransformerLayer) and model.residual_scale != 1:
+            for name in ("self_attn_bda", "mlp_bda"):
+                setattr(part, name, functools.partial(_scaled_add, getattr(part, name), model.residual_scale))
+    if model.logit_divisor != 1 and module.post_process:
+        # The hidden states are fewer elements than the logits.
+        module.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] / model.logit_divisor, *inputs[1:]))
+
+
+def _scaled_add(make: Callable[..., Callable[..., Tensor]], scale: float, *options: Any) -> Callable[..., Tensor]:
+    """Wrap Megatron-core's addition of a block's output to the residual stream, with bias and dropout."""
+    add = make(*options)
+
+    def scale_and_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        return add((x * scale, None if bias is None else bias * scale), residual, prob)
+
+    return scale_and_add
 
 
 def check_parts(recipe: Recipe) -> None:

@@ -54,7 +54,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 MEGATRON_BERT = Family(
     name="megatron-bert",
     architecture="MegatronBertForMaskedLM",
-    table=TABLE,
     tables=(TABLE,),
     keys=(
         Key("vocab_size", "vocab_size", int),

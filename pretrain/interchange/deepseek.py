@@ -11,7 +11,7 @@ import torch
 from fmoe.errors import UserError
 from fmoe.gates.naive import check_groups
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import Demand, Family, Key, Only, toml
+from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.llama import (
     ATTENTION,
@@ -26,10 +26,11 @@ from pretrain.interchange.llama import (
     SOFTMAX,
     STACKED,
     expert_entries,
+    shared_entries,
     weights_sum_to_one,
     write_llama,
 )
-from pretrain.interchange.tensors import Entry, Halves, OfOne, Same
+from pretrain.interchange.tensors import Entry
 
 OUR_ATTENTION = f"{OUR_LAYER}.self_attention"
 
@@ -70,16 +71,7 @@ LATENT_ATTENTION = (
     Entry("layer", f"{OUR_ATTENTION}.linear_proj.weight", {f"{ATTENTION}.o_proj.weight": "D Qv"}),
     Entry("layer", f"{OUR_LAYER}.pre_mlp_layernorm.weight", {f"{LAYER}.post_attention_layernorm.weight": "D"}),
 )
-SHARED = f"{LAYER}.mlp.shared_experts"
-SHARED_EXPERTS = (
-    Entry(
-        "moe",
-        f"{OUR_LAYER}.mlp.shared.expert.weight_in",
-        {f"{SHARED}.gate_proj.weight": "S D", f"{SHARED}.up_proj.weight": "S D"},
-        OfOne(Halves()),
-    ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D S"}, OfOne(Same())),
-)
+SHARED_EXPERTS = shared_entries("shared_experts")
 CHOICE_BIAS = (
     Entry(
         "moe",
@@ -126,9 +118,7 @@ def read_dense(config: Mapping[str, Any], default: int) -> dict[str, Any]:
         )
     if not dense:
         return {}
-    width = config.get("intermediate_size")
-    if type(width) is not int or width < 1:
-        raise UserError(f"intermediate_size={toml(width)} must be a positive integer")
+    width = read_int(config, "intermediate_size")
     return {"moe_layers": tuple(range(dense + 1, layers + 1)), "dense_ffn_hidden_size": width}
 
 
@@ -143,11 +133,7 @@ def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
     """
-    values = {"n_group": config.get("n_group", groups), "topk_group": config.get("topk_group", kept)}
-    for name, value in values.items():
-        if type(value) is not int or value < 1:
-            raise UserError(f"{name}={toml(value)} must be a positive integer")
-    groups, kept = values.values()
+    groups, kept = read_int(config, "n_group", groups), read_int(config, "topk_group", kept)
     try:
         check_groups(config["n_routed_experts"], config["num_experts_per_tok"], groups, kept)
     except UserError as error:
@@ -159,18 +145,6 @@ def write_groups(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for groups of experts."""
     groups = model.gate_options.get("expert_groups")
     return {"n_group": groups or 1, "topk_group": model.gate_options.get("kept_groups", 1) if groups else 1}
-
-
-def read_bool(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return a key of config.json.
-
-    Raises:
-        UserError: it is not true or false.
-    """
-    value = config.get(name, default)
-    if type(value) is not bool:
-        raise UserError(f"{name}={toml(value)} must be true or false")
-    return value
 
 
 def _write_latent(model: ModelConfig) -> dict[str, Any]:
@@ -186,10 +160,7 @@ def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is not a positive integer.
     """
-    rank = config.get("q_lora_rank")
-    if rank is not None and (type(rank) is not int or rank < 1):
-        raise UserError(f"q_lora_rank={toml(rank)} must be a positive integer or null")
-    return {"q_lora_rank": rank}
+    return {"q_lora_rank": read_int(config, "q_lora_rank") if "q_lora_rank" in config else None}
 
 
 DENSE_FIRST = (
@@ -239,7 +210,6 @@ def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    table=DEEPSEEK_V2_TABLE,
     tables=(DEEPSEEK_V2_TABLE, DEEPSEEK_V2_STACKED),
     keys=(
         *LATENT_KEYS,
@@ -316,9 +286,7 @@ def read_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is not an integer from 0.
     """
-    layers = config.get("num_nextn_predict_layers", 0)
-    if type(layers) is not int or layers < 0:
-        raise UserError(f"num_nextn_predict_layers={toml(layers)} must be an integer from 0")
+    layers = read_int(config, "num_nextn_predict_layers", 0, least=0)
     return {"mtp_layers": layers}
 
 
@@ -339,7 +307,6 @@ def adapt_mtp(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str,
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    table=DEEPSEEK_V3_TABLE,
     tables=(DEEPSEEK_V3_TABLE, (*DEEPSEEK_V2_STACKED, *CHOICE_BIAS, *MTP)),
     keys=(
         *LATENT_KEYS,

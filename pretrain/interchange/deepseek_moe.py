@@ -15,8 +15,8 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Only
-from pretrain.interchange.llama import COMMON, DENSE, FIXED, LAYER, OUR_LAYER, QWEN3_MOE, STACKED, expert_entries
-from pretrain.interchange.tensors import Entry, Halves, OfOne, Sizes
+from pretrain.interchange.llama import COMMON, DENSE, FIXED, LAYER, QWEN3_MOE, STACKED, expert_entries, shared_entries
+from pretrain.interchange.tensors import Entry, Sizes
 
 
 class Twice:
@@ -32,15 +32,8 @@ class Twice:
         return theirs[0] / 2
 
 
-SHARED = f"{LAYER}.mlp.shared_expert"
 SHARED_EXPERTS = (
-    Entry(
-        "moe",
-        f"{OUR_LAYER}.mlp.shared.expert.weight_in",
-        {f"{SHARED}.gate_proj.weight": "S D", f"{SHARED}.up_proj.weight": "S D"},
-        OfOne(Halves()),
-    ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{SHARED}.down_proj.weight": "D S"}, OfOne(Twice())),
+    *shared_entries("shared_expert", Twice()),
     Entry("moe", "", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
 DEEPSEEK_MOE_TABLE = (*COMMON, *DENSE, *expert_entries("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERTS)
@@ -65,7 +58,6 @@ DEEPSEEK_MOE = replace(
     QWEN3_MOE,
     name="deepseek_moe",
     architecture="Qwen2MoeForCausalLM",
-    table=DEEPSEEK_MOE_TABLE,
     tables=(DEEPSEEK_MOE_TABLE, (*COMMON, *DENSE, *STACKED, *SHARED_EXPERTS)),
     fixed=FIXED,
     demands=(*QWEN3_MOE.demands, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.deepseek import EXPERTS, SHARED_EXPERTS, SIGMOID
-from pretrain.interchange.family import Demand, Family, Key, Only, toml
+from pretrain.interchange.family import Demand, Family, Key, Only, read_int, toml
 from pretrain.interchange.llama import (
     COMMON,
     DENSE,
@@ -119,17 +119,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"moe_layer_start_index={start}, moe_layer_end_index={end} leave no layer with experts")
     read = read_llama(config) | DROPLESS | {"gate": "sigmoid", "score": "softmax", "num_shared_experts": shared}
     if len(found) < layers:
-        width = config.get("intermediate_size")
-        if type(width) is not int or width < 1:
-            raise UserError(f"intermediate_size={toml(width)} must be a positive integer")
-        read |= {"moe_layers": found, "dense_ffn_hidden_size": width}
+        read |= {"moe_layers": found, "dense_ffn_hidden_size": read_int(config, "intermediate_size")}
     return read
 
 
 ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
-    table=ERNIE_TABLE,
     tables=(ERNIE_TABLE, ERNIE_STACKED),
     keys=(
         *(key for key in KEYS if key.ours not in ("top_k", "balance_loss", "tie_embeddings")),

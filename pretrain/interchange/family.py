@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
@@ -75,8 +76,7 @@ class Family:
     Attributes:
         name: the ``model_type`` and value of ``--format``.
         architecture: transformers' class.
-        table: its tensors, in the form that export writes.
-        tables: all forms of its tensors that import reads.
+        tables: all forms of its tensors that import reads; export writes the first.
         keys: keys of config.json that correspond to one of ``[model]``.
         fixed: keys of ``[model]`` with the only value that the family has: a condition of export, a result of import.
         demands: other conditions of export.
@@ -86,7 +86,7 @@ class Family:
         read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
         write: returns keys of config.json without a `Key`.
         ignored: endings of tensors in a folder that an import leaves out.
-        places: returns the tensors of a model, instead of `table`, for a family whose tensors depend on more of it.
+        places: returns the tensors of a model, instead of `tables`, for a family whose tensors depend on more of it.
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.
         left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
@@ -96,7 +96,6 @@ class Family:
 
     name: str
     architecture: str
-    table: tuple[Entry, ...]
     tables: tuple[tuple[Entry, ...], ...]
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any]
@@ -116,7 +115,7 @@ class Family:
 
     def tensors(self, model: ModelConfig) -> list[Place]:
         """Return all tensors of a model in the form that export writes."""
-        return list(places(self.table, model) if self.places is None else self.places(model))
+        return list(places(self.tables[0], model) if self.places is None else self.places(model))
 
     def forms(self, model: ModelConfig) -> list[list[Place]]:
         """Return all tensors of a model in each form that import reads."""
@@ -135,6 +134,30 @@ class Family:
             if not demand.holds(model):
                 found.setdefault(demand.ours, demand.why)
         return list(found.items())
+
+
+def read_int(config: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """Return an integer of config.json; ``default`` for a missing one.
+
+    Raises:
+        UserError: it is no integer, or less than ``least``.
+    """
+    value = config.get(key, default)
+    if type(value) is not int or value < least:
+        raise UserError(f"{key}={toml(value)} must be an integer of at least {least}")
+    return value
+
+
+def read_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a key of config.json that is true or false; ``default`` for a missing one.
+
+    Raises:
+        UserError: it is another value.
+    """
+    value = config.get(key, default)
+    if type(value) is not bool:
+        raise UserError(f"{key}={toml(value)} must be true or false")
+    return value
 
 
 def toml(value: Any) -> str:

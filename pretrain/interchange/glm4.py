@@ -51,7 +51,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    table=GLM4_MOE_TABLE,
     tables=(GLM4_MOE_TABLE, (*_REST, *STACKED)),
     keys=(
         *(key for key in KEYS if key.theirs != "router_aux_loss_coef"),

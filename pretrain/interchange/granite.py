@@ -46,7 +46,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 GRANITE_MOE = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    table=GRANITE_MOE_TABLE,
     tables=(GRANITE_MOE_TABLE, _IN_MEMORY),
     keys=(
         *KEYS,

@@ -5,8 +5,8 @@ from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import Demand, Family, Key, Only, toml
-from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue
+from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.tensors import Entry, Halves, OfOne, QueryKeyValue, Same, Transform
 
 LAYER = "model.layers.{layer}"
 ATTENTION = f"{LAYER}.self_attn"
@@ -67,6 +67,16 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
             Halves(),
         ),
         Entry("expert", f"{OUR_LAYER}.mlp.experts.weight_out", {f"{expert}.{output}.weight": "D H"}),
+    )
+
+
+def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
+    """Return the entries of shared experts, one block of their widths together."""
+    ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
+    halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
+    return (
+        Entry("moe", f"{ours}.weight_in", halves, OfOne(Halves())),
+        Entry("moe", f"{ours}.weight_out", {f"{theirs}.down_proj.weight": "D S"}, OfOne(output)),
     )
 
 
@@ -155,10 +165,7 @@ def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
         raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")
-    head = config.get("head_dim")
-    if head is not None and (type(head) is not int or head < 1):
-        raise UserError(f"head_dim={toml(head)} must be a positive integer")
-    return {"head_dim": head}
+    return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
 def refuse_window(config: Mapping[str, Any]) -> None:
@@ -189,7 +196,6 @@ def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
 MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
-    table=MIXTRAL_TABLE,
     tables=(MIXTRAL_TABLE, (*COMMON, *STACKED)),
     keys=(
         *KEYS,
@@ -234,34 +240,26 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None:
         refuse_window(config)
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, dense = read_int(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
-    if type(step) is not int or step < 1:
-        raise UserError(f"decoder_sparse_step={step!r} must be a positive integer")
     if not isinstance(dense, list) or any(type(n) is not int or n not in layers for n in dense):
         raise UserError(f"mlp_only_layers={dense!r} must be a list of layers from 0 to {len(layers) - 1}")
-    if type(normalize := config.get("norm_topk_prob", False)) is not bool:
-        raise UserError(f"norm_topk_prob={normalize!r} must be true or false")
     with_experts = [n + 1 for n in layers if n not in dense and (n + 1) % step == 0]
     if not with_experts:
         raise UserError(f"no layer has experts with decoder_sparse_step={step} and mlp_only_layers={dense}")
-    values = read_llama(config) | DROPLESS | {"normalize": normalize}
+    values = read_llama(config) | DROPLESS | {"normalize": read_bool(config, "norm_topk_prob", False)}
     if dense:
         values["moe_layers"] = tuple(with_experts)
     else:
         values["moe_every"] = step
     if len(with_experts) < len(layers):
-        width = config.get("intermediate_size")
-        if type(width) is not int or width < 1:
-            raise UserError(f"intermediate_size={width!r} must be a positive integer")
-        values["dense_ffn_hidden_size"] = width
+        values["dense_ffn_hidden_size"] = read_int(config, "intermediate_size")
     return values
 
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    table=QWEN3_MOE_TABLE,
     tables=(QWEN3_MOE_TABLE, (*COMMON, *QK_NORM, *DENSE, *STACKED)),
     keys=(
         *KEYS,

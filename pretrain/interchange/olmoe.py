@@ -41,7 +41,6 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
-    table=OLMOE_TABLE,
     tables=(OLMOE_TABLE, (*COMMON, *NORMS, *STACKED)),
     keys=(
         *(key for key in KEYS if key.ours != "balance_loss"),

@@ -142,7 +142,6 @@ _PLUGIN = "one of fmoe's own: modules of run.imports are not exported"
 FMOE = Family(
     name="fmoe",
     architecture="FMoEForCausalLM",
-    table=(),
     tables=(),
     keys=(),
     fixed={"kind": "gpt"},

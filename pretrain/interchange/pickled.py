@@ -41,7 +41,7 @@ class Persistent:
 
 
 class Nested(tuple):
-    """A tuple of tuples that knows its depth, and its elements with those of the tuples within."""
+    """A nested tuple with its depth and its total number of elements."""
 
     depth: int
     size: int

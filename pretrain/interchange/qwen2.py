@@ -17,19 +17,13 @@ from pretrain.interchange.llama import (
     STACKED,
     expert_entries,
     read_qwen_moe,
+    shared_entries,
     write_qwen_moe,
 )
-from pretrain.interchange.tensors import Entry, Halves, OfOne, Same
+from pretrain.interchange.tensors import Entry
 
-_SHARED = f"{LAYER}.mlp.shared_expert"
 SHARED = (
-    Entry(
-        "moe",
-        f"{OUR_LAYER}.mlp.shared.expert.weight_in",
-        {f"{_SHARED}.gate_proj.weight": "S D", f"{_SHARED}.up_proj.weight": "S D"},
-        OfOne(Halves()),
-    ),
-    Entry("moe", f"{OUR_LAYER}.mlp.shared.expert.weight_out", {f"{_SHARED}.down_proj.weight": "D S"}, OfOne(Same())),
+    *shared_entries("shared_expert"),
     Entry("moe", f"{OUR_LAYER}.mlp.shared.output_gate.weight", {f"{LAYER}.mlp.shared_expert_gate.weight": "1 D"}),
 )
 _REST = (*COMMON, QKV_BIAS, *DENSE, *SHARED)
@@ -43,7 +37,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    table=QWEN2_MOE_TABLE,
     tables=(QWEN2_MOE_TABLE, (*_REST, *STACKED)),
     keys=(
         *KEYS,

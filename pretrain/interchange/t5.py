@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only, toml
+from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.llama import drops_in_evaluation, weights_sum_to_one
 from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack
@@ -186,16 +186,9 @@ COPIES = {f"{stack}.embed_tokens.weight": SHARED for stack in ("encoder", "decod
 IGNORED = (".EncDecAttention.relative_attention_bias.weight",)
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-    value = config.get(key, default)
-    if type(value) is not int or value < least:
-        raise UserError(f"{key}={toml(value)} must be an integer of at least {least}")
-    return value
-
-
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the depth of the decoder, and check the width of heads."""
-    width, depth = config.get("d_kv", 64), _integer(config, "num_decoder_layers", config["num_layers"])
+    width, depth = config.get("d_kv", 64), read_int(config, "num_decoder_layers", config["num_layers"])
     if not _is_power_of_4(width):
         raise UserError(f"d_kv={width} is not supported: only powers of 4, such as 64, by which scores scale exactly")
     return {"num_decoder_layers": None if depth == config["num_layers"] else depth}
@@ -267,7 +260,6 @@ def _write_t5(model: ModelConfig) -> dict[str, Any]:
 T5 = Family(
     name="t5",
     architecture="T5ForConditionalGeneration",
-    table=T5_TABLE,
     tables=(T5_TABLE,),
     keys=(*KEYS, Key("d_ff", "ffn_hidden_size", int, value=lambda m: m.dense_width)),
     fixed=FIXED | {"num_experts": 0},
@@ -308,9 +300,9 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     layers: list[int] = []
     total = 0
     for stack, depths in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
-        depth = _integer(config, depths, config["num_layers"])
-        number = _integer(config, f"num_sparse_{stack}_layers", 3, 0)
-        step = _integer(config, f"{stack}_sparse_step", depth // number if number else depth, 0)
+        depth = read_int(config, depths, config["num_layers"])
+        number = read_int(config, f"num_sparse_{stack}_layers", 3, 0)
+        step = read_int(config, f"{stack}_sparse_step", depth // number if number else depth, 0)
         layers += [total + n + 1 for n in _with_experts(depth, step)]
         total += depth
     if not layers:
@@ -320,12 +312,12 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name, (_, gated) in _BLOCKS.items() if not gated]
     if activation not in names:
         raise UserError(f"dense_act_fn={toml(activation)} is not supported: only {', '.join(names)} are")
-    capacity = _integer(config, "expert_capacity", 64)
+    capacity = read_int(config, "expert_capacity", 64)
     return _read(config) | {
         "activation": _BLOCKS[activation][0],
         **({"moe_layers": tuple(layers)} if every is None else {"moe_every": every}),
         # No expert gets more than expert_capacity tokens of so short a sequence, so none is dropped.
-        "sequence_length": min(_integer(config, "n_positions", 512), capacity),
+        "sequence_length": min(read_int(config, "n_positions", 512), capacity),
     }
 
 
@@ -349,7 +341,6 @@ _STEPS = "layer 2 of each stack and every n-th after it, all layers of a stack, 
 SWITCH = Family(
     name="switch_transformers",
     architecture="SwitchTransformersForConditionalGeneration",
-    table=SWITCH_TABLE,
     tables=(SWITCH_TABLE,),
     keys=(
         *KEYS,
