@@ -72,7 +72,7 @@ def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
     )
 
 
-@pytest.mark.by_default(1, 3)
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     ("pool", "exchange", "options"),
     [
@@ -90,7 +90,7 @@ def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
     assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("fault", "timeout", "limit", "told"),
     [

@@ -91,6 +91,13 @@ def check(forks, alone, kind, options):
             assert got == pytest.approx(expected, rel=1e-5), f"loss and gradient norm of step {step}"
 
 
+@pytest.mark.by_default(
+    "micro batch of 1, recomputed blocks",
+    "tensor and sequence, recomputed",
+    "tensor alone",
+    "expert",
+    "virtual pipeline",
+)
 @pytest.mark.parametrize("split", [*ONE_PROCESS, *TWO_PROCESSES, *PIPELINES])
 def test_a_split_of_a_gpt_changes_nothing(forks, alone, split):
     check(forks, alone, "gpt", {**ONE_PROCESS, **TWO_PROCESSES, **PIPELINES}[split])

@@ -177,7 +177,7 @@ DISTRIBUTED = [
 ]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default("adamw", "adamw8bit", "lamb distributed")
 @pytest.mark.parametrize(
     ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
 )

@@ -25,7 +25,7 @@ def kind_recipe(recipe_file):
     return write
 
 
-@pytest.mark.by_default("t5")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_killed_and_resumed_at_two_splits(forks, kind_recipe, tmp_path, kind):
     """Bit for bit where the split is the same, within rounding in one process; checkpoints of both are alike."""

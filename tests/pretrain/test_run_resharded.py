@@ -165,10 +165,8 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 
 
 @pytest.mark.by_default(
-    "EP 2-1-4-switch",
     "on and off, EP and DP-switch",
     "TP 2-1-2-switch",
-    "TP2 x PP2 to EP2 x DP2-switch",
     "further tokens-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
     "latent attention-switch",

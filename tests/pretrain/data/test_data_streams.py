@@ -349,6 +349,7 @@ for i, name in enumerate(names):
 """
 
 
+@pytest.mark.slow
 def test_a_hub(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A process of its own, because the Hub's address is read when `huggingface_hub` is imported."""
     root = tmp_path / "mirror"
