@@ -81,6 +81,7 @@ def test_the_slider_moves_the_heatmap(open_page, reports):
     assert opened.pixels("#history") != history
     opened.page.hover("#history", position={"x": 200, "y": 20})
     assert re.match(r"layer 1, expert 0, step \d+: [\d.]+ \S an even share", opened.text("#map-value"))
+    opened.set("#frame", "55")
     opened.page.click("#play")
     opened.wait_for("#frame-value", "step 60")
     assert opened.page.get_attribute("#play", "aria-pressed") == "false", "it ends by itself"
