@@ -28,6 +28,7 @@ GPT = ModelConfig(
     dropout=0.2,
     init_std=0.3,
 )
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_mscale_all_dim": 0.5}
 MODELS = {
     "switch": {},
     "learned positions, some layers": {"position": "learned_absolute", "moe_layers": (2,)},
@@ -58,6 +59,7 @@ MODELS = {
         "embedding_scale": 3.0,
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
+        "tie_embeddings": False,
         "num_shared_experts": 1,
         "shared_ffn_hidden_size": 20,
         "shared_expert_gate": True,
@@ -71,6 +73,10 @@ MODELS = {
         "v_head_dim": 7,
         "num_shared_experts": 1,
     },
+    "yarn": YARN | {"num_heads": 4, "rotary_fraction": 0.5, "rope_theta": 100.0},
+    "latent attention, yarn": YARN
+    | {"norm": "rms", "kv_lora_rank": 12, "qk_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7}
+    | {"tie_embeddings": False},
 }
 
 

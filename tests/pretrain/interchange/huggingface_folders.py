@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepseek_cases import DEEPSEEK_CASES
 from safetensors.torch import load_file
 from torch import Tensor
+from yarn_cases import YARN_CASES
 
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
@@ -113,6 +114,7 @@ CASES = {
         {"save_original_format": False},
     ),
     **DEEPSEEK_CASES,
+    **YARN_CASES,
 }
 
 

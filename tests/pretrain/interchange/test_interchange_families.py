@@ -114,6 +114,9 @@ def test_published_models(name):
     ignored = NOT_WRITTEN - ({"intermediate_size", "sliding_window"} if name.startswith(NO_DENSE) else set())
     ignored |= {"pretraining_tp", "seq_aux", "ep_size"}  # how DeepSeek trained or ran it
     for key, value in config.items():
+        if key == "rope_scaling" and value:  # "type" is an old name of "rope_type"
+            value = {name.replace("type", "rope_type"): number for name, number in value.items()}
+            value |= {"rope_theta": config["rope_theta"]}
         assert key in ignored or written[key] == value, key
     assert model_of(json.loads(json.dumps(written))) == (family, model)
 
