@@ -301,7 +301,7 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
             ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
             raise UserError(
                 f"{rows[0].get('name')}: rank {', '.join(map(str, ranks))} has {name}={', '.join(values[1:])}, "
-                f"the others of moe_group have {values[0]}"
+                f"the other ranks of moe_group have {values[0]}"
             )
 
 

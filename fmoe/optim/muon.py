@@ -117,7 +117,7 @@ class Muon(Optimizer):
             lr=lr, momentum=momentum, weight_decay=weight_decay, betas=betas, eps=eps, positive={"ns_steps": ns_steps}
         )
         if scale not in ("rms", "original"):
-            raise UserError(f"scale={scale!r} is not 'rms' or 'original'")
+            raise UserError(f"scale={scale!r} must be 'rms' or 'original'")
         self._matrices, self._shards, self._plan_now = matrices, None, None
         options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps} | options)

@@ -62,7 +62,7 @@ class Spans:
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
                 f"sequence_length={sequence_length} is too short, or data.noise_density={density} too high, for spans "
-                f"of data.mean_span={mean_span}: each needs a sentinel and a kept token before it"
+                f"of data.mean_span={mean_span}: each span needs a sentinel, and a kept token before it"
             )
         return longest
 

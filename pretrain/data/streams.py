@@ -203,7 +203,8 @@ def _open(datasets, dataset: Dataset) -> _Opened:
     is_builder = _is_builder(dataset.name)
     if is_builder and not dataset.data_files:
         raise UserError(
-            f"dataset={dataset.name!r} is a builder and needs data_files; a folder of this name is ./{dataset.name}"
+            f"dataset={dataset.name!r} is a builder and needs data_files; for a folder of this name, pass "
+            f"./{dataset.name}"
         )
     if not is_builder and path.exists():
         facts["name"] = printable(path.resolve().name)

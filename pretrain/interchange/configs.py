@@ -41,7 +41,7 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
         value = config.get(only.theirs)
         if not any(value == one and type(value) is type(one) for one in only.values):
             can_be = " or ".join(toml(one) for one in only.values if one is not None) or "none"
-            raise UserError(f"{only.theirs}={toml(value)} is not supported: only {can_be} is")
+            raise UserError(f"{only.theirs}={toml(value)} is not supported: it must be {can_be}")
     if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
@@ -95,7 +95,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         kind = rope.get("rope_type", rope.get("type", "default"))
         others = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if kind != "default" or others:
-            raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default is")
+            raise UserError(f"{key}={toml(rope)} is not supported: rope_type must be default")
         if key == "rope_scaling" and config.get("rope_parameters") not in (None, {}, rope):
             raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
         found |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}

@@ -198,7 +198,7 @@ def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
     if method == "group_limited_greedy":
         values["gate_options"] = read_groups(config, 1, 1)
     elif method != "greedy":
-        raise UserError(f"topk_method={toml(method)} is not supported: only greedy or group_limited_greedy is")
+        raise UserError(f"topk_method={toml(method)} is not supported: it must be greedy or group_limited_greedy")
     return values
 
 
@@ -270,7 +270,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """
     normalize = read_bool(config, "norm_topk_prob", True)
     if normalize and config.get("num_experts_per_tok") == 1:
-        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: only false is")
+        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: it must be false")
     values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
     return values | read_mtp(config)
 

@@ -113,7 +113,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name}={toml(value)} must be from {low} to {high}")
     start, end, interval, shared = (value for value, _, _ in values.values())
     if config["moe_k"] == 1:
-        raise UserError("moe_k=1 is not supported: only 2 or more is")
+        raise UserError("moe_k=1 is not supported: it must be at least 2")
     found = _range(start, layers - 1 if end == -1 else end, interval)
     if not found:
         raise UserError(f"moe_layer_start_index={start}, moe_layer_end_index={end} leave no layer with experts")

@@ -62,7 +62,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     try:
         files = {} if tokenizer == NO_TOKENIZER else files_from(source if tokenizer is None else Path(tokenizer))
     except UserError as error:
-        raise UserError(f"{error}; pass another file, or none, with --tokenizer") from error
+        raise UserError(f"{error}; pass --tokenizer FILE with another file, or --tokenizer none") from error
     path = out / "tokenizer" / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),

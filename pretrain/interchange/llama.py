@@ -164,14 +164,14 @@ def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
-        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")
+        raise UserError(f"layer_types={toml(kinds)} is not supported: all must be full_attention")
     return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
 def refuse_window(config: Mapping[str, Any]) -> None:
     """Raise UserError: attention is limited to a sliding window."""
     window = toml(config.get("sliding_window"))
-    raise UserError(f"sliding_window={window} is not supported: only full attention is")
+    raise UserError(f"sliding_window={window} is not supported: attention must be full")
 
 
 _EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"

@@ -80,7 +80,7 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             raise UserError(f"{folder.path}: {theirs} has no axis of layers")
         count = layers.get(match["stack"], 0)
         if match["number"] is None and tensor.shape[0] != count:
-            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but {count} by the recipe")
+            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but the recipe's model has {count}")
         rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
         shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
         for row in rows:

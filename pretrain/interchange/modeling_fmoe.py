@@ -324,7 +324,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if (reason := self.looks_ahead()) and (past or use_cache):
-            raise UserError(f"use_cache=True is not supported with {reason}; generate() needs no limit and lifts it")
+            raise UserError(f"use_cache=True is not supported with {reason}; only generate() lifts this limit")
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if wants_cache and past_key_values is None and not reason:

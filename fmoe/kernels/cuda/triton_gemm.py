@@ -124,7 +124,7 @@ def is_tuning() -> bool:
     """
     value = os.environ.get("FMOE_TUNE", "")
     if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (measure configurations of Triton's GEMMs)")
+        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (1 measures configurations of Triton's GEMMs)")
     return value == "1"
 
 

@@ -329,9 +329,9 @@ def test_the_command_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for arguments, says in (
         ([], "no input: pass at least one file or folder as INPUT, or --dataset"),
         (["x.txt", "--weights", "1"], "--weights needs --dataset"),
-        (["x.txt", *one_part], "exclude each other"),
-        ([*one_part, "--text-key", "body"], "--text-key body is for INPUT: with --dataset, pass --columns"),
-        ([*one_part, "--format", "json"], "--format json is for INPUT"),
+        (["x.txt", *one_part], "mutually exclusive"),
+        ([*one_part, "--text-key", "body"], "--text-key body applies only to INPUT"),
+        ([*one_part, "--format", "json"], "--format json applies only to INPUT"),
         ([*names, "--split", "a", "--split", "b"], "--split is given 2 times: give it once, or 3 times"),
     ):
         with pytest.raises(UserError, match=says):

@@ -162,7 +162,7 @@ CONFIGS = {
         {"qkv_bias": False},
         "has the tensor .*proj.bias, which is not part of a qwen2",
     ),
-    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: only false"),
+    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
     "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default"),
     "part of a head turns": ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
