@@ -306,8 +306,8 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
 
 
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: they take
-    the experts of several ranks for replicas.
+    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: these
+    wrappers treat the experts of several ranks as replicas.
 
     Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to
     ignore from the outermost module, which a layer cannot reach, and does not notify the modules that it wraps.

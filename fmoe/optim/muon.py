@@ -334,7 +334,7 @@ class Muon(Optimizer):
 def _pieces(
     tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[int]]
 ) -> Iterator[_Piece]:
-    """Yield the pieces of a tensor that holds a parameter from ``start`` on, of which ranks step these ranges."""
+    """Yield the pieces of a tensor that holds a parameter from ``start`` on, given the range that each rank steps."""
     size = matrices.block_size
     for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
         first = part.block * size

@@ -69,7 +69,7 @@ class Stream:
 
     Attributes:
         name: names of the datasets, for records such as ``PREFIX.json``.
-        num_bytes: size of the local files; None if it is unknown, or unknown how much of them is read.
+        num_bytes: size of the local files; None if the size, or the share that is read, is unknown.
         provenance: JSON values that describe the mixture.
     """
 

@@ -26,7 +26,7 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json, and of the folder that has it.
+    """Return the family and the ``[model]`` of a config.json; ``folder``, if given, contains its weights.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
@@ -50,7 +50,7 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out values that equal what our keys' None means."""
+    """Leave out the values that our keys express as None."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]

@@ -101,7 +101,7 @@ def num_dense(model: ModelConfig) -> int:
 
 
 def is_dense_first(model: ModelConfig) -> bool:
-    """Return whether no layer with experts comes before one without, and the last layer has experts."""
+    """Return whether the layers without experts are the first ones, and the last layer has experts."""
     return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
 
 
@@ -242,7 +242,7 @@ DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
 
 
 def sums_weights(model: ModelConfig) -> bool:
-    """Return whether the sigmoid gate makes a token's weights sum to one: not that of a single expert."""
+    """Return whether the sigmoid gate makes a token's weights sum to one, which it does not for a single expert."""
     return model.normalize is not False and model.top_k > 1
 
 
@@ -284,7 +284,7 @@ def read_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of layers of multi-token prediction.
 
     Raises:
-        UserError: it is not an integer from 0.
+        UserError: it is not an integer of at least 0.
     """
     layers = read_int(config, "num_nextn_predict_layers", 0, least=0)
     return {"mtp_layers": layers}

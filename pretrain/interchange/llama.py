@@ -143,7 +143,7 @@ DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": No
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that all descendants have."""
+    """Return the keys of config.json that all descendants of Llama have."""
     return {
         "hidden_act": "silu",
         "head_dim": model.head_width,
@@ -157,7 +157,7 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the head's width, and check that positions are not scaled and attention not limited.
+    """Return the width of a head; check that positions are not scaled and attention has no window.
 
     Raises:
         UserError: a value is not supported.
@@ -169,7 +169,7 @@ def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_window(config: Mapping[str, Any]) -> None:
-    """Raise UserError: attention is limited to a sliding window."""
+    """Raise UserError for attention that is limited to a sliding window."""
     window = toml(config.get("sliding_window"))
     raise UserError(f"sliding_window={window} is not supported: attention must be full")
 

@@ -61,7 +61,8 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
     """Return the model's tensors under our names, without the optimizer's.
 
     Args:
-        wanted: names of the recipe's model, which decide how many layers there are and where norms are.
+        wanted: names of the tensors of the recipe's model, which determine the number of layers and the location of
+            norms.
 
     Raises:
         UserError: a tensor is empty, or has another number of layers than the recipe's model.
@@ -157,7 +158,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Spell a parsed value for a message: plain ones and flat tuples; of others, which may have no end, the type."""
+    """Spell a parsed value for a message: plain values and flat tuples; only the type of others, which may be endless."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"

@@ -247,9 +247,9 @@ class DecoderLayer(nn.Module):
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
     """A GPT with experts, with the logits of `fmoe evaluate` and the greedy texts of `fmoe generate`.
 
-    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with it, the output for a token
-    would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise and
-    dropout in training are as in the recipe, but not keyed by step and token.
+    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with the limit, the output for a
+    token would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise
+    and dropout in training are as in the recipe, but not keyed by step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types
@@ -311,7 +311,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             position_ids: [B, S]; by default, the number of tokens before that are not padding.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
             labels: [B, S], the tokens themselves; -100 is not predicted.
-            use_cache: return a cache; by default, that of the configuration where no token depends on later ones.
+            use_cache: return a cache; by default, the configuration's value, or False if a token depends on later ones.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:

@@ -80,7 +80,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class OfOne:
-    """Another transform, of the only element of a stack."""
+    """Another transform, applied to the only element of a stack."""
 
     transform: Transform
 
@@ -92,7 +92,7 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
+    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three tensors.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
