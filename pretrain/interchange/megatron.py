@@ -158,7 +158,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Spell a parsed value for a message: plain values and flat tuples; only the type of others, which may be endless."""
+    """Spell a parsed value for a message: plain values, flat tuples, else only the type, as others may be endless."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"
