@@ -178,7 +178,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
     Args:
         init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
-            matrices; empty for the layer's own.
+            matrices; empty for the layer's defaults.
         more: further options of `fmoe.build.Spec`.
 
     Raises:

@@ -174,7 +174,7 @@ def _check(mixture: Mixture) -> None:
         if len(weights) != len(datasets):
             raise UserError(f"weights={weights} must have {len(datasets)} numbers, one for each dataset")
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise UserError(f"weights={weights} must be greater than 0: leave out the datasets without weight")
+            raise UserError(f"weights={weights} must all be greater than 0: to exclude a dataset, leave it out")
         if abs(sum(weights) - 1) > _TOLERANCE:
             raise UserError(f"weights={weights} must sum to 1, not {sum(weights):g}")
     if mixture.stopping_strategy not in STOPPING_STRATEGIES:

@@ -19,7 +19,7 @@ SWIGLU = Shape("D", 24, 16, 16, 8, 3, gated=True)
 
 
 def differences(shape, skew):
-    """Of outputs and gradients of the input, by contender, from brute force's; and failures of the others."""
+    """Return errors of outputs and input gradients relative to brute force, by contender; and the failures."""
     asked = Problem(shape, torch.float32, skew)
     found = {}
     for name, layer in layers().items():

@@ -40,7 +40,7 @@ def test_adafactor_steps_experts_one_by_one():
 
 
 def test_torchs_adafactor_does_not():
-    """What the class is for: beside an expert of large weights another one's step is larger."""
+    """In torch's class, an expert with large weights makes the steps of the others larger."""
     steps = []
     for kind in (torch.optim.Adafactor, Adafactor):
         torch.manual_seed(0)

@@ -202,7 +202,7 @@ def test_a_flat_range_is_whole_blocks_and_slices_of_blocks():
 
 
 def sharded_steps(kind, options):
-    """What ranks do that hold flat shards of everything, cut anywhere; the last shard of a tensor may be empty."""
+    """Step on ranks that hold flat shards of everything, cut anywhere; the last shard of a tensor may be empty."""
     parameters, gradients = model_like()
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     shards, parts = [], {}

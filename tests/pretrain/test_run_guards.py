@@ -20,7 +20,7 @@ from pretrain.process import EXIT_DIVERGED, Diverged
 
 
 def trainer_of(engine=None, step=0):
-    """What a guard needs of a trainer."""
+    """Stand-in for a trainer, with what a guard needs."""
     processes = SimpleNamespace(is_main=True, rank=0, world_size=1)
     return SimpleNamespace(engine=engine, step=step, processes=processes, inputs=SimpleNamespace(train=Samples()))
 
