@@ -147,7 +147,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
     """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
 
     Yields:
-        Whether the lock is held. If the file system has no locks, it is not, and several processes may build the entry.
+        Whether the lock is held; False if the file system has no locks. Several processes may then build the entry.
     """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:

@@ -116,10 +116,10 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
         if copy not in left:
             continue
         if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
-            raise UserError(f"{folder.path}: {copy} differs from {name}, which a {family.name} shares")
+            raise UserError(f"{folder.path}: {copy} differs from {name}, but a {family.name} model shares them")
         left.remove(copy)
     if left:
-        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name}")
+        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name} model")
     return found
 
 
@@ -145,7 +145,7 @@ def _pieces(
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
             if not place.ours and tensor.any():
-                raise UserError(f"{folder.path}: {name} must be zero in a {family.name}")
+                raise UserError(f"{folder.path}: {name} must be zero in a {family.name} model")
         if not place.ours:
             continue
         try:

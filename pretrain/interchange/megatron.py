@@ -27,7 +27,7 @@ from pretrain.interchange.pickled import Made
 
 COMMON = "common.pt"
 _IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
-# Tensors that a run of Megatron-LM saves beside the model's: of its optimizers.
+# Tensors of optimizers, which a run of Megatron-LM saves in addition to the model's.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
 # The same norm, as a module of its own or within the linear layer after it, as Transformer Engine has it.
 _SAME_NORMS = (

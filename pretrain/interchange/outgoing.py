@@ -147,7 +147,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
     for name in known:
         if name not in ours:
-            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
+            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name} model")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
         whole = shape if place.expert is None else shape[1:]
