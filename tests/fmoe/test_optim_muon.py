@@ -349,7 +349,7 @@ WRONG = {
     "momentum": ({"momentum": 1.0}, r"momentum=1.0 is not in \[0, 1\)"),
     "betas": ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 is not in \[0, 1\)"),
     "steps": ({"ns_steps": 0}, "ns_steps=0 is not positive"),
-    "scale": ({"scale": "rsm"}, "scale='rsm' is not 'rms' or 'original'"),
+    "scale": ({"scale": "rsm"}, "scale='rsm' must be 'rms' or 'original'"),
 }
 
 
