@@ -87,8 +87,8 @@ class Engine:
     """The model, its optimizer and its learning rate, split as in the recipe.
 
     Args:
-        recipe: checked.
-        processes: joined already, and `init_parallel` called.
+        recipe: a recipe that passed `Recipe.check`.
+        processes: this process, in its process group; `init_parallel` has been called.
         build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
 
     Attributes:
