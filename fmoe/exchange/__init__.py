@@ -1,4 +1,4 @@
-"""Exchanges: how rows travel to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
+"""Exchanges, which send rows to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -108,7 +108,7 @@ class GroupMonitor:
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work``, the collective of that number, on the CPU.
+        """Wait on the CPU for ``work``, the collective with this ``number``.
 
         Raises:
             PeerError: another rank failed, is gone, or did not join within the group's timeout.

@@ -50,7 +50,7 @@ def check(
         raise UserError(f"backend={backend!r} has no dropout of hidden units (dropout={dropout})")
     if backend == "sonicmoe":
         if not gated or activation is not F.silu:
-            raise UserError("backend='sonicmoe' is for swiglu experts: its other activations are not exactly ours")
+            raise UserError("backend='sonicmoe' supports only swiglu experts: its other activations differ from fmoe's")
         if d_model % 64 or d_model < 512 or d_hidden % 64:
             raise UserError(
                 f"backend='sonicmoe' does not support d_model={d_model}, d_hidden={d_hidden}: d_model must be a "
@@ -108,7 +108,7 @@ def ffn(
 
 def _check_rows(backend: str, rows: Tensor) -> None:
     if not rows.is_cuda or rows.dtype not in _SIXTEEN_BITS:
-        raise UserError(f"backend={backend!r} is for 16 bits on a GPU: rows are {rows.dtype} on {rows.device}")
+        raise UserError(f"backend={backend!r} needs 16-bit rows on a GPU: rows are {rows.dtype} on {rows.device}")
 
 
 def _by_torch(

@@ -300,7 +300,7 @@ class FFNExperts(Stacked):
     def _refuse(self, rows_RD: Tensor) -> NoReturn:
         wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
         raise UserError(
-            f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+            f"backend={self.backend!r} supports {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights are "
             f"{self.weight_in.dtype}"
         )
 

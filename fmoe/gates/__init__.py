@@ -74,7 +74,10 @@ def build_gate(
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)
     if options:
-        raise UserError(f"gate_options={options!r} with a ready gate, {type(gate).__name__}: set them on the gate")
+        raise UserError(
+            f"gate_options={options!r} do not apply to a gate instance, {type(gate).__name__}: set them when you "
+            "build it"
+        )
     if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
         raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")
     if top_k is not None and (own := getattr(gate, "top_k", top_k)) != top_k:

@@ -153,7 +153,7 @@ def check_values(recipe: Any) -> None:
         for name in names:
             value = getattr(getattr(recipe, part), name)
             if value is not None and not value >= 0:  # NaN too
-                raise UserError(f"{part}.{name}={value} is not 0 or more")
+                raise UserError(f"{part}.{name}={value} must be at least 0")
 
 
 def _leaves(value: Any) -> Iterator[Any]:

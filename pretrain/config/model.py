@@ -182,7 +182,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """What the model predicts, as a kind: gpt, t5 or bert. Registered kinds predict what a GPT does."""
+        """Kind whose prediction task the model has: gpt, t5 or bert; gpt for registered kinds."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property

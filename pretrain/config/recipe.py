@@ -61,7 +61,7 @@ class Recipe:
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses: those of ``model.top_k`` routed experts per layer instead of all."""
+        """Number of parameters that a token uses, counting only ``model.top_k`` routed experts per layer."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:

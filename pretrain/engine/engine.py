@@ -87,8 +87,8 @@ class Engine:
     """The model, its optimizer and its learning rate, split as in the recipe.
 
     Args:
-        recipe: checked.
-        processes: joined already, and `init_parallel` called.
+        recipe: a recipe that passed `Recipe.check`.
+        processes: this process, in its process group; `init_parallel` has been called.
         build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
 
     Attributes:
@@ -97,8 +97,8 @@ class Engine:
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
-        last_loss: this rank's loss in the last training step: the mean of its sequences, or the share of its slices of
-            them under context parallelism; zero before the last pipeline stage.
+        last_loss: this rank's loss in the last training step: the mean over its sequences; under context parallelism,
+            its slices' share of that mean. Zero on all pipeline stages but the last.
         grad_scaler: for fp16; None in other precisions.
     """
 

@@ -114,7 +114,7 @@ def evaluate(argv: list[str]) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError("--stride needs --data: without it, the sequences are those of the run's own validation")
+        raise UserError("--stride needs --data: without --data, the sequences are those of the run's own validation")
     return _evaluate(arguments)
 
 

@@ -20,7 +20,7 @@ _TRANSFORMERS = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
     *(SWITCH, T5, MEGATRON_BERT),
 )
-# In the order in which "auto" tries them; the last is taken for what transformers does not have.
+# In the order in which "auto" tries them; the last one is for models that transformers does not have.
 FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
 
 

@@ -26,7 +26,7 @@ def without_mtp(model: ModelConfig) -> ModelConfig:
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield every tensor of a model. Names are those of Megatron-core's modules, and mostly of a checkpoint."""
+    """Yield every tensor of a model, under the names of Megatron-core's modules, most of which a checkpoint has too."""
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None

@@ -30,7 +30,10 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     product = tensor * factor
     if not torch.equal(product / factor, tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"queries times {factor}, by which T5's scores differ, are not exact in {dtype}: use float32")
+        raise UserError(
+            f"queries cannot be multiplied by {factor}, as T5's scores require, without rounding in {dtype}: use "
+            "float32"
+        )
     return product
 
 
@@ -190,7 +193,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the depth of the decoder, and check the width of heads."""
     width, depth = config.get("d_kv", 64), read_int(config, "num_decoder_layers", config["num_layers"])
     if not _is_power_of_4(width):
-        raise UserError(f"d_kv={width} is not supported: only powers of 4, such as 64, by which scores scale exactly")
+        raise UserError(
+            f"d_kv={width} is not supported: it must be a power of 4, such as 64, so that scores scale without rounding"
+        )
     return {"num_decoder_layers": None if depth == config["num_layers"] else depth}
 
 
@@ -213,7 +218,7 @@ _BLOCKS = {
 def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
     block = config.get("feed_forward_proj", "relu")
     if not isinstance(block, str) or block not in _BLOCKS:
-        raise UserError(f"feed_forward_proj={toml(block)} is not supported: only {', '.join(_BLOCKS)} are")
+        raise UserError(f"feed_forward_proj={toml(block)} is not supported: it must be one of {', '.join(_BLOCKS)}")
     activation, gated = _BLOCKS[block]
     name = "gelu_new" if block == "gated-gelu" else block.removeprefix("gated-")
     for key, value in (("dense_act_fn", name), ("is_gated_act", gated)):  # older releases write these too
@@ -306,12 +311,12 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
         layers += [total + n + 1 for n in _with_experts(depth, step)]
         total += depth
     if not layers:
-        raise UserError("no layer has experts by encoder_sparse_step and decoder_sparse_step")
+        raise UserError("encoder_sparse_step and decoder_sparse_step leave no layer with experts")
     every = next((n for n in range(1, total + 1) if list(range(n, total + 1, n)) == layers), None)
     activation = config.get("dense_act_fn", "relu")
     names = [name for name, (_, gated) in _BLOCKS.items() if not gated]
     if activation not in names:
-        raise UserError(f"dense_act_fn={toml(activation)} is not supported: only {', '.join(names)} are")
+        raise UserError(f"dense_act_fn={toml(activation)} is not supported: it must be one of {', '.join(names)}")
     capacity = read_int(config, "expert_capacity", 64)
     return _read(config) | {
         "activation": _BLOCKS[activation][0],

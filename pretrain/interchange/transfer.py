@@ -185,7 +185,7 @@ def find_megatron(path: Path) -> Path | None:
         raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
     if backend != "torch_dist":
         spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
-        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: only torch_dist is")
+        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: it must be torch_dist")
     return path
 
 
@@ -266,9 +266,11 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
         found, found_dtype = layouts[name]
         if found != shape:
-            raise UserError(f"{source}: {name} has shape {list(found)}, but {list(shape)} by the recipe")
+            raise UserError(f"{source}: {name} has shape {list(found)}, but the recipe's model has {list(shape)}")
         if found_dtype != dtype and not (found_dtype.is_floating_point and dtype.is_floating_point):
-            raise UserError(f"{source}: {name} has dtype {name_of(found_dtype)}, but {name_of(dtype)} by the recipe")
+            raise UserError(
+                f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
+            )
     for name in layouts:
         if name not in wanted and not name.startswith(OPTIMIZER):
             raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")

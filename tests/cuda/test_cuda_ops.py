@@ -277,7 +277,7 @@ class OnCuda(torch.Tensor):
 
 
 def fresh():
-    """What a new process knows."""
+    """State of a new process."""
     return TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:])
 
 
@@ -342,7 +342,7 @@ def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
 
 
 def test_what_is_not_a_multiple_of_16_bytes_is_not_grouped(monkeypatch):
-    """Where gate and value together are one and each alone is not, too."""
+    """Also where gate and value together fill a multiple, and each alone does not."""
     x, w_in, w_out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((4, 16), (2, 24, 16), (2, 16, 12)))
     assert gemm.choose("grouped", "forward", x, 4, w_in, w_out, None) == "loop"
     assert gemm.choose("grouped", "forward", x, 4, w_in, torch.zeros(2, 16, 24), None) == "grouped"

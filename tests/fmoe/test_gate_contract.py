@@ -17,7 +17,7 @@ WIDTH, EXPERTS, SEQUENCES, LENGTH = 8, 6, 4, 9
 
 @dataclass(frozen=True)
 class Traits:
-    """What a gate promises beyond the contract.
+    """Promises of a gate beyond the contract.
 
     Attributes:
         losses: their names in training.
@@ -96,7 +96,7 @@ def dense(routing) -> Tensor:
 
 
 def check(routing, gate, name, groups, dtype):
-    """What holds of every Routing."""
+    """Check the invariants of a Routing."""
     traits = TRAITS[name]
     expert_TK, weight_TK, stats = routing.expert_TK, routing.weight_TK, routing.stats
     assert expert_TK.shape == weight_TK.shape and expert_TK.shape[0] == groups.num_tokens

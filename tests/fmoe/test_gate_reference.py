@@ -1,4 +1,4 @@
-"""What every gate decides, its weights and losses, against a loop over Python floats (gate_loops.py)."""
+"""Decisions, weights and losses of every gate, against a loop over Python floats (gate_loops.py)."""
 
 import gate_loops
 import pytest
@@ -30,7 +30,7 @@ def groups_of(mask):
 
 
 def noise_of(name, gate, groups):
-    """What the gate draws in training, per token."""
+    """Return the random numbers that the gate draws in training, per token."""
     cpu = torch.device("cpu")
     kinds = {
         "switch": lambda: groups.local_uniform16(WIDTH, "switch jitter", cpu),

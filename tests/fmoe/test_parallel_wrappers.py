@@ -130,7 +130,7 @@ def train(wrapper, split, dtype, optimizer_name):
 
 
 def held(ranks, name, ep, dp):
-    """What the ranks hold under the name that something has in one process: once, or once for every replica."""
+    """Collect what the ranks hold under a name of the single process: once, or once per replica."""
     if ".experts." not in name:
         return [rank[name] for rank in ranks]
     rows = [ranks[row * ep : (row + 1) * ep] for row in range(dp)]

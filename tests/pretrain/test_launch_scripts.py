@@ -28,7 +28,7 @@ VARIABLES = (
 
 @pytest.fixture
 def environment():
-    """Of a user without settings, whose Python is this one."""
+    """Environment of a user without settings, whose Python is this one."""
     kept = {
         key: value
         for key, value in os.environ.items()

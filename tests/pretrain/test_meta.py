@@ -137,7 +137,7 @@ def test_a_rank_of_thousands(forks):
 
 
 def parts(recipe):
-    """What the recipe's keys are in the built model."""
+    """Return the values of the recipe's keys in the built model."""
     import torch.distributed as dist
 
     from pretrain.engine.meta import build_on_meta

@@ -31,7 +31,7 @@ def names(folder):
 
 
 def tensor_hash(folder, prefix=""):
-    """Of the newest checkpoint's tensors, whatever the split they were written at."""
+    """Return a digest of the newest checkpoint's tensors that does not depend on the split."""
     checkpoint, digest = open_checkpoint(folder), hashlib.sha256()
     for name in checkpoint.names():
         if name.startswith(prefix):

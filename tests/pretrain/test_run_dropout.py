@@ -111,7 +111,7 @@ def test_a_split_of_other_kinds_changes_nothing(forks, alone, kind, split):
 
 
 def masks(recipe, steps):
-    """What each dropout of a model drops of ones, by the name of its place, at each step."""
+    """Return the elements of ones that each dropout of a model drops at each step, by the name of its site."""
     from fmoe import random
     from megatron_patch.dropout import TokenDropout, _BiasDropoutAdd
 

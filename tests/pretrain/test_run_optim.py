@@ -221,7 +221,7 @@ def test_muon_resumes_bit_for_bit_at_a_split(forks, tmp_path, split):
 
 
 def ratios_of_a_step():
-    """Of dense parameters and of experts, by the shape of the parameter they are of."""
+    """Return the trust ratios of a step: those of dense parameters, and those of experts."""
     engine = engine_of(recipe_of("lamb"))
     engine.train_step(0, Samples())
     return [part.optimizer.trust_ratios() for part in engine.optimizer.chained_optimizers]

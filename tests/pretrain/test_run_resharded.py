@@ -126,7 +126,7 @@ GATES = {"switch": {}, "sigmoid": {"gate": "sigmoid", "capacity_factor": None}}
 
 
 class Counted(Samples):
-    """Which samples this rank took."""
+    """Return the samples that this rank took."""
 
     def __init__(self):
         self.taken = []

@@ -43,7 +43,7 @@ class Gemms:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether `forward` can add a bias before rounding, which grouped_mm cannot (torch 2.13)."""
+        """True if `forward` can add a bias before rounding, which grouped_mm cannot do (torch 2.13)."""
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
@@ -123,7 +123,7 @@ def choose(
     Args:
         requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
             CUDA graph is captured, "auto" is "grouped".
-        step: "forward", "backward" or "backward to main_grad"; each is measured apart.
+        step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 
     Raises:

@@ -99,7 +99,7 @@ def model_of(recipe, *, drops=False):
 
 
 def full_logits(model, tokens):
-    """Of the token after ``tokens``, from one pass over all of them."""
+    """Return the logits of the token after ``tokens``, from one pass over all of them."""
     tokens = torch.tensor([tokens])
     return model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[0, -1]
 
@@ -295,7 +295,7 @@ def test_figures_are_those_of_a_loop(forks, kind, precision):
 
 
 def dropped(_):
-    """What evaluation counts as dropped, and what a gate said in each pass."""
+    """Return the drops that evaluation counts, and those of a gate in each pass."""
     from pretrain.inference.evaluation import evaluate
 
     start()
