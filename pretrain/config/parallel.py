@@ -50,8 +50,8 @@ class ParallelConfig:
     overlap_shared_experts: bool = False
     """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""
     exchange: str = "all_to_all"
-    """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical
-    (docs/parallelism.md), or a registered one; does not change results."""
+    """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
+    symmetric (docs/parallelism.md), or a registered one; does not change results."""
     chunks: int = 1
     """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None

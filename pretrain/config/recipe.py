@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fmoe.errors import UserError
+from fmoe.exchange.deepep import MOST_CHOICES, MULTIPLE
 from pretrain.config import counts
 from pretrain.config.batches import Batches
 from pretrain.config.checks import check_values, divides
@@ -80,6 +81,7 @@ class Recipe:
             raise UserError(
                 "parallel.overlap_parameters=true needs optimizer.distributed=true and parallel.overlap_gradients=true"
             )
+        self._check_deepep()
         optimizer.check()
         optimizer.check_precision(self.train.precision)
         if optimizer.name == "adafactor" and parallel.tensor > 1:
@@ -107,6 +109,25 @@ class Recipe:
             )
         if not self.data.train:
             raise UserError("data.train is empty: set at least one .bin/.idx prefix")
+
+    def _check_deepep(self) -> None:
+        model, parallel = self.model, self.parallel
+        if parallel.exchange != "deepep" or parallel.expert == 1:
+            return
+        sent = parallel.wire or self.train.precision
+        if sent != "bf16":
+            raise UserError(
+                f"parallel.exchange=deepep sends rows in bf16, not {sent}: set parallel.wire=bf16 or "
+                "train.precision=bf16"
+            )
+        if model.hidden_size % MULTIPLE:
+            raise UserError(
+                f"model.hidden_size={model.hidden_size} must be a multiple of {MULTIPLE} with parallel.exchange=deepep"
+            )
+        if model.chosen_experts > MOST_CHOICES:
+            raise UserError(
+                f"model.top_k={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
+            )
 
     def _check_kind(self) -> None:
         """Raise UserError for the first value that is invalid for the kind of model or the blend of corpora."""

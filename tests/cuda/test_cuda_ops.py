@@ -322,6 +322,23 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     assert choosing("grouped", width=33) == "loop"  # rows of 132 bytes
 
 
+def test_gemm_under_capture_does_not_wait_if_triton_is_right(choosing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for checked, architecture, dtype, width, expected in (
+        ({}, 9, torch.bfloat16, 16, "grouped"),
+        ({}, 8, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: "wrong"}, 8, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: None}, 8, torch.bfloat16, 16, "triton"),
+        ({OnCuda.device: None}, 9, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: None}, 9, torch.float16, 16, "triton"),
+        ({OnCuda.device: None}, 9, torch.bfloat16, 33, "triton"),
+    ):
+        monkeypatch.setattr(gemm, "_checked", checked)
+        monkeypatch.setattr(gemm, "_architecture", lambda device, major=architecture: major)
+        assert choosing(width=width, dtype=dtype) == expected, (checked, architecture, dtype, width)
+    assert not choosing.measured
+
+
 def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     (tmp_path / "gemms.json").write_text('{"a": "loop", "b": "no variant", "c": 3}')
