@@ -22,6 +22,7 @@ from fmoe.gates.noisy import NoisyRouter
 from fmoe.gates.router import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.sigmoid import SigmoidRouter
 from fmoe.gates.sinkhorn import SinkhornRouter
+from fmoe.gates.sparsemixer import SparseMixerRouter
 from fmoe.gates.swipe import SwipeRouter
 from fmoe.gates.switch import SwitchRouter
 from fmoe.gates.topology import TopologyRouter
@@ -44,6 +45,7 @@ GATES: dict[str, type[nn.Module] | Gate] = {
     "sinkhorn": SinkhornRouter,
     "sigmoid": SigmoidRouter,
     "topology": TopologyRouter,
+    "sparsemixer": SparseMixerRouter,
 }
 """Gates by name; `register_gate` adds one."""
 
@@ -137,6 +139,7 @@ __all__ = [
     "Scores",
     "SigmoidRouter",
     "SinkhornRouter",
+    "SparseMixerRouter",
     "SwipeRouter",
     "SwitchRouter",
     "TopKRouter",

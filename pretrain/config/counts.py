@@ -30,6 +30,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
         total += model.segment_types * width
+    total += model.vocab_size if model.output_bias else 0
     if model.kind == "t5" and model.tie_embeddings and model.tied_output_bias:
         total += model.vocab_size
     return total
@@ -60,6 +61,7 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
+    biases += model.hidden_size if model.attention_output_bias else 0
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense

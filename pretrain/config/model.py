@@ -39,6 +39,8 @@ class ModelConfig:
     norm=rms."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
+    attention_output_bias: bool = False
+    """Add a bias to the output of attention (needs model.kind=gpt)."""
     kv_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -115,6 +117,8 @@ class ModelConfig:
     """Bias of a t5's output layer with tie_embeddings, as in Megatron-core; T5 (arXiv 1910.10683) has none."""
     output_scale: bool = False
     """Multiply a t5's last hidden states by hidden_size^-0.5 before the output layer, as T5 (arXiv 1910.10683) does."""
+    output_bias: bool = False
+    """Add a bias to the logits (needs model.kind=gpt)."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training, with one more layer each (multi-token
     prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
@@ -283,6 +287,9 @@ class ModelConfig:
         for name, value in (("linear_bias", "true"), ("segment_types", self.segment_types)):
             if getattr(self, name) and self.kind != "bert":
                 raise UserError(f"model.{name}={value} needs model.kind=bert, not {self.kind}")
+        for name in ("attention_output_bias", "output_bias"):
+            if getattr(self, name) and self.kind != "gpt":
+                raise UserError(f"model.{name}=true needs model.kind=gpt, not {self.kind}")
         if self.linear_bias and self.qkv_bias:
             raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
         if self.linear_bias and self.num_experts:
@@ -416,8 +423,9 @@ class ModelConfig:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
         if self.attention_scale is not None:
             raise UserError(f"model.attention_scale={self.attention_scale} is not supported with {key}: use none")
-        if self.qkv_bias:
-            raise UserError(f"model.qkv_bias=true is not supported with {key}: its projections have no bias")
+        for name in ("qkv_bias", "attention_output_bias"):
+            if getattr(self, name):
+                raise UserError(f"model.{name}=true is not supported with {key}: its projections have no bias")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 

@@ -12,11 +12,12 @@ from pretrain.interchange.granite import GRANITE_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.olmoe import OLMOE
 from pretrain.interchange.own import FMOE
+from pretrain.interchange.phimoe import PHIMOE
 from pretrain.interchange.qwen2 import QWEN2_MOE
 from pretrain.interchange.t5 import SWITCH, T5
 
 _TRANSFORMERS = (
-    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE),
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, PHIMOE),
     *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
     *(SWITCH, T5, MEGATRON_BERT),
 )

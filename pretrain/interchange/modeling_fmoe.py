@@ -101,7 +101,8 @@ class _Attention(nn.Module):
         self.index, self.dropout = index, model.dropout
         self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
         self.scale *= score_factor(model)
-        self.linear_proj = _Linear(model, model.num_heads * model.value_width, model.hidden_size, is_output=True)
+        values, bias = model.num_heads * model.value_width, model.attention_output_bias
+        self.linear_proj = _Linear(model, values, model.hidden_size, bias=bias, is_output=True)
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -276,7 +277,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 "final_layernorm": _norm(model, model.hidden_size),
             }
         )
-        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=model.output_bias)
         self.post_init()
 
     @torch.no_grad()

@@ -59,6 +59,8 @@ def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _norm(model, "decoder.final_layernorm", width)
     if not model.tie_embeddings:
         yield "output_layer.weight", (model.vocab_size, width)
+    if model.output_bias:
+        yield "output_layer.bias", (model.vocab_size,)
 
 
 def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -75,6 +77,8 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
         yield f"{name}.linear_qkv.weight", (rows, width)
         if model.qkv_bias:
             yield f"{name}.linear_qkv.bias", (rows,)
+        if model.attention_output_bias:
+            yield f"{name}.linear_proj.bias", (width,)
         for part, number in (("q", heads), ("k", model.query_groups)) if model.qk_norm else ():
             yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
         return

@@ -41,6 +41,7 @@ RECIPE = "recipe.toml"
 MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 SLICE_BYTES = 1 << 30
+PRECISIONS = {torch.float32, torch.bfloat16, torch.float16}
 # Keys of a run's state that resuming reads, beside its recipe, and their types.
 _RESUMING_READS: dict[str, dict[str, Any]] = {
     "optimizer": {"step": int | float},
@@ -259,7 +260,7 @@ def _layouts(recipe: Recipe) -> dict[str, Layout]:
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
     """Raise UserError unless the tensors, without the optimizer's, are the recipe's model.
 
-    A floating-point tensor may have another precision than the recipe's.
+    A weight may have another precision than the recipe's.
     """
     for name, (shape, dtype) in wanted.items():
         if name not in layouts:
@@ -267,7 +268,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
         found, found_dtype = layouts[name]
         if found != shape:
             raise UserError(f"{source}: {name} has shape {list(found)}, but the recipe's model has {list(shape)}")
-        if found_dtype != dtype and not (found_dtype.is_floating_point and dtype.is_floating_point):
+        if found_dtype != dtype and not {found_dtype, dtype} <= PRECISIONS:
             raise UserError(
                 f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
             )

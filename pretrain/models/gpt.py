@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fmoe import random
 from megatron_patch import patches
 from megatron_patch.attention import SDPAttention
+from megatron_patch.biases import BiasedRowParallelLinear, add_output_bias
 from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from megatron_patch.latent_attention import LatentAttention
@@ -55,6 +56,8 @@ def build_gpt(
     stage the modules of multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
+    if recipe.model.attention_output_bias:
+        layer_spec.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
     seed = recipe.train.seed
     keyed_spec, mtp = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp), {}
     if recipe.model.mtp_layers:
@@ -78,6 +81,8 @@ def build_gpt(
         scale_positions(model, recipe.model)
     slice_rotary_positions(model)
     key_output_layer(model, seed)
+    if recipe.model.output_bias:
+        add_output_bias(model)
     return model
 
 

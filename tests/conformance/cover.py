@@ -26,6 +26,7 @@ FACTORS = {
         "sinkhorn",
         "sigmoid",
         "topology",
+        "sparsemixer",
     ],
     "experts": ["ffn", "swiglu", "modules"],
     "optimizer": ["sgd", "adamw"],

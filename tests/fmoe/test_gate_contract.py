@@ -52,10 +52,11 @@ TRAITS = {
     "sinkhorn": Traits(losses=("z",)),
     "sigmoid": Traits(losses=("sequence_balance",)),
     "topology": Traits(top_1_is_trained=False),
+    "sparsemixer": Traits(is_noisy=True),
 }
 
 # Options without which a gate is another one.
-OPTIONS = {"topology": {"num_nodes": 2, "bonus": 1.0}}
+OPTIONS = {"topology": {"num_nodes": 2, "bonus": 1.0}, "sparsemixer": {"margin": 0.5}}
 # Options that turn the noise of training off, where a gate has them.
 QUIET = {"switch": {"jitter": 0.0}, "gshard": {"random_routing": False}}
 

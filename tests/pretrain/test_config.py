@@ -45,7 +45,7 @@ YARN = {
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
-NOT_T5 = {"qkv_bias": False} | dict.fromkeys(SCALES, 1.0)
+NOT_T5 = dict.fromkeys(("qkv_bias", "attention_output_bias", "output_bias"), False) | dict.fromkeys(SCALES, 1.0)
 
 
 def test_every_key_comes_back_from_the_file(tmp_path):
@@ -69,6 +69,8 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             qk_norm=True,
             qk_norm_over="all",
             qkv_bias=True,
+            attention_output_bias=True,
+            output_bias=True,
             **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
@@ -256,6 +258,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             data=DataConfig(document_mask=True),
             model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES),
         ),
+        Recipe(model=ModelConfig(attention_output_bias=True, output_bias=True)),
         Recipe(model=ModelConfig(**LATENT, **YARN)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
@@ -421,6 +424,12 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"residual_scale": 0.5, "kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
         ({"logit_divisor": 2.0, "kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
         ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
+        (
+            {"kind": "bert", "attention_output_bias": True},
+            ["model.attention_output_bias=true", "model.kind=gpt", "bert"],
+        ),
+        ({"attention_output_bias": True, **LATENT}, ["model.attention_output_bias=true", "model.kv_lora_rank=20"]),
+        ({"kind": "t5", "output_bias": True}, ["model.output_bias=true", "model.kind=gpt", "t5"]),
         ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
         ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),
         ({"mtp_layers": -1}, ["model.mtp_layers=-1"]),

@@ -55,6 +55,8 @@ MODELS = {
         "qk_norm": True,
         "qk_norm_over": "all",
         "qkv_bias": True,
+        "attention_output_bias": True,
+        "output_bias": True,
         "attention_scale": 0.2,
         "embedding_scale": 3.0,
         "residual_scale": 0.4,

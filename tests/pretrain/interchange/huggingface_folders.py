@@ -37,6 +37,8 @@ QWEN2_MOE = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"
 }
 OLMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 4, "pad_token_id": None}
 GRANITE_MOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4}
+PHIMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 2}
+PHIMOE |= {"bos_token_id": None, "eos_token_id": None, "router_jitter_noise": 0.3}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -110,6 +112,18 @@ CASES = {
     "olmoe tied, experts in one tensor": (
         "OlmoeConfig",
         OLMOE | {"norm_topk_prob": True, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        PHIMOE | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": {"rope_theta": 500.0}},
+        torch.float32,
+        {},
+    ),
+    "phimoe, without biases, tied, experts in one tensor": (
+        "PhimoeConfig",
+        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12},
         torch.bfloat16,
         {"save_original_format": False},
     ),

@@ -88,6 +88,8 @@ MODELS = {
         "qk_norm_over": "all",
         "num_query_groups": 2,
         "qkv_bias": True,
+        "attention_output_bias": True,
+        "output_bias": True,
         "rotary_fraction": 0.5,
         **YARN,
         "num_shared_experts": 2,
@@ -99,6 +101,13 @@ MODELS = {
         "logit_divisor": 2.0,
     },
     "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms", "vocab_size": 400},
+    "sparsemixer, untied with biases": {
+        "gate": "sparsemixer",
+        "gate_options": {"margin": 0.5},
+        "attention_output_bias": True,
+        "output_bias": True,
+        "tie_embeddings": False,
+    },
     "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
     **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
 }

@@ -50,6 +50,7 @@ REFUSED = {
         "dense_ffn_hidden_size=9",
     ),
     "wide heads": ("t5", {"head_dim": 32}, "model.head_dim=32 is not supported by t5, .* a power of 4"),
+    "scores": ("t5", {"head_dim": 32, "attention_scale": 0.5}, "model.attention_scale=0.5 .* use 1.0, or none"),
     "shared experts": ("switch_transformers", {"num_shared_experts": 1}, "model.num_shared_experts=1"),
     "groups of queries": ("t5", {"num_query_groups": 6}, "model.num_query_groups=6"),
     "t5 with experts": ("t5", {"num_experts": 4, "gate": "gshard"}, "model.* is not supported by switch_transformers"),
@@ -74,6 +75,8 @@ def test_what_no_family_holds(case):
         ({"num_layers": 3, "num_decoder_layers": 2, "moe_layers": (1, 2, 3, 5)}, "switch_transformers"),
         ({"num_experts": 0, "output_scale": False, "gated": True, "top_k": 2, "gate": "naive"}, "t5"),
         ({"num_experts": 0, "tie_embeddings": False, "tied_output_bias": True}, "t5"),
+        ({"num_experts": 0, "head_dim": 32, "attention_scale": 1.0}, "t5"),
+        ({"attention_scale": 1.0}, "switch_transformers"),
     ],
 )
 def test_what_a_family_holds(values, form):
@@ -114,7 +117,6 @@ def folders(tmp_path_factory):
 
 
 CONFIGS = {
-    "wide heads": ("t5", {"d_kv": 32}, "d_kv=32 is not supported"),
     "more distances": ("t5", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets=64 .* must be 32"),
     "farther": ("switch_transformers", {"relative_attention_max_distance": 64}, "relative_attention_max_distance=64"),
     "an encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder=false .* must be true"),
