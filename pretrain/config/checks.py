@@ -37,6 +37,7 @@ LIMITS = {
     "model.num_experts": 2**20,
     "model.num_shared_experts": 2**20,
     "model.sequence_length": 2**28,
+    "model.memory_length": 2**28,
     "model.capacity_factor": 2.0**20,
     "model.eval_capacity_factor": 2.0**20,
     "data.noise_density": 0.99,
@@ -105,7 +106,7 @@ POSITIVE = {
 }
 NOT_NEGATIVE = {
     "data": ("prefetch",),
-    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
+    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers", "memory_length"),
     "optimizer": (
         "min_lr",
         "warmup_steps",

@@ -153,8 +153,14 @@ def _generate(arguments: argparse.Namespace) -> int:
             begin = [tokenizer.role("pad")]
             # Learned positions, if the model has any, end there.
             max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
+        elif recipe.model.memory_length:
+            if arguments.no_cache:
+                raise UserError(f"--no-cache is not supported with model.memory_length={recipe.model.memory_length}")
+            decoder = decoding.MemoryDecoder(model, recipe.model.memory_length)
+            begin, max_tokens = ids, arguments.max_tokens
         else:
-            decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=not arguments.no_cache)
+            keeps = not arguments.no_cache and recipe.model.position != "transformer_xl"
+            decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=keeps)
             begin, max_tokens = ids, arguments.max_tokens
         steps = decoding.generate(
             decoder,
@@ -320,6 +326,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
                     model,
                     trained.recipe,
                     source.samples,
+                    streams=source.streams,
                     byte_lengths=_byte_lengths(trained),
                     device=processes.device,
                     on_progress=on_progress,
