@@ -64,6 +64,9 @@ class PositionBiases(nn.Module):
         position: v, added to queries that meet the distance of a key; [A * W].
     """
 
+    content: nn.Parameter
+    position: nn.Parameter
+
     def __init__(self, config: TransformerConfig, width: int):
         super().__init__()
         size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()

@@ -106,7 +106,16 @@ POSITIVE = {
 }
 NOT_NEGATIVE = {
     "data": ("prefetch",),
-    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers", "memory_length"),
+    "model": (
+        "num_experts",
+        "num_shared_experts",
+        "bias_step",
+        "balance_loss",
+        "z_loss",
+        "init_std",
+        "mtp_layers",
+        "memory_length",
+    ),
     "optimizer": (
         "min_lr",
         "warmup_steps",

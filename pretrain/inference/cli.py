@@ -107,10 +107,16 @@ def evaluate(argv: list[str]) -> int:
         metavar="S",
         help="tokens from one window to the next, for a GPT on --data (default: the window's length)",
     )
+    parser.add_argument(
+        "--memory-length",
+        type=int,
+        metavar="M",
+        help="hidden states of the memory of a model with model.memory_length (default: its own)",
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
     arguments = parser.parse_args(argv)
-    for name in ("max_sequences", "stride"):
+    for name in ("max_sequences", "stride", "memory_length"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
@@ -311,6 +317,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         if (place := trained.checkpoint.path.resolve()) in seen:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(place)
+        if arguments.memory_length is not None and not trained.recipe.model.memory_length:
+            raise UserError(f"--memory-length {arguments.memory_length}: {trained.name} has model.memory_length=0")
     sources = [
         report.open_source(
             trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format
@@ -327,6 +335,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
                     trained.recipe,
                     source.samples,
                     streams=source.streams,
+                    memory_length=arguments.memory_length,
                     byte_lengths=_byte_lengths(trained),
                     device=processes.device,
                     on_progress=on_progress,

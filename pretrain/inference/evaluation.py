@@ -65,6 +65,7 @@ def evaluate(
     samples: Iterable[Sample | np.ndarray],
     *,
     streams: int = 1,
+    memory_length: int | None = None,
     byte_lengths: np.ndarray | None = None,
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda sequences: None,
@@ -75,12 +76,14 @@ def evaluate(
         model: the model, in evaluation mode.
         samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
         streams: number of streams that the samples take turns in, for a model with memory.
+        memory_length: hidden states of its memory; None for ``model.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
     result = Evaluation(bytes=None if byte_lengths is None else 0)
-    length, size = recipe.model.memory_length, recipe.train.micro_batch
+    length = recipe.model.memory_length if memory_length is None else memory_length
+    size = recipe.train.micro_batch
     memory = StreamMemory(model, length, streams) if length else None
     with counting(model):
         for batch in batches(samples, size if memory is None else min(size, streams), recipe.model.vocab_size):

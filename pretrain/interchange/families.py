@@ -63,8 +63,8 @@ def _nearest(model: ModelConfig) -> Family:
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the first key of a model that a family does not support; keys that rank families come first."""
-    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
+    """Return the first key of a model that a family does not support: first those that rank families, and positions."""
+    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts", "position"))
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""
     return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"

@@ -145,3 +145,59 @@ def test_loss_and_gradients_of_four_segments_are_those_of_the_paper(forks, recom
             assert value.grad.norm() > 0, name
             assert_close(ours[name].double(), value.grad, 1e-5, f"{name} of step {step}")
     assert found[0][0] == found[4][0] != found[1][0]
+
+
+def cached(segment: int, memory_length: int) -> dict:
+    """A model's weights; evaluation of a stream in windows of `LENGTH`; logits of a decoder, whose prompt is a segment
+    of ``segment`` tokens."""
+    from pretrain.inference.decoding import MemoryDecoder
+    from pretrain.inference.evaluation import evaluate
+    from pretrain.inference.windows import gpt_windows
+
+    train = TrainConfig(steps=1, global_batch=BATCH, micro_batch=BATCH, validation_sequences=BATCH)
+    recipe = Recipe(model=MODEL, train=train, optimizer=OptimizerConfig(warmup_steps=0))
+    model = engine_of(recipe).gpt.eval()
+    tokens = stream(5, TEXT).numpy()
+    windows = [block for block, _ in gpt_windows([tokens], 0, LENGTH, LENGTH)]
+    lengths = torch.arange(VOCAB).numpy()
+    result = evaluate(model, recipe, windows, memory_length=memory_length, byte_lengths=lengths)
+    sides = [Segments()[n] for n in range(6 * BATCH)]  # as validation is read, beyond the end of the streams
+    side_by_side = evaluate(model, recipe, sides, streams=BATCH)
+    with torch.no_grad():
+        decoder = MemoryDecoder(model, memory_length)
+        decoded = [decoder(torch.as_tensor(tokens[None, :count])) for count in range(segment, TEXT + 1)]
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"result": result, "sides": side_by_side, "decoded": torch.cat(decoded), "weights": weights}
+
+
+TEXT = 23  # tokens: the last window is shorter
+
+
+@pytest.mark.parametrize("memory_length", [7, 12])
+def test_cached_evaluation_and_decoding_are_those_of_the_paper(forks, memory_length):
+    segment = 6
+    found = only(forks.run(1, cached, segment, memory_length))
+    w = {name: value.double() for name, value in found["weights"].items()}
+    nothing = [torch.zeros(0, HIDDEN, dtype=torch.float64)] * MODEL.num_layers
+    text = stream(5, TEXT)
+    tokens, nats, past = torch.cat([torch.zeros(1, dtype=torch.int64), text]), 0.0, nothing
+    for begin in range(0, TEXT, LENGTH):
+        block = tokens[begin : begin + LENGTH + 1]
+        logits, past = forward(w, past, block[:-1], memory_length)
+        nats += F.cross_entropy(logits, block[1:], reduction="sum").item()
+    result = found["result"]
+    assert result.tokens == TEXT and result.nats == pytest.approx(nats, rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / int(text.sum()), rel=1e-6)
+    nats, past = 0.0, {}
+    for n in range(6 * BATCH):
+        sample = Segments()[n]
+        before = past[n % BATCH] if n // BATCH % 4 else nothing
+        logits, past[n % BATCH] = forward(w, before, torch.as_tensor(sample["tokens"]), MODEL.memory_length)
+        nats += F.cross_entropy(logits, torch.as_tensor(sample["labels"]), reduction="sum").item()
+    assert found["sides"].nats == pytest.approx(nats, rel=1e-6)
+    logits, past = forward(w, nothing, text[:segment], memory_length)
+    expected = [logits[-1]]
+    for token in text[segment:]:
+        logits, past = forward(w, past, token.view(1), memory_length)
+        expected.append(logits[-1])
+    assert_close(found["decoded"].double(), torch.stack(expected), 1e-5, "logits")
