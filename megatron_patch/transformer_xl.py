@@ -80,6 +80,12 @@ class PositionBiases(nn.Module):
                 nn.init.normal_(whole, std=config.init_method_std)
                 value.data.copy_(whole.chunk(size)[rank])
 
+    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, B, A, W] for contents and for distances."""
+        # A forward pass of its own, because Megatron-core's overlapped gathering of parameters waits for modules.
+        content, position = (bias.view(query.shape[-2:]) for bias in (self.content, self.position))
+        return query + content, query + position
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
@@ -155,13 +161,13 @@ class RelativeAttention(SelfAttention):
         hidden = hidden[None, None]
         if attention_mask is not None:
             hidden = hidden | nn.functional.pad(attention_mask, (count - length, 0))
-        content, position = (bias.view(heads, width) for bias in (self.biases.content, self.biases.position))
+        for_contents, for_distances = self.biases(query)
         encodings = sinusoids(count, self.config.hidden_size, query.device).to(query.dtype)
         distances, _ = self.linear_position(encodings.unsqueeze(1))
         distances_AWK = distances.view(count, heads, width).permute(1, 2, 0)
-        scores = relative_shift((query + position).permute(1, 2, 0, 3) @ distances_AWK)
+        scores = relative_shift(for_distances.permute(1, 2, 0, 3) @ distances_AWK)
         out = self.core_attention(
-            query + content,
+            for_contents,
             key,
             value,
             hidden,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from compare import assert_close
 from forks import values
 from test_run_optim import assert_split_equals_one
 from test_run_split_engine import STEADY, Samples, engine_of
@@ -20,6 +21,7 @@ SPLITS = {
     "tensor alone": {"tensor": 2, "sequence": False},
     "expert": {"expert": 2},
     "data": {"data": 2},
+    "data, overlapped": {"data": 2, "overlap_gradients": True, "overlap_parameters": True},
     "pipeline": {"pipeline": 2},
     "virtual pipeline": {"pipeline": 2, "virtual_pipeline": 2},
 }
@@ -33,7 +35,15 @@ def test_two_processes_equal_one(forks, split):
     model = replace(STEADY.model, **XL, num_heads=4, num_query_groups=2, dropout=0.1, **layers)
     alone = replace(STEADY, model=model)
     recipe = replace(alone, parallel=ParallelConfig(**SPLITS[split]))
+    recipe = replace(recipe, optimizer=replace(alone.optimizer, distributed="overlapped" in split))
     assert_split_equals_one(forks, recipe, alone, "memory/layers.2", "biases.content", "linear_position")
+
+
+@pytest.mark.slow
+def test_muon_has_the_projection_of_distances_whole(forks):
+    alone = replace(STEADY, model=replace(STEADY.model, **XL), optimizer=replace(STEADY.optimizer, name="muon"))
+    recipe = replace(alone, parallel=ParallelConfig(tensor=2))
+    assert_split_equals_one(forks, recipe, alone, "momentum_buffer/decoder.layers.1.self_attention.linear_position")
 
 
 @pytest.mark.slow
@@ -122,13 +132,56 @@ def test_a_run_resumes_at_another_split_and_through_another_format(forks, run, t
     for name, where, options in (
         ("EP2", middle, ["--parallel.expert", "2"]),
         ("TP2", middle, ["--parallel.tensor", "2"]),
+        ("PP2", middle, ["--parallel.pipeline", "2"]),
         ("micro batches", middle, ["--train.micro-batch", "1"]),
         ("imported", tmp_path / "back", []),
     ):
-        size = 2 if name in ("EP2", "TP2") else 1
+        size = 2 if name.endswith("P2") else 1
         train(forks, recipe, "--run.folder", tmp_path / name, "--resume", where, *options, size=size)
         for step, row in steps(tmp_path / name).items():
-            assert row["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5), f"step {step} of {name}"
+            for key in {"loss", "val/loss"} & row.keys():
+                assert row[key] == pytest.approx(expected[step][key], rel=1e-5), f"{key} of step {step} of {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_of_16_bits_resumes_bit_equal_and_starts_warm(forks, write_tiny_recipe, tmp_path, precision):
+    sections = {**MODEL, "train": {**TRAIN, "precision": precision}, "checkpoint": {"every": 3, "keep": 0}}
+    recipe = write_tiny_recipe(tmp_path / "recipe.toml", **sections)
+    whole, resumed, warm = (tmp_path / name for name in ("whole", "resumed", "warm"))
+    train(forks, recipe, "--run.folder", whole)
+    middle = whole / "checkpoints" / "step-00000003"
+    train(forks, recipe, "--run.folder", resumed, "--resume", middle)
+    assert steps(resumed) == {step: row for step, row in steps(whole).items() if step > 3}
+    train(forks, recipe, "--run.folder", warm, "--train.init-from", middle)
+    assert steps(warm)[0]["val/loss"] == pytest.approx(steps(whole)[3]["val/loss"], rel=1e-6)
+
+
+def upcycled():
+    """Logits of three segments, of a dense model and of its upcycled copy."""
+    import torch
+
+    from megatron_patch import fmoefy
+    from megatron_patch.transformer_xl import StreamMemory
+
+    model = engine_of(replace(STEADY, model=replace(STEADY.model, **XL, num_experts=0, top_k=1))).gpt.eval()
+    found = []
+    for _ in range(2):
+        memory, logits = StreamMemory(model, XL["memory_length"], 1), []
+        for segment in range(3):
+            memory.enter(0)
+            tokens = torch.as_tensor(Samples()[segment])[None]
+            logits.append(model(tokens, torch.arange(tokens.shape[1])[None], None).detach())
+        memory.leave()
+        found.append(torch.cat(logits))
+        if not found[1:]:
+            fmoefy(model, 4, upcycle=True, gate="naive", top_k=2)
+    return found
+
+
+def test_upcycling_leaves_a_model_with_memory_unchanged(forks):
+    (dense, sparse), *_ = values(forks.run(1, upcycled))
+    assert_close(sparse, dense, 1e-5, "logits")
 
 
 def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corpus):
