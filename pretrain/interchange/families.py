@@ -28,12 +28,13 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: no family fits; the message names the nearest, and the first key that differs with its allowed
-            values.
+        UserError: no family fits; the message names the nearest, `FMOE` for a GPT, and the first key that differs with
+            its allowed values.
     """
     if name == "auto":
         family = _nearest(model)
-        family = FMOE if family.misfits(model) and not FMOE.misfits(model) else family
+        # `FMOE` takes most GPTs; if it does not take this one, its reason is the one to name.
+        family = FMOE if family.misfits(model) and model.kind == "gpt" else family
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:
@@ -63,8 +64,8 @@ def _nearest(model: ModelConfig) -> Family:
 
 
 def _misfit(family: Family, model: ModelConfig, is_nearest: bool) -> str:
-    """Return the first key of a model that a family does not support: first those that rank families, and positions."""
-    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts", "position"))
+    """Return the first key of a model that a family does not support; keys that rank families come first."""
+    misfits = sorted(family.misfits(model), key=lambda misfit: misfit[0] not in ("kind", "num_experts"))
     key, allowed = misfits[0]
     nearest = ", the nearest family" if is_nearest else ""
     return f"model.{key}={toml(getattr(model, key))} is not supported by {family.name}{nearest}: use {allowed}"
