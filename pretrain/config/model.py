@@ -67,9 +67,13 @@ class ModelConfig:
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
     linear_bias: bool = False
     """Biases of the linear maps of attention and feed-forward blocks, for a bert without experts."""
-    position: Literal["rope", "learned_absolute", "relative"] = "rope"
+    position: Literal["rope", "learned_absolute", "relative", "transformer_xl"] = "rope"
     """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
-    tokens, added to the scores of all layers of a stack."""
+    tokens, added to the scores of all layers of a stack. transformer_xl, for gpt only: projected sinusoids of the
+    distance, and two biases per head (Transformer-XL, arXiv 1901.02860)."""
+    memory_length: int = 0
+    """Hidden states per layer that a sequence sees of those before it in its stream (Transformer-XL). With more than 0,
+    each epoch is read as global_batch contiguous streams. Needs position=transformer_xl."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
@@ -284,6 +288,7 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
+        self._check_transformer_xl()
         for name, value in (("linear_bias", "true"), ("segment_types", self.segment_types)):
             if getattr(self, name) and self.kind != "bert":
                 raise UserError(f"model.{name}={value} needs model.kind=bert, not {self.kind}")
@@ -334,6 +339,20 @@ class ModelConfig:
         if not 0 <= self.jitter < 1:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
         self._check_mtp()
+
+    def _check_transformer_xl(self) -> None:
+        if self.position != "transformer_xl":
+            if self.memory_length:
+                name = f"model.memory_length={self.memory_length}"
+                raise UserError(f"{name} needs model.position=transformer_xl, not {self.position}")
+            return
+        if self.kind != "gpt":
+            raise UserError(f"model.position=transformer_xl needs model.kind=gpt, not {self.kind}")
+        if self.hidden_size % 2:
+            raise UserError(f"model.hidden_size={self.hidden_size} must be even with model.position=transformer_xl")
+        if self.mtp_layers:
+            name = f"model.mtp_layers={self.mtp_layers}"
+            raise UserError(f"{name} is not supported with model.position=transformer_xl: use 0")
 
     def _check_rotary_fraction(self) -> None:
         if self.rotary_fraction == 1:

@@ -53,6 +53,11 @@ class Recipe:
         return self.spans.targets if self.model.kind == "t5" else 0
 
     @property
+    def streams(self) -> int:
+        """Number of contiguous streams that are read side by side; 0 for sequences in random order."""
+        return self.train.global_batch if self.model.memory_length else 0
+
+    @property
     def tokens_per_sequence(self) -> int:
         """Number of tokens of a sample that enter the model."""
         return self.model.sequence_length + self.decoder_length
@@ -142,6 +147,8 @@ class Recipe:
                 f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: further tokens "
                 "would be tokens of the next document"
             )
+        if model.memory_length:
+            self._check_memory()
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
         if not 1 <= data.mean_span < math.inf:
@@ -164,6 +171,20 @@ class Recipe:
                 whole_weights(data.weights)
             except UserError as error:
                 raise UserError(f"data.{error}") from error
+
+    def _check_memory(self) -> None:
+        """Raise UserError for the first value that does not go with streams read in order."""
+        data, train, key = self.data, self.train, f"model.memory_length={self.model.memory_length}"
+        if data.document_mask:
+            raise UserError(f"data.document_mask=true is not supported with {key}")
+        if data.weights:
+            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use one corpus, or []")
+        if train.ramp_batch is not None:
+            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: streams must not change")
+        if data.validation:
+            of = f"train.validation_sequences={train.validation_sequences}"
+            if train.validation_sequences % train.global_batch:
+                raise UserError(f"train.global_batch={train.global_batch} does not divide {of}, as {key} needs")
 
     def _check_batches(self) -> None:
         parallel, train = self.parallel, self.train

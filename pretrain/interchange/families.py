@@ -29,12 +29,13 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: no family fits; the message names the nearest, and the first key that differs with its allowed
-            values.
+        UserError: no family fits; the message names the nearest, `FMOE` for a GPT, and the first key that differs with
+            its allowed values.
     """
     if name == "auto":
         family = _nearest(model)
-        family = FMOE if family.misfits(model) and not FMOE.misfits(model) else family
+        # `FMOE` takes most GPTs; if it does not take this one, its reason is the one to name.
+        family = FMOE if family.misfits(model) and model.kind == "gpt" else family
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:

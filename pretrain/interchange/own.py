@@ -150,6 +150,7 @@ FMOE = Family(
     keys=(),
     fixed={"kind": "gpt"},
     demands=(
+        Demand("position", lambda m: m.position != "transformer_xl", "another position than Transformer-XL's"),
         Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
         Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate whose choice depends on the tokens' values"),
         Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),

@@ -39,7 +39,7 @@ from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 RECIPE = "recipe.toml"
 # Files of Megatron-core beside .metadata, and of Megatron-LM in the folder of all iterations.
 MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, MEMORY = "model/", "optimizer/", "memory/"
 SLICE_BYTES = 1 << 30
 PRECISIONS = {torch.float32, torch.bfloat16, torch.float16}
 # Keys of a run's state that resuming reads, beside its recipe, and their types.
@@ -273,7 +273,7 @@ def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[
                 f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
             )
     for name in layouts:
-        if name not in wanted and not name.startswith(OPTIMIZER):
+        if name not in wanted and not name.startswith((OPTIMIZER, MEMORY)):
             raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")
 
 

@@ -17,6 +17,7 @@ from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from megatron_patch.latent_attention import LatentAttention
 from megatron_patch.mtp import MTPModel, mtp_block_spec
+from megatron_patch.transformer_xl import RecurrentLayer, RelativeAttention
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import norm_class, own_norms, transformer_config
@@ -32,6 +33,9 @@ def build(
     layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
     if is_latent:
         layer_spec.submodules.self_attention.module = LatentAttention
+    if recipe.model.position == "transformer_xl":
+        layer_spec.module = RecurrentLayer
+        layer_spec.submodules.self_attention.module = RelativeAttention
     return build_gpt(
         recipe,
         transformer_config(recipe),
@@ -70,7 +74,8 @@ def build_gpt(
             vocab_size=recipe.model.vocab_size,
             max_sequence_length=recipe.model.sequence_length,
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
-            position_embedding_type=recipe.model.position,
+            # Transformer-XL's attention has its positions.
+            position_embedding_type=recipe.model.position if recipe.model.position != "transformer_xl" else "none",
             rotary_base=recipe.model.rope_theta,
             rotary_percent=recipe.model.rotary_fraction,
             vp_stage=vp_stage,

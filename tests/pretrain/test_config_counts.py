@@ -31,6 +31,7 @@ MODELS = {
     "t5, the paper's output": {"kind": "t5", "tied_output_bias": False, "output_scale": True},
     "bert": {"kind": "bert"},
     "bert, dense with biases": {"kind": "bert", "num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2},
+    "transformer-xl": {"position": "transformer_xl", "head_dim": 6, "num_query_groups": 2, "memory_length": 8},
     "rms": {"norm": "rms"},
     "grouped queries": {"num_query_groups": 2},
     "wide heads": {"head_dim": 14},
