@@ -95,6 +95,9 @@ SPLITS = {
     "TP2, GLM": ("glm4_moe", "bf16", ParallelConfig(tensor=2)),
     "EP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(expert=2)),
     "TP2, ERNIE": ("ernie4_5_moe", "fp32", ParallelConfig(tensor=2)),
+    "TP2, yarn": ("deepseek_v3, yarn", "fp32", ParallelConfig(tensor=2)),
+    "EP2, yarn": ("deepseek_v2, yarn, one factor, bf16", "bf16", ParallelConfig(expert=2)),
+    "PP2, yarn": ("mixtral, yarn", "fp32", ParallelConfig(pipeline=2)),
     "TP2 x EP2": ("qwen3_moe, every second layer, experts in one tensor", "fp32", ParallelConfig(tensor=2, expert=2)),
 }
 
