@@ -56,8 +56,11 @@ class Job:
         self.rows = read_metrics(path) if path.exists() else []
 
 
-def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job]:
+def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()) -> list[Job]:
     """The runs, those of one recipe side by side, so that runs at once take equally long.
+
+    Args:
+        more: options of every run, as on the trainer's command line.
 
     Raises:
         UserError: a recipe that cannot be, or another than that of the run which is there already.
@@ -66,7 +69,7 @@ def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job
     for recipe_name in recipes:
         for seed in seeds:
             name = f"{Path(recipe_name).stem}-seed{seed}"
-            options = ["--run.folder", str(folder / name), "--train.seed", str(seed)]
+            options = [*more, "--run.folder", str(folder / name), "--train.seed", str(seed)]
             recipe = load_recipe(recipe_name, options)
             if recipe.parallel.world_size != 1:
                 raise UserError(f"{recipe_name} is for {recipe.parallel.world_size} processes; here a run is one")
