@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.kernels.ffn import expert_ffn, gate
+from fmoe.kernels.ffn import expert_ffn
+from fmoe.kernels.glu import gate
 from fmoe.kernels.rows import combine, permute
 
 Stacks = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out

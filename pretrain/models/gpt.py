@@ -18,7 +18,7 @@ from megatron_patch.latent_attention import LatentAttention
 from megatron_patch.mtp import MTPModel, mtp_block_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
-from pretrain.models.config import norm_class, own_norms, transformer_config
+from pretrain.models.config import norm_class, own_linears, own_norms, transformer_config
 
 
 def build(
@@ -54,6 +54,7 @@ def build_gpt(
     stage the modules of multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
+    own_linears(layer_spec, recipe.model)
     seed = recipe.train.seed
     keyed_spec, mtp = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp), {}
     if recipe.model.mtp_layers:
