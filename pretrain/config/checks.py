@@ -67,6 +67,7 @@ POSITIVE = {
         "qk_head_dim",
         "qk_rope_head_dim",
         "v_head_dim",
+        "rope_original_length",
         "ffn_hidden_size",
         "dense_ffn_hidden_size",
         "shared_ffn_hidden_size",
@@ -105,7 +106,10 @@ POSITIVE = {
 }
 NOT_NEGATIVE = {
     "data": ("prefetch",),
-    "model": ("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
+    "model": (
+        *("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
+        "rope_mscale_all_dim",
+    ),
     "optimizer": (
         "min_lr",
         "warmup_steps",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from fmoe.errors import UserError
@@ -84,6 +84,25 @@ class ModelConfig:
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
     """Share of a head's elements, its first ones, that get a rotary position (position=rope)."""
+    rope_scaling: Literal["yarn"] | None = None
+    """Scaling of rotary positions for sequences longer than those of earlier training: yarn (arXiv 2309.00071); None
+    for no scaling. Needs model.kind=gpt, position=rope and rope_original_length."""
+    rope_factor: float = 1.0
+    """Factor by which YaRN lengthens the long wavelengths; usually sequence_length / rope_original_length."""
+    rope_original_length: int | None = None
+    """Tokens per sequence before the extension by YaRN."""
+    rope_beta_fast: float = 32.0
+    """YaRN keeps the wavelengths of pairs of elements that turn at least so often in rope_original_length tokens."""
+    rope_beta_slow: float = 1.0
+    """YaRN lengthens the wavelengths of pairs of elements that turn at most so often in rope_original_length tokens by
+    the whole rope_factor; between both numbers of turns, by a part of it."""
+    rope_truncate: bool = True
+    """Round the two limits between these pairs of elements to whole elements; false in GPT-OSS."""
+    rope_mscale: float = 1.0
+    """With m(x) = 0.1 x ln(rope_factor) + 1, YaRN multiplies rotated queries and keys by m(rope_mscale) /
+    m(rope_mscale_all_dim). Another value than 1 needs rope_mscale_all_dim > 0."""
+    rope_mscale_all_dim: float = 0.0
+    """See rope_mscale. Multi-latent attention also multiplies its scores by the square of m(rope_mscale_all_dim)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm (weight and bias) or RMSNorm (weight)."""
     norm_eps: float = 1e-5
@@ -302,6 +321,7 @@ class ModelConfig:
         self._check_local_attention()
         if self.activation == "swiglu_oai" and not self.gated:
             raise UserError("model.activation=swiglu_oai needs model.gated=true: it multiplies gates and values")
+        self._check_yarn()
         for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"model.{name}={getattr(self, name)} is not a positive number")
@@ -369,6 +389,42 @@ class ModelConfig:
                 raise UserError(
                     f"model.sliding_layers has {number}; layers are 1 to model.num_layers={self.num_layers}"
                 )
+
+    def _check_yarn(self) -> None:
+        """Raise UserError for an invalid combination of the keys of scaled rotary positions."""
+        if self.rope_scaling is None:
+            for entry in fields(self):
+                value = getattr(self, entry.name)
+                if entry.name.startswith("rope_") and entry.name != "rope_theta" and value != entry.default:
+                    raise UserError(f"model.{entry.name}={str(value).lower()} needs model.rope_scaling=yarn")
+            return
+        key = f"model.rope_scaling={self.rope_scaling}"
+        for name, value in (("kind", "gpt"), ("position", "rope")):
+            if getattr(self, name) != value:
+                raise UserError(f"{key} needs model.{name}={value}, not {getattr(self, name)}")
+        if self.rope_original_length is None:
+            raise UserError(f"{key} needs model.rope_original_length")
+        if not self.rope_theta > 1:
+            raise UserError(f"model.rope_theta={self.rope_theta} must be more than 1 with {key}")
+        if not self.rope_factor >= 1:
+            raise UserError(f"model.rope_factor={self.rope_factor} must be at least 1 with {key}")
+        if not 0 < self.rope_beta_slow <= self.rope_beta_fast:
+            raise UserError(
+                f"model.rope_beta_slow={self.rope_beta_slow} must be positive and at most "
+                f"model.rope_beta_fast={self.rope_beta_fast}"
+            )
+        low, high = 2 * math.pi * self.rope_beta_slow, 2 * math.pi * self.rope_beta_fast * self.rope_theta
+        if not low < self.rope_original_length < high:
+            raise UserError(
+                f"model.rope_original_length={self.rope_original_length} must be between 2 pi model.rope_beta_slow="
+                f"{low:.1f} and 2 pi model.rope_beta_fast x model.rope_theta={high:.1f}: else YaRN scales no wavelength"
+            )
+        if not self.rope_mscale > 0:
+            raise UserError(f"model.rope_mscale={self.rope_mscale} is not positive")
+        if self.rope_mscale != 1 and not self.rope_mscale_all_dim:
+            raise UserError(
+                f"model.rope_mscale={self.rope_mscale} needs model.rope_mscale_all_dim > 0; without it, use 1"
+            )
 
     def _check_mtp(self) -> None:
         if not self.mtp_layers:

@@ -9,6 +9,7 @@ from pretrain.config import ModelConfig
 from pretrain.interchange.families import FAMILIES
 from pretrain.interchange.family import Family, Key, toml
 from pretrain.interchange.folder import HuggingFaceFolder
+from pretrain.interchange.rope import read_rope, read_yarn
 
 
 def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
         raise UserError(f"model_type={toml(name)} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     config = config if folder is None else family.adapt(config, folder)
-    config = {**config, **_rope(config)}
+    config = {**config, **read_rope(config)}
     for only in family.only:
         value = config.get(only.theirs)
         if not any(value == one and type(value) is type(one) for one in only.values):
@@ -45,7 +46,9 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
     if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
-    values = {key.ours: _value(key, config) for key in family.keys}
+    values = {key.ours: _value(key, config) for key in family.keys} | read_yarn(config)
+    if "rope_scaling" in values and "rope_scaling" not in family.varies:
+        raise UserError(f"rope_type=yarn is not supported by {family.name}: only default is")
     return family, ModelConfig(**_without_defaults({**family.fixed, **values, **family.read(config)}))
 
 
@@ -75,28 +78,3 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
 
 
 _KINDS = {int: "a positive integer", float: "a number", bool: "true or false"}
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_theta and partial_rotary_factor from their own keys, or from the rope_parameters of transformers 5.
-
-    Raises:
-        UserError: positions are scaled.
-    """
-    found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:
-        found["partial_rotary_factor"] = 1.0  # unlike a missing key, which has the family's default
-    for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second
-        rope = config.get(key)
-        if not rope and rope in (None, {}):
-            continue
-        if not isinstance(rope, Mapping):
-            raise UserError(f"{key}={toml(rope)} must be an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        others = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-        if kind != "default" or others:
-            raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default is")
-        if key == "rope_scaling" and config.get("rope_parameters") not in (None, {}, rope):
-            raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
-        found |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    return found

@@ -30,6 +30,7 @@ from pretrain.interchange.llama import (
     weights_sum_to_one,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 OUR_ATTENTION = f"{OUR_LAYER}.self_attention"
@@ -225,7 +226,7 @@ DEEPSEEK_V2 = Family(
         Demand("hidden_size", lambda m: m.hidden_size % m.num_heads == 0, "a multiple of model.num_heads"),
         Demand("normalize", lambda m: not weights_sum_to_one(m), "false: weights of the softmax over all experts"),
     ),
-    varies=("q_lora_rank",),
+    varies=("q_lora_rank", *YARN),
     constants={
         "rms_norm_eps": LATENT_EPS,
         "attention_bias": False,
@@ -315,7 +316,7 @@ DEEPSEEK_V3 = Family(
     ),
     fixed=FIXED | {"norm_eps": LATENT_EPS},
     demands=(*LATENT, *SIGMOID),
-    varies=("q_lora_rank", "normalize", "mtp_layers", "jitter"),
+    varies=("q_lora_rank", "normalize", "mtp_layers", "jitter", *YARN),
     constants={
         "rms_norm_eps": LATENT_EPS,
         "attention_bias": False,

@@ -26,6 +26,7 @@ from pretrain.interchange.llama import (
     read_llama,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
 
@@ -143,7 +144,7 @@ ERNIE4_5_MOE = Family(
         Demand("top_k", lambda m: m.top_k > 1, "at least 2, whose weights sum to one"),
         Demand("moe_layers", _is_regular, "every layer, or every n-th, from a first to a last one"),
     ),
-    varies=("head_dim", "moe_every", "num_shared_experts", "jitter"),
+    varies=("head_dim", "moe_every", "num_shared_experts", "jitter", *YARN),
     constants={"use_bias": False, "moe_norm_min": 1e-12},
     only=(*ONLY, Only("use_bias", (False, None)), Only("moe_norm_min", (1e-12, None))),
     read=_read,

@@ -31,6 +31,7 @@ from pretrain.interchange.llama import (
     read_llama,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 HEAD_NORMS = tuple(Entry(e.where, e.ours, e.theirs, when=lambda model: model.qk_norm) for e in QK_NORM)
@@ -44,7 +45,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     written = write_llama(model) | write_dense(model) | write_sigmoid(model)
-    written["rope_parameters"] |= {"partial_rotary_factor": model.rotary_fraction}
+    for key in ("rope_parameters", "rope_scaling"):
+        if written[key]:
+            written[key] |= {"partial_rotary_factor": model.rotary_fraction}
     return written
 
 
@@ -66,7 +69,7 @@ GLM4_MOE = Family(
     ),
     fixed=FIXED,
     demands=(*SIGMOID, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1"), *DENSE_FIRST),
-    varies=("head_dim", "normalize", "mtp_layers", "jitter"),
+    varies=("head_dim", "normalize", "mtp_layers", "jitter", *YARN),
     only=(
         *(only for only in ONLY if only.theirs not in ("attention_bias", "partial_rotary_factor")),
         Only("moe_layer_freq", (1, None)),

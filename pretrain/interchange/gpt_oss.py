@@ -12,6 +12,7 @@ from torch import Tensor
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.llama import (
     ATTENTION,
     COMMON,
@@ -26,6 +27,7 @@ from pretrain.interchange.llama import (
     weights_sum_to_one,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry, Sizes
 
 
@@ -74,6 +76,7 @@ TABLE = (
 )
 
 _KINDS = ("full_attention", "sliding_attention")
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _WINDOW = 128  # written for a model without windows: transformers needs a number
 
 
@@ -96,6 +99,11 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         values["sliding_layers"] = near if len(near) < layers else ()
     values["attention_output_bias"] = read_bool(config, "attention_bias", True)
     return values | DROPLESS | {"normalize": True, "expert_options": {"bias": True}}
+
+
+def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
+    """Add the rotary positions that transformers assumes where config.json has none."""
+    return config if config.get("rope_parameters") or config.get("rope_scaling") else {**config, "rope_scaling": _ROPE}
 
 
 GPT_OSS = Family(
@@ -127,7 +135,7 @@ GPT_OSS = Family(
             "the value of model.qkv_bias",
         ),
     ),
-    varies=("head_dim", "sliding_window", "sliding_layers"),
+    varies=("head_dim", "sliding_window", "sliding_layers", *YARN),
     constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     only=(
         Only("hidden_act", ("silu", None)),
@@ -139,4 +147,5 @@ GPT_OSS = Family(
     ),
     read=_read,
     write=_write,
+    adapt=_adapt,
 )

@@ -18,6 +18,7 @@ from pretrain.interchange.llama import (
     weights_sum_to_one,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 
@@ -68,7 +69,7 @@ GRANITE_MOE = Family(
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
     ),
-    varies=("head_dim",),
+    varies=("head_dim", *YARN),
     constants={"attention_bias": False},
     only=ONLY,
     read=_read,

@@ -6,6 +6,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
 from pretrain.interchange.family import Demand, Family, Key, Only, read_bool, read_int, toml
+from pretrain.interchange.rope import YARN, write_rope
 from pretrain.interchange.tensors import Entry, Halves, OfOne, QueryKeyValue, Same, Transform
 
 LAYER = "model.layers.{layer}"
@@ -150,14 +151,12 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "output_router_logits": False,
         "use_cache": True,
-        # transformers 5 reads rope_parameters, 4 rope_theta.
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        **write_rope(model),
     }
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the head's width, and check that positions are not scaled and attention not limited.
+    """Return the head's width, and check that attention is not limited.
 
     Raises:
         UserError: a value is not supported.
@@ -211,7 +210,7 @@ MIXTRAL = Family(
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
     ),
-    varies=("head_dim",),
+    varies=("head_dim", *YARN),
     constants={"router_jitter_noise": 0.0, "sliding_window": None},
     only=ONLY,
     read=_read_mixtral,
@@ -270,7 +269,7 @@ QWEN3_MOE = Family(
     ),
     fixed=FIXED | {"qk_norm": True},
     demands=SOFTMAX,
-    varies=("head_dim", "normalize", "moe_layers", "moe_every"),
+    varies=("head_dim", "normalize", "moe_layers", "moe_every", *YARN),
     constants={"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
     only=ONLY,
     read=read_qwen_moe,

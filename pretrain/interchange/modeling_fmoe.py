@@ -30,6 +30,7 @@ from fmoe.kernels.attention import causal_attention
 from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
+from pretrain.config.yarn import rotary_factor, rotary_frequencies, score_factor
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, [B, S, 1, r]
 
@@ -101,6 +102,7 @@ class _Attention(nn.Module):
         super().__init__()
         self.index, self.dropout = index, model.dropout
         self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
+        self.scale *= score_factor(model)
         sizes = model.num_heads * model.value_width, model.hidden_size
         self.linear_proj = _Linear(model, *sizes, bias=model.attention_output_bias, is_output=True)
         self.window = model.sliding_window if index + 1 in model.layers_with_window else None
@@ -265,9 +267,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
     def __init__(self, config: FMoEConfig):
         super().__init__(config)
-        model = config.recipe_model
-        self.theta = model.rope_theta if model.position == "rope" else None
-        self.rotary_width = model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
+        self.recipe_model = model = config.recipe_model
         self.embedding_scale, self.logit_divisor = model.embedding_scale, model.logit_divisor
         self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
         if model.position == "learned_absolute":
@@ -348,7 +348,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             if past + length > limit and (last := int(position_ids.max())) >= limit:
                 raise UserError(f"position {last} is not in the model's {limit} learned positions")
             x_BSD = x_BSD + self.embedding["position_embeddings"](position_ids)
-        rotary = None if self.theta is None else _angles(position_ids, self.rotary_width, self.theta)
+        rotary = _angles(position_ids, self.recipe_model) if self.recipe_model.position == "rope" else None
         mask = None if seen_BK is None and (past == 0 or length == 1) else _mask(seen_BK, past, length, device)
         valid_BS = None if seen_BK is None else seen_BK[:, past:]
         x_BSD, states = self.dropout(x_BSD), []
@@ -420,11 +420,10 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         self.output_layer = new_embeddings
 
 
-def _angles(position_BS: Tensor, width: int, theta: float) -> Rotary:
-    powers = torch.arange(0, width, 2, dtype=torch.float32, device=position_BS.device) / width
-    angles = position_BS.float().unsqueeze(-1) * (1.0 / theta**powers)
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
-    return angles.cos(), angles.sin()
+def _angles(position_BS: Tensor, model: ModelConfig) -> Rotary:
+    angles = position_BS.float().unsqueeze(-1) * rotary_frequencies(model, position_BS.device)
+    angles, factor = torch.cat([angles, angles], dim=-1).unsqueeze(2), rotary_factor(model)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from pretrain.interchange.llama import (
     weights_sum_to_one,
     write_llama,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 NORMS = (
@@ -57,6 +58,7 @@ OLMOE = Family(
         *EVERY_LAYER,
         Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none: hidden_size / num_heads"),
     ),
+    varies=YARN,
     constants={"attention_bias": False, "clip_qkv": None, "pad_token_id": None},
     only=(*ONLY, Only("clip_qkv", (None,))),
     read=_read,

@@ -20,6 +20,7 @@ from pretrain.interchange.llama import (
     shared_entries,
     write_qwen_moe,
 )
+from pretrain.interchange.rope import YARN
 from pretrain.interchange.tensors import Entry
 
 SHARED = (
@@ -50,7 +51,7 @@ QWEN2_MOE = Family(
     ),
     fixed=FIXED | {"shared_expert_gate": True},
     demands=(*SOFTMAX, Demand("num_shared_experts", lambda m: m.num_shared_experts > 0, "at least 1")),
-    varies=("head_dim", "normalize", "moe_layers", "moe_every"),
+    varies=("head_dim", "normalize", "moe_layers", "moe_every", *YARN),
     constants={"use_sliding_window": False, "sliding_window": None},
     only=ONLY,
     read=_read,

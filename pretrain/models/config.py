@@ -17,6 +17,7 @@ from fmoe.kernels.glu import SwiGLUOAI
 from megatron_patch.attention import OutputLinear
 from megatron_patch.qk_norm import AllHeadsRMSNorm
 from pretrain.config import ModelConfig, Recipe
+from pretrain.models.yarn import prepare_yarn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NORMS = {"layer": "LayerNorm", "rms": "RMSNorm"}
@@ -122,7 +123,7 @@ def _local_fields(model: ModelConfig) -> dict[str, Any]:
 
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
     is_latent = model.kv_lora_rank is not None
-    return (MLATransformerConfig if is_latent else TransformerConfig)(
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
         num_layers=options.pop("num_layers", model.num_layers),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
@@ -163,3 +164,6 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         **(_latent_fields(model) if is_latent else {}),
         **options,
     )
+    if model.rope_scaling is not None:
+        prepare_yarn(config, model)
+    return config

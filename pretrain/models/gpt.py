@@ -19,6 +19,7 @@ from megatron_patch.mtp import MTPModel, mtp_block_spec
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import norm_class, own_linears, own_norms, transformer_config
+from pretrain.models.yarn import scale_positions
 
 
 def build(
@@ -74,6 +75,8 @@ def build_gpt(
             **mtp,
             **stage,
         )
+    if recipe.model.rope_scaling is not None:
+        scale_positions(model, recipe.model)
     slice_rotary_positions(model)
     key_output_layer(model, seed)
     return model

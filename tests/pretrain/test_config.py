@@ -33,6 +33,16 @@ from pretrain.config.load import RECIPES, recipe_keys, recipe_text
 from pretrain.process import timeout
 from pretrain.resume import find_checkpoint
 
+YARN = {
+    "rope_scaling": "yarn",
+    "rope_factor": 40.0,
+    "rope_original_length": 4096,
+    "rope_beta_fast": 16.0,
+    "rope_beta_slow": 2.0,
+    "rope_truncate": False,
+    "rope_mscale": 0.707,
+    "rope_mscale_all_dim": 0.5,
+}
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
 LOCAL = {"attention_output_bias": True, "attention_sinks": True, "sliding_window": 5, "sliding_layers": (1, 3)}
@@ -72,6 +82,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             position="learned_absolute",
             rope_theta=1e6,
             rotary_fraction=0.5,
+            **YARN,
             norm="rms",
             norm_eps=1e-6,
             attention_scale=0.5,
@@ -215,6 +226,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             recipe.model,
             rope_theta=10000.0,
             rotary_fraction=1.0,
+            **{key: getattr(ModelConfig, key) for key in YARN},
             mtp_layers=0,
             mtp_loss=0.3,
             tied_output_bias=True,
@@ -249,7 +261,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
                 rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES, **LOCAL
             ),
         ),
-        Recipe(model=ModelConfig(**LATENT)),
+        Recipe(model=ModelConfig(**LATENT, **YARN)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
     )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepseek_cases import DEEPSEEK_CASES
 from safetensors.torch import load_file
 from torch import Tensor
+from yarn_cases import YARN_CASES
 
 from pretrain.checkpoint import open_checkpoint
 from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainConfig
@@ -127,6 +128,15 @@ CASES = {
         GPT_OSS
         | {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
             "attention_bias": False,
             "tie_word_embeddings": True,
             "num_experts_per_tok": 1,
@@ -135,6 +145,7 @@ CASES = {
         {"max_shard_size": "40KB"},
     ),
     **DEEPSEEK_CASES,
+    **YARN_CASES,
 }
 
 

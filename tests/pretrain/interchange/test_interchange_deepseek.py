@@ -129,7 +129,7 @@ CONFIGS = {
     ),
     "a huge number": (CONFIG_ERNIE, {"rms_norm_eps": 10**400}, "rms_norm_eps=1"),
     "another epsilon": (CONFIG, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
-    "yarn": (CONFIG, {"rope_scaling": {"type": "yarn", "factor": 40}}, "rope_scaling="),
+    "longrope": (CONFIG, {"rope_scaling": {"type": "longrope", "factor": 40}}, "rope_scaling="),
     "8 bits": (CONFIG, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     "another choice": (CONFIG, {"topk_method": "greedy"}, "topk_method=greedy"),
     "softmax": (CONFIG, {"scoring_func": "softmax"}, "scoring_func=softmax"),

@@ -164,7 +164,7 @@ CONFIGS = {
     ),
     "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: only false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
-    "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=.*default"),
+    "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor is missing"),
     "part of a head turns": ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported: only silu"),
     "quantized": ("mixtral", {"quantization_config": {"bits": 4}}, "quantization_config="),

@@ -26,6 +26,7 @@ NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2")
 QUICK += ("qwen2_moe, dense layers", "olmoe", "granitemoe")
 QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention", "glm4_moe", "ernie4_5_moe", "gpt_oss")
+QUICK += ("deepseek_v3, yarn", "mixtral, yarn")
 
 
 def quick(names):

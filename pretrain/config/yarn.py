@@ -1,0 +1,60 @@
+"""Rotary positions, and their scaling by YaRN (arXiv 2309.00071) for sequences longer than those of earlier training.
+
+Attention sees two tokens n positions apart through the angles n f of pairs of elements. YaRN keeps the frequency f of
+pairs that turn often within the original length, divides it by ``rope_factor`` for pairs that turn seldom, and mixes
+both in between. It also multiplies the rotated elements by a factor, which sharpens attention over more tokens.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pretrain.config.model import ModelConfig
+
+
+def rotary_width(model: ModelConfig) -> int:
+    """Return the number of elements of a head with a rotary position."""
+    return model.qk_rope_head_dim or int(model.head_width * model.rotary_fraction)
+
+
+def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Return the angle per position of each pair of elements, float32 [rotary_width / 2]."""
+    width = rotary_width(model)
+    base = model.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    if model.rope_scaling is None:
+        return 1.0 / base
+    low, high = _mixed_pairs(model)
+    pair = torch.arange(width // 2, dtype=torch.float32, device=device)
+    kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # the roundings of transformers
+
+
+def rotary_factor(model: ModelConfig) -> float:
+    """Return the factor of rotated queries and keys."""
+    return _m(model.rope_factor, model.rope_mscale) / _m(model.rope_factor, model.rope_mscale_all_dim)
+
+
+def score_factor(model: ModelConfig) -> float:
+    """Return the further factor of all attention scores, which multi-latent attention has (DeepSeek-V2, arXiv
+    2405.04434)."""
+    return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
+
+
+def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
+    """Return the last pair that keeps its frequency, and the first whose frequency is divided by the whole factor."""
+    assert model.rope_original_length is not None
+    width, length, base = rotary_width(model), model.rope_original_length, 2 * math.log(model.rope_theta)
+    low, high = (
+        width * math.log(length / (turns * 2 * math.pi)) / base
+        for turns in (model.rope_beta_fast, model.rope_beta_slow)
+    )
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    return low, high + 0.001 if low == high else high
+
+
+def _m(factor: float, scale: float) -> float:
+    """Return section 3.4's growth of attention with the length, of which ``scale`` takes a share."""
+    return 0.1 * scale * math.log(factor) + 1.0

@@ -1,0 +1,106 @@
+"""Rotary positions in config.json: ``rope_theta`` and ``rope_scaling`` of transformers 4, ``rope_parameters`` of 5."""
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.config.yarn import rotary_factor
+from pretrain.interchange.family import read_bool, read_int, toml
+
+_PLAIN = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Numbers of YaRN: the name in config.json, our key of [model], and transformers' value of a missing one.
+_NUMBERS = (
+    ("factor", "rope_factor", None),
+    ("beta_fast", "rope_beta_fast", 32.0),
+    ("beta_slow", "rope_beta_slow", 1.0),
+    ("mscale", "rope_mscale", 1.0),
+    ("mscale_all_dim", "rope_mscale_all_dim", 0.0),
+)
+_LENGTH = "original_max_position_embeddings"
+_YARN = (*_PLAIN, *(theirs for theirs, _, _ in _NUMBERS), _LENGTH, "truncate", "attention_factor")
+YARN = ("rope_scaling", "rope_original_length", "rope_truncate", *(ours for _, ours, _ in _NUMBERS))
+"""Keys of ``[model]`` that `write_rope` and `read_yarn` convert."""
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json for rotary positions, but for ``rope_theta`` of transformers 4."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is None:
+        return {"rope_scaling": None, "rope_parameters": rope}
+    left_out = () if model.rope_mscale_all_dim else ("mscale", "mscale_all_dim")
+    rope |= {theirs: getattr(model, ours) for theirs, ours, _ in _NUMBERS if theirs not in left_out}
+    rope |= {"rope_type": "yarn", _LENGTH: model.rope_original_length}
+    rope |= {} if model.rope_truncate else {"truncate": False}
+    return {"rope_scaling": rope, "rope_parameters": dict(rope)}
+
+
+def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rope_theta`` and ``partial_rotary_factor``, from their own keys of config.json or from an object.
+
+    Raises:
+        UserError: positions are scaled in another way than by YaRN, or by two objects that differ.
+    """
+    found = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    if "partial_rotary_factor" in found and found["partial_rotary_factor"] is None:
+        found["partial_rotary_factor"] = 1.0  # unlike a missing key, which has the family's default
+    rope = _rope(config)
+    return found | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+
+
+def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our keys of YaRN; none for positions that are not scaled.
+
+    Raises:
+        UserError: a value is missing, invalid, or not supported.
+    """
+    rope = {key: value for key, value in _rope(config).items() if value is not None}
+    if _kind(rope) == "default":
+        return {}
+    values: dict[str, Any] = {"rope_scaling": "yarn", "rope_truncate": read_bool(rope, "truncate", True)}
+    for theirs, ours, default in _NUMBERS:
+        values[ours] = _number(theirs, rope.get(theirs, default), 1 if theirs == "factor" else 0)
+    # Unlike other implementations, transformers takes mscale only with mscale_all_dim, and not the other way round.
+    if values["rope_mscale_all_dim"] and "mscale" not in rope:
+        raise UserError(f"mscale_all_dim={values['rope_mscale_all_dim']} is not supported without mscale")
+    lengths = {_LENGTH: config.get("max_position_embeddings")} | rope
+    lengths |= {_LENGTH: config[_LENGTH]} if config.get(_LENGTH) is not None else {}
+    values["rope_original_length"] = read_int(lengths, _LENGTH)
+    if "attention_factor" in rope:
+        usual = rotary_factor(ModelConfig(**values))
+        if not math.isclose(_number("attention_factor", rope["attention_factor"], 0), usual, rel_tol=1e-9):
+            raise UserError(f"attention_factor={toml(rope['attention_factor'])} is not supported: only {usual} is")
+    return values
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object of rotary positions; empty for none."""
+    found: Mapping[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):  # transformers replaces the first by the second
+        rope = config.get(key)
+        if not rope and rope in (None, {}):
+            continue
+        if not isinstance(rope, Mapping):
+            raise UserError(f"{key}={toml(rope)} must be an object")
+        if _kind(rope) not in ("default", "yarn"):
+            raise UserError(f"{key}={toml(rope)} is not supported: only rope_type=default or yarn is")
+        if others := sorted(set(rope) - set(_PLAIN if _kind(rope) == "default" else _YARN)):
+            raise UserError(f"{key}={toml(rope)} is not supported with {others[0]}")
+        if found not in ({}, rope):
+            raise UserError(f"{key}={toml(rope)} differs from rope_parameters: leave out one of them")
+        found = rope
+    return found
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _number(key: str, value: Any, least: int) -> float:
+    if value is None:
+        raise UserError(f"{key} is missing, which rope_type=yarn needs")
+    if type(value) not in (int, float) or not least <= value <= sys.float_info.max:
+        raise UserError(f"{key}={toml(value)} must be a number of at least {least}")
+    return float(value)

@@ -1,0 +1,49 @@
+"""YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
+
+Megatron-core has YaRN too, but multi-latent attention cannot set its ``rope_truncate``, and standard attention with it
+cannot have a ``rotary_fraction``. So frequencies are ours, and only the factors are Megatron-core's.
+"""
+
+from typing import Any
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from pretrain.config import ModelConfig
+from pretrain.config.yarn import rotary_factor, rotary_frequencies, rotary_width
+
+
+def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
+    """Set the attributes from which Megatron-core computes the factors of rotated elements and scores."""
+    values: dict[str, Any]
+    if model.kv_lora_rank is None:  # the config has no such fields: Megatron-core looks for attributes
+        values = {"yarn_rotary_scaling_factor": model.rope_factor, "yarn_mscale": model.rope_mscale}
+        values |= {"yarn_mscale_all_dim": model.rope_mscale_all_dim}
+    else:
+        values = {"rope_type": "yarn", "rotary_scaling_factor": model.rope_factor}
+        values |= {"mscale_all_dim": model.rope_mscale_all_dim}
+    for name, value in values.items():
+        setattr(config, name, value)
+
+
+def scale_positions(module: nn.Module, model: ModelConfig) -> None:
+    """Set the frequencies of a GPTModel's rotary positions, also in the layers of multi-token prediction."""
+    for attention in list(module.modules()):
+        if isinstance(attention, MultiLatentAttention):
+            attention.rotary_pos_emb = _LatentRotary(model)
+    for embedding in module.modules():
+        if isinstance(embedding, RotaryEmbedding):
+            embedding.inv_freq = rotary_frequencies(model)
+
+
+class _LatentRotary(RotaryEmbedding):
+    """Rotary embedding for multi-latent attention with ``rope_type="yarn"``, which expects angles and their factor."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__(rotary_width(model), rotary_percent=1.0, use_cpu_initialization=True)
+        self.factor = rotary_factor(model)
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, float]:
+        return super().forward(*args, **options), self.factor
