@@ -27,8 +27,9 @@ from pretrain.interchange.llama import (
     weights_sum_to_one,
     write_llama,
 )
+from pretrain.interchange.mxfp4 import FromMXFP4
 from pretrain.interchange.rope import YARN
-from pretrain.interchange.tensors import Entry, Sizes
+from pretrain.interchange.tensors import Entry, Same, Sizes, Transform
 
 
 class Transposed:
@@ -75,6 +76,27 @@ TABLE = (
     Entry("moe", f"{_OURS}.experts.weight_out", {f"{_THEIRS}.experts.down_proj": "E H D"}, Transposed()),
 )
 
+
+def _packed(ours: str, name: str, rows: str, blocks: str, of_rows: Transform) -> Entry:
+    theirs = {f"{_THEIRS}.experts.{name}_blocks": f"{rows} {blocks} 16"}
+    theirs |= {f"{_THEIRS}.experts.{name}_scales": f"{rows} {blocks}"}
+    return Entry("moe", f"{_OURS}.experts.{ours}", theirs, FromMXFP4(of_rows), dtype=torch.uint8)
+
+
+class _RowsInTurn(InTurn):
+    """`InTurn` without the move of the axis."""
+
+    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        return super().join([theirs[0].movedim(1, -1)], sizes)
+
+
+# As published, in MXFP4.
+PACKED_TABLE = (
+    *ATTENTION_TABLE,
+    _packed("weight_in", "gate_up_proj", "E 2H", "X", _RowsInTurn()),
+    _packed("weight_out", "down_proj", "E D", "Y", Same()),
+)
+
 _KINDS = ("full_attention", "sliding_attention")
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _WINDOW = 128  # written for a model without windows: transformers needs a number
@@ -102,14 +124,20 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add the rotary positions that transformers assumes where config.json has none."""
-    return config if config.get("rope_parameters") or config.get("rope_scaling") else {**config, "rope_scaling": _ROPE}
+    """Add the rotary positions that transformers assumes where config.json has none; weights in MXFP4 are read."""
+    config = dict(config)
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config["rope_scaling"] = _ROPE
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
+        del config["quantization_config"]
+    return config
 
 
 GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
-    tables=(TABLE,),
+    tables=(TABLE, PACKED_TABLE),
     keys=(
         *KEYS,
         Key("num_local_experts", "num_experts", int, alias="num_experts"),
