@@ -54,6 +54,7 @@ CASES = {
         torch.float32,
         {},
     ),
+    "mixtral, window": ("MixtralConfig", MIXTRAL | {"num_key_value_heads": 2, "sliding_window": 7}, torch.float32, {}),
     "mixtral tied, bf16": (
         "MixtralConfig",
         MIXTRAL | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
