@@ -110,6 +110,16 @@ MODELS = {
         "moe_every": 2,
     },
     "dense": {"num_experts": 0, "top_k": 1, "qk_norm": True, "norm": "rms", "vocab_size": 400},
+    "dense, windows, sinks and biases": {
+        "num_experts": 0,
+        "top_k": 1,
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 4,
+        "sliding_layers": (2,),
+        "activation": "swiglu_oai",
+        "gated": True,
+    },
     "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
     **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
 }
