@@ -1,12 +1,13 @@
-// What lies between the two linear maps of an expert, forward and backward. A row is taken by the blockDim.x threads of
-// one threadIdx.y.
+// The activation between the two linear maps of an expert, forward and backward. The blockDim.x threads of one
+// threadIdx.y process a row.
 //
-// Shape letters: M rows, L experts, H hidden width, P = 2 H where gated, else H. N: numbers that a thread takes at once.
+// Shape letters: M rows, L experts, H hidden width, P = 2 H if gated, else H. N: numbers that a thread processes at
+// once.
 #include "common.cuh"
 
 namespace fmoe {
-// Each gives act(x) and its derivative; `second`, those of the function of the second half in gated experts. The numbers
-// are those of fmoe/kernels/native/src/kernels.h.
+// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts. The
+// numbers are those of fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 
@@ -27,7 +28,7 @@ struct Activation<0> : Pointwise {  // GELU
 };
 
 template <>
-struct Activation<1> : Pointwise {  // GELU by tanh
+struct Activation<1> : Pointwise {  // GELU, approximated by tanh
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float a = 0.79788456f, b = 0.044715f;
     const float half = 1.0f / (1.0f + expf(-2.0f * a * (x + b * x * x * x)));  // (1 + tanh) / 2
@@ -68,7 +69,7 @@ struct Activation<4> {  // SwiGLUOAI of fmoe/kernels/glu.py; comparisons leave N
   }
 };
 
-// x + bias as T has it, written to `hidden`: the derivative is taken where the value was.
+// x + bias rounded to T, written to `hidden`: the derivative is then taken at the same value.
 template <int N, class T>
 __device__ __forceinline__ void load_hidden(const T* before, const T* bias, T* hidden, float (&x)[N]) {
   load<N>(before, x);
@@ -106,7 +107,7 @@ __device__ __forceinline__ void activate_row(const T* before, const T* bias, T* 
   }
 }
 
-// The thread's part of <active, d_active>.
+// This thread's part of <active, d_active>.
 template <int N, int A, bool GATED, class T>
 __device__ __forceinline__ float activate_row_backward(const T* hidden, const T* d_active, float weight, T* scaled,
                                                        T* d_hidden, i64 width) {
@@ -143,8 +144,8 @@ __device__ __forceinline__ float activate_row_backward(const T* hidden, const T*
   return dot;
 }
 
-// hidden = before + bias, active = act(hidden), gated act(first half) * second half. `hidden` may be `before`. Rows from
-// `limit` on: active is zero, hidden is left as it is.
+// hidden = before + bias, active = act(hidden); if gated, act(first half) * second half. `hidden` may be `before`. For
+// rows from `limit` on, active is zero and hidden is unchanged.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate(const T* before_MP, const T* __restrict__ bias_LP, const int* __restrict__ end_L, i64 experts,
@@ -169,9 +170,9 @@ __global__ void __launch_bounds__(256)
     activate_row<1, A, GATED>(before, bias, hidden, active, hidden_width);
 }
 
-// One pass over what the backward needs of an expert's inner rows. Given d_active, the gradient of active over its
-// weight: scaled = w * active (for the gradient of the second map), d_hidden = w * d_active * act'(hidden), and the
-// router's gradient d_weight = <active, d_active>.
+// One pass over all that the backward pass needs of an expert's hidden rows. Given d_active, the gradient of active
+// divided by its weight: scaled = w * active (for the gradient of the second map), d_hidden = w * d_active *
+// act'(hidden), and the router's gradient d_weight = <active, d_active>.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate_backward(const T* __restrict__ hidden_MP, const T* __restrict__ d_active_MH,

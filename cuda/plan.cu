@@ -1,18 +1,18 @@
-// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive. No order of
-// threads shows in any of them: atomics count, ranks come from positions.
+// The integers of a dispatch: stable counting sort by expert, capacity, and the order of received rows. None depends on
+// the order of threads: atomics only count, and ranks come from positions.
 //
 // Shape letters: T tokens, K choices, N = T * K assignments, E experts, G routing groups, B tiles of assignments, S
-// segments of rows that arrive, R those rows.
+// segments of received rows, R received rows.
 #include "common.cuh"
 
 namespace fmoe {
-// The bin of an assignment: its expert, the last bin for what is dropped.
+// The bin of an assignment: its expert, or the last bin for dropped assignments.
 __device__ __forceinline__ int bin_of(i64 expert, int experts) {
   return u64(expert) < u64(experts) ? int(expert) : experts;
 }
 
-// 32 items of a warp, each with a bin or (below 0) none, in the order of lanes: counts them in `counts`, shared and this
-// warp's alone. Returns how many of the item's bin were counted before it.
+// Counts 32 items of a warp in the order of lanes; each item has a bin, or none (below 0). `counts` is in shared memory
+// and belongs to this warp. Returns the number of earlier items in the item's bin.
 __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   const int lane = threadIdx.x % 32;
   const u32 same = __match_any_sync(FULL, bin);
@@ -24,10 +24,10 @@ __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   return rank;
 }
 
-// How many items, a multiple of 32, each of so many warps takes of n.
+// Number of the n items, a multiple of 32, that each of the warps processes.
 __device__ __forceinline__ i64 span_of(i64 n, int warps) { return (n + warps * 32 - 1) / (warps * 32) * 32; }
 
-// tile_count [E + 1, B]: assignments of each tile by bin.
+// tile_count [E + 1, B]: assignments of each tile, by bin.
 __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts,
                                                    i64 tile, int* __restrict__ tile_count) {
   const int experts = int(num_experts);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ exper
   for (int e = threadIdx.x; e <= experts; e += blockDim.x) tile_count[i64(e) * gridDim.x + blockIdx.x] = count[e];
 }
 
-// A block a bin: what tiles before each tile have of it, in place, and what all have.
+// One block per bin: replaces the counts, in place, by sums over earlier tiles, and writes the totals.
 __global__ void __launch_bounds__(256) scan_tiles(int* __restrict__ tile_count, i64 tiles, int* __restrict__ total_E1) {
   int* scratch = reinterpret_cast<int*>(shared_memory());
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(256) scan_tiles(int* __restrict__ tile_count, 
   if (threadIdx.x == 0) total_E1[blockIdx.x] = carry;
 }
 
-// The plan: assignments by (expert, position), the dropped ones last. A block a tile. With a single tile the counts may be
-// null.
+// The plan: assignments by (expert, position), dropped ones last. One block per tile. With a single tile, the counts
+// may be null.
 __global__ void __launch_bounds__(256)
     place(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts, i64 tile,
           const int* __restrict__ tile_count, const int* __restrict__ total_E1, i64* __restrict__ order_N,
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(256)
     }
     if (num_kept && threadIdx.x == 0) *num_kept = begin_of[experts];
   }
-  // Where each warp's next assignment of a bin goes.
+  // Position of each warp's next assignment of a bin.
   for (int b = threadIdx.x; b < bins; b += blockDim.x) {
     int next = begin_of[b] + (tile_count ? tile_count[i64(b) * gridDim.x + blockIdx.x] : 0);
     for (int w = 0; w < warps; w++) {
@@ -123,8 +123,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// -1 for what is over its expert's capacity, a block a routing group: first choices of all its tokens in order, then
-// second ones, ...
+// -1 for assignments over their expert's capacity, one block per routing group: first choices of all its tokens in
+// order, then second ones, ...
 __global__ void __launch_bounds__(256)
     drop_over_capacity(const i64* __restrict__ expert_TK, const u8* __restrict__ mask_T, i64 tokens, i64 top_k,
                        i64 num_experts, i64 group_size, i64 sequences, i64 sequence_length, double factor,
@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
   __syncthreads();
   const i64 first = blockIdx.x * group_size, size = first < tokens ? at_most(group_size, tokens - first) : 0;
-  // The group's token s in memory, where sequences may lie side by side. All but the place in memory fit into 32 bits,
-  // in which division is quicker.
+  // Index in memory of the group's token s; sequences may be interleaved. Everything but the index fits into 32 bits,
+  // in which division is faster.
   auto token = [&](u32 s) {
     const u32 u = u32(first) + s, length = u32(sequence_length);
     return sequences > 1 ? u % length * sequences + u / length : i64(u);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(256)
       routed = 0;
       for (int w = 0; w < warps; w++) routed += valid_of[w];
     }
-    // As fmoe.gates.capacity has it, operation by operation.
+    // The same operations as in fmoe.gates.capacity.
     limit = i64(ceil(factor * double(routed * top_k) / double(experts) - 1e-9));
     if (limit < 1) limit = 1;
   }
@@ -187,14 +187,14 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Rows arrive segment by segment, receive_S of each, and are wanted in the order order_S of segments: where the wanted
-// ones lie, and where those that arrived are to go.
+// Rows arrive in segments of receive_S rows, and are needed in the order order_S of segments: writes where each needed
+// row is, and where each received row belongs.
 __global__ void __launch_bounds__(256)
     segment_order(const i64* __restrict__ receive_S, const i64* __restrict__ order_S, i64 num_segments, i64 rows,
                   i64* __restrict__ order_R, i64* __restrict__ inverse_R) {
   const int segments = int(num_segments);
-  int* arrived = reinterpret_cast<int*>(shared_memory());  // begin of each segment
-  int* wanted = arrived + segments + 1;                    // the same in the order wanted
+  int* arrived = reinterpret_cast<int*>(shared_memory());  // start of each segment
+  int* wanted = arrived + segments + 1;                    // the same in the needed order
   int* wanted_of = wanted + segments + 1;                  // the same by segment
   int* scratch = wanted_of + segments;
   for (int s = threadIdx.x; s < segments; s += blockDim.x) {

@@ -1,10 +1,10 @@
-// What a router makes of its logits, a warp a token: scores, the K best experts, their weights, statistics.
+// From a router's logits to scores, the K best experts, their weights and statistics, one warp per token.
 //
-// Shape letters: T tokens, E experts, K choices. A lane has the experts e with e % 32 == lane.
+// Shape letters: T tokens, E experts, K choices. A lane holds the experts e with e % 32 == lane.
 #include "common.cuh"
 
 namespace fmoe {
-// Order of floats as that of integers: NaN above all, as torch.topk has it, -0 equal to 0. No float has the key 0.
+// Integer keys in the order of floats: NaN above all, as in torch.topk, and -0 equal to 0. No float has the key 0.
 __device__ __forceinline__ u32 key_of(float x) {
   if (x != x) return FULL;
   const u32 bits = __float_as_uint(x + 0.0f);
@@ -18,7 +18,7 @@ __device__ __forceinline__ float of_key(u32 key) {
 constexpr u32 KEY_OF_MINUS_INFINITY = 0x007fffffu;
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
-// A token's numbers, one for each expert: in registers for up to 32 * I experts, in shared memory for more (I = 0).
+// A token's values, one per expert: in registers for up to 32 * I experts, in shared memory for more (I = 0).
 template <int I>
 struct Row {
   u32 values[I];
@@ -33,7 +33,7 @@ struct Row<0> {
   int items;
   __device__ __forceinline__ Row(u32* memory, int experts) : values(memory), items((experts + 31) / 32) {}
   __device__ __forceinline__ int size() const { return items; }
-  // A lane alone reads and writes its numbers.
+  // Only this lane reads and writes its values.
   __device__ __forceinline__ u32& operator[](int i) { return values[i * 32 + threadIdx.x % 32]; }
 };
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool is_after(u32 key, int index, Ranked last) {
   return key < last.key || (key == last.key && index > last.index);
 }
 
-// The best of the lanes' own; index is beyond all where no lane has one.
+// The best of the lanes' best experts; the index is out of range if no lane has one.
 __device__ __forceinline__ Ranked best_of_warp(Ranked mine) {
   const u32 key = __reduce_max_sync(FULL, mine.key);
   const int index = __reduce_min_sync(FULL, mine.key == key && key ? mine.index : 0x7fffffff);
@@ -66,12 +66,12 @@ __device__ __forceinline__ Ranked next_best(Row<I>& keys, int begin, int end, Ra
   return best_of_warp(mine);
 }
 
-// Ranks outside the best `kept` of `groups` groups become -inf. `group_keys`: shared, one for each group.
+// Sets ranks outside the best `kept` of `groups` groups to -inf. `group_keys`: shared, one per group.
 template <int I>
 __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int groups, int kept, int best_of,
                                                 u32* group_keys) {
   const int lane = threadIdx.x % 32, size = experts / groups;
-  __syncwarp();  // the last token's are read
+  __syncwarp();  // the previous token's values have been read
 #pragma unroll 1
   for (int g = 0; g < groups; g++) {
     Ranked last{FULL, -1};
@@ -102,15 +102,15 @@ __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int g
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// What is taken off logits before exp, so that it does not overflow: the largest of them.
+// The value subtracted from logits before exp, so that it does not overflow: their maximum.
 __device__ __forceinline__ float shift_of(float largest) { return isinf(largest) ? 0.0f : largest; }
 
-// exp(x - log sum), the sum of sigmoids, ...: what the chosen logits' scores are divided by.
+// Normalizer of scores: exp(x - log sum), or the sum of sigmoids over the chosen logits.
 struct Normal {
   float shift, sum;
 };
 
-// Of the chosen logits: softmax is exp(x - shift) / sum over them, a normalised sigmoid is sigmoid(x) / sum.
+// Sum over the chosen logits: softmax is exp(x - shift) / sum, a normalized sigmoid is sigmoid(x) / sum.
 template <class T, class Index>
 __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen, int top_k, bool is_sigmoid) {
   const int lane = threadIdx.x % 32;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(256)
       if (lane == 0) entropy_T[t] = entropy;
     }
     if (groups) limit_to_groups(row, experts, groups, int(kept_groups), int(best_of), group_keys);
-    __syncwarp();  // the last token's choices are read
+    __syncwarp();  // the previous token's choices have been read
     Ranked best{FULL, -1};
 #pragma unroll 1
     for (int k = 0; k < top_k; k++) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(256)
     if (histogram[e]) atomicAdd(reinterpret_cast<u64*>(count_E) + e, u64(histogram[e]));
 }
 
-// The gradient of the logits, of those of weights, scores and logsumexp.
+// The gradient of the logits, given the gradients of weights, scores and logsumexp.
 template <class T>
 __global__ void __launch_bounds__(256)
     route_backward(const T* __restrict__ logits_TE, const i64* __restrict__ expert_TK,
@@ -239,14 +239,14 @@ __global__ void __launch_bounds__(256)
   const T* logits = logits_TE + t * experts;
   const i64* chosen = expert_TK + t * top_k;
   const float* d_weight = d_weight_TK + t * top_k;
-  // What weights say to their experts: gradients of scores, or of logits where a softmax was taken of the chosen.
+  // Gradients that the weights give their experts: of scores, or of logits if the softmax is over the chosen ones.
   const bool is_logits = !is_sigmoid && normalize;
 #pragma unroll 1
   for (int e = lane; e < experts; e += 32) row[e] = 0;
   __syncwarp();
   if (d_weight_TK) {
     Normal normal{0, 1};
-    float mean = 0;  // of the gradients, weighted
+    float mean = 0;  // weighted sum of the gradients
     bool is_normal = normalize;
     if (normalize) {
       normal = normal_of(logits, chosen, top_k, is_sigmoid);

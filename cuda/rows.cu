@@ -1,13 +1,13 @@
-// Rows from token order to expert order and back: every kernel gathers, none adds by atomics. A row is taken by the
-// blockDim.x threads of one threadIdx.y.
+// Rows from token order to expert order and back. Every kernel gathers, and none adds by atomics. The blockDim.x
+// threads of one threadIdx.y process a row.
 //
-// Shape letters: T tokens, K choices, D width, M rows, L experts. N: numbers that a thread takes at once.
+// Shape letters: T tokens, K choices, D width, M rows, L experts. N: numbers that a thread processes at once.
 #include "common.cuh"
 
 namespace fmoe {
-constexpr int AHEAD = 4;  // loads under way before the first store
+constexpr int AHEAD = 4;  // loads in flight before the first store
 
-// out = scale * x, converted. Fewer loads ahead: numbers are wider in registers than in memory.
+// out = scale * x, converted. Fewer loads in flight, because numbers are wider in registers than in memory.
 template <int N, class In, class Out>
 __device__ __forceinline__ void copy_row(const In* x, Out* out, i64 width, bool is_scaled, float scale) {
   constexpr int AHEAD = 2;
@@ -53,7 +53,7 @@ struct Same<A, A> {
   static constexpr bool value = true;
 };
 
-// N numbers in memory's own form, so that several can be under way; zeros where none are loaded.
+// N numbers in the format of memory, so that several loads can be in flight; zeros if nothing is loaded.
 template <int N, class T>
 struct Raw {
   static_assert(N * sizeof(T) == 16, "a vector");
@@ -71,7 +71,8 @@ struct Raw<1, T> {
   __device__ __forceinline__ void read(float (&x)[1]) const { x[0] = to_float(value); }
 };
 
-// out[i] = scale[index[i]] * x[index[i] / per]; index null: x[i]. Rows from `limit` on, and of an index below 0: zero.
+// out[i] = scale[index[i]] * x[index[i] / per]; x[i] if index is null. Rows from `limit` on, and rows with an index
+// below 0, are zero.
 template <class In, class Out>
 __global__ void __launch_bounds__(256)
     gather(const In* __restrict__ x, const i64* __restrict__ index_M, i64 per, const float* __restrict__ scale,
@@ -123,7 +124,7 @@ __device__ __forceinline__ void combine_row(const T* rows, const i64* place, con
   }
 }
 
-// d_row = w * d_out where there is a d_row; the thread's part of <d_out, row> where there is a row.
+// d_row = w * d_out if d_row is not null; returns this thread's part of <d_out, row> if row is not null.
 template <int N, class T>
 __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* row, float w, i64 width, T* d_row) {
   float dot = 0;
@@ -144,7 +145,7 @@ __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* r
   return dot;
 }
 
-// out[t] = sum over k of weight[t, k] * rows[place[t, k]], in float and in that order, over the places that are kept.
+// out[t] = sum over k of weight[t, k] * rows[place[t, k]], in float and in this order, over kept assignments.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine(const T* __restrict__ rows, const i64* __restrict__ place_TK, const float* __restrict__ weight_TK,
@@ -160,8 +161,8 @@ __global__ void __launch_bounds__(256)
     combine_row<1>(rows, place, weight, bound, int(top_k), width, out_TD + t * width);
 }
 
-// d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every place is
-// written by the one assignment that is there; those from `limit` to `num_rows` are zero.
+// d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every row is
+// written by its only assignment; rows from `limit` to `num_rows` are zero.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine_backward(const T* __restrict__ d_out_TD, const T* __restrict__ rows, const i64* __restrict__ place_TK,
@@ -202,7 +203,7 @@ __device__ __forceinline__ void add_row(const T* x, const T* bias, i64 width, T*
   }
 }
 
-// out = rows + the bias of their expert; `out` may be `rows`. Rows past the last expert's: zero.
+// out = rows + the bias of their expert; `out` may be `rows`. Rows past the last expert's are zero.
 template <class T>
 __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restrict__ bias_LD,
                                                 const int* __restrict__ end_L, i64 experts, i64 num_rows, i64 width,
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restri
   is_wide ? add_row<N>(x, bias, width, to) : add_row<1>(x, bias, width, to);
 }
 
-// out[e] = sum over the rows i of expert e of scale[index[i]] * rows[i]; zero where it has none. Block (32, 32): 32 columns of
-// an expert, its rows over threadIdx.y.
+// out[e] = sum over the rows i of expert e of scale[index[i]] * rows[i]; zero for an expert without rows. Block (32,
+// 32): 32 columns of an expert, with its rows over threadIdx.y.
 template <class T, class Out>
 __global__ void __launch_bounds__(1024)
     column_sums(const T* __restrict__ rows, const float* __restrict__ scale, const i64* __restrict__ index_M,

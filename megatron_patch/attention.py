@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -219,13 +219,6 @@ class SDPAttention(DotProductAttention):
         probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         probabilities = probabilities if sinks_H is None else probabilities[..., :-1]
         return self.attention_dropout(probabilities) @ value
-
-
-class OutputLinear(RowParallelLinear):
-    """The output projection of attention, with a bias, which megatron-core has only with ``config.add_bias_linear``."""
-
-    def __init__(self, *args: Any, bias: bool = True, **options: Any):
-        super().__init__(*args, bias=True, **options)
 
 
 def _later(query: Tensor, key: Tensor) -> Tensor:

@@ -93,8 +93,9 @@ class FFNExperts(Stacked):
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
             (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
-            native on the CPU and cuda on a GPU, where they are loaded. The constructor loads the chosen backend and
-            builds it if needed; with "auto", it loads cuda if there is a GPU, else native.
+            native on the CPU, and on a GPU the fastest of cuda, te and sonicmoe, where they are loaded or installed.
+            The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
+            GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
             "auto" for the fastest in a measurement.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place, with biases zero; None for
@@ -298,7 +299,12 @@ class FFNExperts(Stacked):
         if self.backend != "cuda" and backends.native_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
-            return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+            ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+            if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
+                weights = (parameters[0], parameters[2])
+                if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
+                    return functools.partial(external.fastest_ffn, ours, others)
+            return ours
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             self._refuse(rows_RD)
         return None
@@ -306,7 +312,7 @@ class FFNExperts(Stacked):
     def _refuse(self, rows_RD: Tensor) -> NoReturn:
         wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
         raise UserError(
-            f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+            f"backend={self.backend!r} supports {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights are "
             f"{self.weight_in.dtype}"
         )
 

@@ -332,7 +332,7 @@ def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
 def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
-    """Return the statistics of a routing with the choices ``expert_TK``, of which capacity leaves ``kept_TK``."""
+    """Return the statistics of a routing; ``expert_TK`` are the choices before capacity, ``kept_TK`` those after it."""
     tokens = torch.full((), float(groups.num_tokens), dtype=torch.float32, device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T

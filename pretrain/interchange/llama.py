@@ -144,7 +144,7 @@ DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": No
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that all descendants have."""
+    """Return the keys of config.json that all descendants of Llama have."""
     return {
         "hidden_act": "silu",
         "head_dim": model.head_width,
@@ -156,21 +156,21 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the head's width, and check that attention is not limited.
+    """Return the width of a head; check that attention has no window.
 
     Raises:
         UserError: a value is not supported.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
-        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")
+        raise UserError(f"layer_types={toml(kinds)} is not supported: all must be full_attention")
     return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
 def refuse_window(config: Mapping[str, Any]) -> None:
-    """Raise UserError: attention is limited to a sliding window."""
+    """Raise UserError for attention that is limited to a sliding window."""
     window = toml(config.get("sliding_window"))
-    raise UserError(f"sliding_window={window} is not supported: only full attention is")
+    raise UserError(f"sliding_window={window} is not supported: attention must be full")
 
 
 _EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"

@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp, written by llama.cpp's own converter from an exported folder.
 
-The converter recognizes byte-level tokenizers by a hash of token ids, so none that is trained here. It reads
-sentencepiece models for some families only. `convert` runs it with both.
+The converter recognizes byte-level tokenizers by a hash of token ids, and so refuses those that are trained here. It
+reads sentencepiece models for some families only. `convert` makes it accept both.
 """
 
 import importlib

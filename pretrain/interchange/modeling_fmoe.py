@@ -103,8 +103,8 @@ class _Attention(nn.Module):
         self.index, self.dropout = index, model.dropout
         self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
         self.scale *= score_factor(model)
-        sizes = model.num_heads * model.value_width, model.hidden_size
-        self.linear_proj = _Linear(model, *sizes, bias=model.attention_output_bias, is_output=True)
+        values, bias = model.num_heads * model.value_width, model.attention_output_bias
+        self.linear_proj = _Linear(model, values, model.hidden_size, bias=bias, is_output=True)
         self.window = model.sliding_window if index + 1 in model.layers_with_window else None
         sinks = {"softmax_offset": nn.Parameter(torch.zeros(model.num_heads))} if model.attention_sinks else {}
         self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
@@ -252,9 +252,9 @@ class DecoderLayer(nn.Module):
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
     """A GPT with experts, with the logits of `fmoe evaluate` and the greedy texts of `fmoe generate`.
 
-    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with it, the output for a token
-    would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise and
-    dropout in training are as in the recipe, but not keyed by step and token.
+    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with the limit, the output for a
+    token would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise
+    and dropout in training are as in the recipe, but not keyed by step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types
@@ -279,7 +279,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 "final_layernorm": _norm(model, model.hidden_size),
             }
         )
-        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=model.output_bias)
         self.post_init()
 
     @torch.no_grad()
@@ -317,7 +317,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             position_ids: [B, S]; by default, the number of tokens before that are not padding.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
             labels: [B, S], the tokens themselves; -100 is not predicted.
-            use_cache: return a cache; by default, that of the configuration where no token depends on later ones.
+            use_cache: return a cache; by default, the configuration's value, or False if a token depends on later ones.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
@@ -330,7 +330,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if (reason := self.looks_ahead()) and (past or use_cache):
-            raise UserError(f"use_cache=True is not supported with {reason}; generate() needs no limit and lifts it")
+            raise UserError(f"use_cache=True is not supported with {reason}; only generate() lifts this limit")
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if wants_cache and past_key_values is None and not reason:

@@ -26,7 +26,7 @@ def without_mtp(model: ModelConfig) -> ModelConfig:
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield every tensor of a model. Names are those of Megatron-core's modules, and mostly of a checkpoint."""
+    """Yield every tensor of a model, under the names of Megatron-core's modules, most of which a checkpoint has too."""
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None
@@ -59,6 +59,8 @@ def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _norm(model, "decoder.final_layernorm", width)
     if not model.tie_embeddings:
         yield "output_layer.weight", (model.vocab_size, width)
+    if model.output_bias:
+        yield "output_layer.bias", (model.vocab_size,)
 
 
 def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -150,6 +152,7 @@ FMOE = Family(
     keys=(),
     fixed={"kind": "gpt"},
     demands=(
+        Demand("position", lambda m: m.position != "transformer_xl", "another position than Transformer-XL's"),
         Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
         Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate whose choice depends on the tokens' values"),
         Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),

@@ -14,7 +14,6 @@ from megatron.core.utils import init_method_normal
 from fmoe.experts import truncated_normal_
 from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.kernels.glu import SwiGLUOAI
-from megatron_patch.attention import OutputLinear
 from megatron_patch.qk_norm import AllHeadsRMSNorm
 from pretrain.config import ModelConfig, Recipe
 from pretrain.models.yarn import prepare_yarn
@@ -49,12 +48,6 @@ def own_norms(layer_spec: ModuleSpec, model: ModelConfig) -> None:
     if model.kv_lora_rank is not None:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.kv_layernorm = WrappedTorchNorm
-
-
-def own_linears(layer_spec: ModuleSpec, model: ModelConfig) -> None:
-    """Set the recipe's output projection of attention in ``layer_spec``, a copy of one of Megatron-core's."""
-    if model.attention_output_bias:
-        layer_spec.submodules.self_attention.submodules.linear_proj = OutputLinear
 
 
 def norm_class(model: ModelConfig) -> type | None:

@@ -111,7 +111,7 @@ def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
     thread.start()
     assert study.train(jobs, at_once=2, threads=1) == EXIT_REQUEUE
     thread.join()
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert all(job.process is None for job in jobs)
     assert any(len(found) < 5 for found in steps(folder).values())
     stand_in()
@@ -146,7 +146,7 @@ def test_bad_input(recipes, stand_in, tmp_path):
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "two.toml")
     for argv, said in [
-        ([two], "is for 2 processes"),
+        ([two], "needs 2 processes"),
         ([two, other], "two recipes have one name"),
         ([other, "--seeds", "1", "1"], "--seeds 1 1 names one twice"),
         ([other, "--at-once", "0"], "--at-once=0 is not positive"),

@@ -69,7 +69,7 @@ def small(recipe: Recipe) -> Recipe:
 
 
 def needs_no_drops(recipe: Recipe) -> bool:
-    """Whether a family holds the model only without its capacity in evaluation."""
+    """Return whether a family fits the model only without its capacity in evaluation."""
     try:
         family_for(recipe.model)
     except UserError as error:
@@ -145,7 +145,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    """Whether two folders have the same tensors."""
+    """Return whether two folders have the same tensors."""
     first, second = weights(one), weights(other)
     return first.keys() == second.keys() and all(
         first[name].dtype == value.dtype and torch.equal(first[name], value) for name, value in second.items()

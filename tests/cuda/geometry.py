@@ -14,7 +14,7 @@ def rows(num_rows: int, width: int, at_once: int, shared_a_warp: int = 0) -> tup
 
 
 def warps(fixed: int, each: int) -> int:
-    """How many warps fit into shared memory."""
+    """Return the number of warps that fit into shared memory."""
     return max(1, min(8, (SHARED - fixed) // max(each, 1)))
 
 

@@ -52,7 +52,7 @@ def test_triton_token_counts(count):
 @needs_triton
 @pytest.mark.parametrize("kind", ["up", "down_backward", "multiply", "weights"])
 def test_every_configuration_against_the_default_one(kind, monkeypatch):
-    """Of the space that is measured: none is wrong, none asks for more than this GPU has."""
+    """No configuration that is measured is wrong or needs more than this GPU has."""
     layer, x = layer_of(expert="swiglu", d_model=256, **by("triton", {})), tokens(4096, 256)
     expected = results(layer, x)
     default = triton_gemm.default_config

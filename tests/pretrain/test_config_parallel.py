@@ -55,6 +55,22 @@ WRONG = {
         ["parallel.sequence=false", "parallel.tensor=2", "parallel.context=3"],
         {"model.sequence-length": 240},
     ),
+    "deepep in fp32": ({"expert": 2, "exchange": "deepep"}, ["parallel.exchange=deepep", "not fp32"]),
+    "deepep with rows in fp32": (
+        {"expert": 2, "exchange": "deepep", "wire": "fp32"},
+        ["parallel.exchange=deepep", "not fp32"],
+        {"train.precision": "bf16"},
+    ),
+    "deepep of odd widths": (
+        {"expert": 2, "exchange": "deepep", "wire": "bf16"},
+        ["model.hidden_size=204", "multiple of 16", "parallel.exchange=deepep"],
+        {"model.hidden-size": 204},
+    ),
+    "deepep of many choices": (
+        {"expert": 2, "exchange": "deepep", "wire": "bf16"},
+        ["model.top_k=33", "at most 32", "parallel.exchange=deepep"],
+        {"model.num-experts": 64, "model.top-k": 33, "model.gate": "naive"},
+    ),
     "layers over PP": ({"pipeline": 3}, ["parallel.pipeline=3", "model.num_layers=4"]),
     "layers over PP x VPP": (
         {"pipeline": 2, "virtual-pipeline": 4},

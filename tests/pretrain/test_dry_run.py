@@ -154,7 +154,7 @@ def _plan(recipe, nodes=1):
     return make_plan(recipe, nodes)
 
 
-@pytest.mark.by_default("adamw, bf16, sharded", "sgd, bf16, sharded", "adamw8bit, bf16")
+@pytest.mark.by_default("adamw, bf16, sharded", "adamw8bit, bf16")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_predicted_bytes_are_those_of_a_run(forks, name):
     if "8bit" in name:

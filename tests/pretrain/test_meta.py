@@ -42,6 +42,9 @@ KINDS = {
             qk_head_dim=6,
             qk_rope_head_dim=4,
             v_head_dim=5,
+            rope_scaling="yarn",
+            rope_factor=2.0,
+            rope_original_length=8,
         ),
     ),
     "windows and sinks": replace(
@@ -147,7 +150,7 @@ def test_a_rank_of_thousands(forks):
 
 
 def parts(recipe):
-    """What the recipe's keys are in the built model."""
+    """Return the values of the recipe's keys in the built model."""
     import torch.distributed as dist
 
     from pretrain.engine.meta import build_on_meta

@@ -24,6 +24,8 @@ OPTIONS = {
     "qk_norm": True,
     "qk_norm_over": "all",
     "qkv_bias": True,
+    "attention_output_bias": True,
+    "output_bias": True,
     "num_shared_experts": 2,
     "shared_ffn_hidden_size": 20,
     "shared_expert_gate": True,

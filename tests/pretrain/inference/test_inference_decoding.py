@@ -28,6 +28,7 @@ GPT = ModelConfig(
     dropout=0.2,
     init_std=0.3,
 )
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 8, "rope_mscale_all_dim": 0.5}
 MODELS = {
     "switch": {},
     "learned positions, some layers": {"position": "learned_absolute", "moe_layers": (2,)},
@@ -54,10 +55,13 @@ MODELS = {
         "qk_norm": True,
         "qk_norm_over": "all",
         "qkv_bias": True,
+        "attention_output_bias": True,
+        "output_bias": True,
         "attention_scale": 0.2,
         "embedding_scale": 3.0,
         "residual_scale": 0.4,
         "logit_divisor": 2.0,
+        "tie_embeddings": False,
         "num_shared_experts": 1,
         "shared_ffn_hidden_size": 20,
         "shared_expert_gate": True,
@@ -86,6 +90,10 @@ MODELS = {
         "v_head_dim": 7,
         "num_shared_experts": 1,
     },
+    "yarn": YARN | {"num_heads": 4, "rotary_fraction": 0.5, "rope_theta": 100.0},
+    "latent attention, yarn": YARN
+    | {"norm": "rms", "kv_lora_rank": 12, "qk_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7}
+    | {"tie_embeddings": False},
 }
 
 
@@ -108,7 +116,7 @@ def model_of(recipe, *, drops=False):
 
 
 def full_logits(model, tokens):
-    """Of the token after ``tokens``, from one pass over all of them."""
+    """Return the logits of the token after ``tokens``, from one pass over all of them."""
     tokens = torch.tensor([tokens])
     return model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[0, -1]
 
@@ -304,7 +312,7 @@ def test_figures_are_those_of_a_loop(forks, kind, precision):
 
 
 def dropped(_):
-    """What evaluation counts as dropped, and what a gate said in each pass."""
+    """Return the drops that evaluation counts, and those of a gate in each pass."""
     from pretrain.inference.evaluation import evaluate
 
     start()

@@ -154,7 +154,8 @@ DEEPSEEK_CASES = {
     ),
 }
 
-# As on the hub, but for YaRN (rope_scaling) and the quantization of DeepSeek-V3.
+# As on the hub, but for the quantization of DeepSeek-V3.
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 DEEPSEEK_V2_LITE = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
@@ -185,6 +186,7 @@ DEEPSEEK_V2_LITE = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-06,
+    "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     "rope_theta": 10000,
     "routed_scaling_factor": 1.0,
     "scoring_func": "softmax",
@@ -241,6 +243,7 @@ DEEPSEEK_V3 = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-06,
+    "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",

@@ -46,6 +46,8 @@ GPT_OSS = COMMON | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
 }
 GRANITE_MOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4}
+PHIMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 2}
+PHIMOE |= {"bos_token_id": None, "eos_token_id": None, "router_jitter_noise": 0.3}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -144,6 +146,18 @@ CASES = {
         },
         torch.bfloat16,
         {"max_shard_size": "40KB"},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        PHIMOE | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": {"rope_theta": 500.0}},
+        torch.float32,
+        {},
+    ),
+    "phimoe, without biases, tied, experts in one tensor": (
+        "PhimoeConfig",
+        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12},
+        torch.bfloat16,
+        {"save_original_format": False},
     ),
     **DEEPSEEK_CASES,
     **YARN_CASES,

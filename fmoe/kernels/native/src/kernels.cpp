@@ -1,5 +1,4 @@
-// Plain loops over rows, which the compiler vectorises for the instruction set that this file is compiled for: FMOE_ISA
-// names it.
+// Plain loops over rows, which the compiler vectorizes for the instruction set of this file, FMOE_ISA.
 #include "scalars.h"
 
 namespace fmoe {
@@ -8,7 +7,7 @@ namespace FMOE_JOIN(isa_, FMOE_ISA) {
 INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least normal number below -87
   x = x < -87.33654f ? -87.33654f : x;
   x = x > 88.37626f ? 88.37626f : x;
-  float n = x * 1.44269504f + 12582912.0f;  // the nearest whole number, in the low bits
+  float n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
   uint32_t power = to_bits(n) << 23;
   n -= 12582912.0f;
   float r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -22,7 +21,7 @@ INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least norm
   return from_bits(to_bits(p) + power);
 }
 
-// Each gives act(x) and its derivative; `second`, those of the function of the second half in gated experts.
+// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts.
 struct Pointwise {
   INLINE void second(float x, float& value, float& slope) {
     value = x;
@@ -228,7 +227,7 @@ static void column_sums(const C* x, const float* scale, int64_t n, int64_t d, in
 template <class T>
 static void gather_sum(const T* rows, const int64_t* place, const float* weight, int64_t num_rows, int64_t tokens,
                        int64_t k, int64_t d, T* out) {
-  constexpr int64_t BLOCK = 256;  // columns of which the sum is kept near
+  constexpr int64_t BLOCK = 256;  // columns whose sums stay in a near cache
   float sum[BLOCK];
   for (int64_t t = 0; t < tokens; t++, place += k, out += d) {
     for (int64_t begin = 0; begin < d; begin += BLOCK) {
@@ -245,7 +244,7 @@ static void gather_sum(const T* rows, const int64_t* place, const float* weight,
   }
 }
 
-// MurmurHash3's finalizer (public domain), twice, each with half of the key: `_hash` of fmoe/random.py.
+// MurmurHash3's finalizer (public domain), applied twice, each time with half of the key: `_hash` of fmoe/random.py.
 INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;
