@@ -6,12 +6,20 @@
 #include "common.cuh"
 
 namespace fmoe {
-// Each returns act(x) and its derivative; the numbers are those of fmoe/kernels/native/src/kernels.h.
+// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts. The
+// numbers are those of fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 
+struct Pointwise {
+  static __device__ __forceinline__ void second(float x, float& value, float& slope) {
+    value = x;
+    slope = 1.0f;
+  }
+};
+
 template <>
-struct Activation<0> {  // GELU
+struct Activation<0> : Pointwise {  // GELU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float phi = 0.5f * (1.0f + erff(0.70710678f * x));
     value = x * phi;
@@ -20,7 +28,7 @@ struct Activation<0> {  // GELU
 };
 
 template <>
-struct Activation<1> {  // GELU, approximated by tanh
+struct Activation<1> : Pointwise {  // GELU, approximated by tanh
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float a = 0.79788456f, b = 0.044715f;
     const float half = 1.0f / (1.0f + expf(-2.0f * a * (x + b * x * x * x)));  // (1 + tanh) / 2
@@ -30,7 +38,7 @@ struct Activation<1> {  // GELU, approximated by tanh
 };
 
 template <>
-struct Activation<2> {  // ReLU
+struct Activation<2> : Pointwise {  // ReLU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     value = x < 0 ? 0.0f : x;  // NaN stays NaN
     slope = x > 0 ? 1.0f : 0.0f;
@@ -38,11 +46,26 @@ struct Activation<2> {  // ReLU
 };
 
 template <>
-struct Activation<3> {  // SiLU
+struct Activation<3> : Pointwise {  // SiLU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float s = 1.0f / (1.0f + expf(-x));
     value = x * s;
     slope = s + value * (1.0f - s);
+  }
+};
+
+template <>
+struct Activation<4> {  // SwiGLUOAI of fmoe/kernels/glu.py; comparisons leave NaN
+  static __device__ __forceinline__ void both(float x, float& value, float& slope) {
+    const float a = 1.702f, g = x > 7.0f ? 7.0f : x;
+    const float s = 1.0f / (1.0f + expf(-a * g));
+    value = g * s;
+    slope = x <= 7.0f ? s + a * value * (1.0f - s) : 0.0f;
+  }
+  static __device__ __forceinline__ void second(float x, float& value, float& slope) {
+    const float low = x < -7.0f ? -7.0f : x;
+    value = (low > 7.0f ? 7.0f : low) + 1.0f;
+    slope = x >= -7.0f && x <= 7.0f ? 1.0f : 0.0f;
   }
 };
 
@@ -75,7 +98,10 @@ __device__ __forceinline__ void activate_row(const T* before, const T* bias, T* 
 #pragma unroll
     for (int j = 0; j < N; j++) {
       Activation<A>::both(x[j], x[j], slope);
-      if constexpr (GATED) x[j] *= second[j];
+      if constexpr (GATED) {
+        Activation<A>::second(second[j], second[j], slope);
+        x[j] *= second[j];
+      }
     }
     store<N>(active + v, x);
   }
@@ -93,17 +119,20 @@ __device__ __forceinline__ float activate_row_backward(const T* hidden, const T*
     load<N>(d_active + v, d);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      float value, slope;
+      float value, slope, second_slope;
       Activation<A>::both(x[j], value, slope);
       active[j] = value;
-      if constexpr (GATED) active[j] *= second[j];
+      if constexpr (GATED) {
+        Activation<A>::second(second[j], second[j], second_slope);
+        active[j] *= second[j];
+      }
       dot += active[j] * d[j];
       active[j] *= weight;
       d[j] *= weight;
       x[j] = d[j] * slope;
       if constexpr (GATED) {
         x[j] *= second[j];
-        second[j] = d[j] * value;
+        second[j] = d[j] * value * second_slope;
       }
     }
     if (scaled) store<N>(scaled + v, active);

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from fmoe.errors import UserError
 from fmoe.kernels.cuda import tuning
-from fmoe.kernels.ffn import expert_ffn, gate
+from fmoe.kernels.ffn import expert_ffn
+from fmoe.kernels.glu import gate
 from fmoe.kernels.rows import combine, permute
 
 logger = logging.getLogger("fmoe")

@@ -18,7 +18,8 @@ from fmoe.kernels import backends
 from fmoe.kernels.cuda import ffn as cuda_ops
 from fmoe.kernels.cuda import gemm as cuda_gemm
 from fmoe.kernels.cuda import loader as cuda
-from fmoe.kernels.ffn import expert_ffn, gate, grouped_linear
+from fmoe.kernels.ffn import expert_ffn, grouped_linear
+from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
@@ -35,6 +36,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+# Activations of gated experts that also transform the second half.
+GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu_oai": SwiGLUOAI()}
 
 # Hooks of a module, which see rows or outputs between permutation and combination.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,7 +85,7 @@ class FFNExperts(Stacked):
     Args:
         num_experts: L, the number of experts of this rank.
         d_model, d_hidden: D and H.
-        activation: a name of `ACTIVATIONS` or a function of a tensor.
+        activation: a name of `ACTIVATIONS`, with ``gated`` also of `GATED_ACTIVATIONS`, or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have biases.
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
@@ -123,9 +126,12 @@ class FFNExperts(Stacked):
         if d_hidden < 1:
             raise UserError(f"d_hidden={d_hidden} is not positive")
         if isinstance(activation, str):
-            if activation not in ACTIVATIONS:
-                raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
-            activation = ACTIVATIONS[activation]
+            known = ACTIVATIONS | GATED_ACTIVATIONS
+            if activation not in known:
+                raise UserError(f"activation={activation!r} is not known; there are {', '.join(known)}")
+            activation = known[activation]
+        if isinstance(activation, SwiGLUOAI) and not gated:
+            raise UserError(f"activation={activation} needs gated=True: it multiplies gates and values")
         if not callable(activation):
             raise UserError(f"activation={activation!r} is neither a name nor a function")
         if not 0 <= dropout < 1:

@@ -46,11 +46,13 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
+    far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
     layers = [matrices for matrices, _ in _layers(model, model.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
         depth = len(model.layer_numbers)
-        flops = 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * depth * heads * length
+        scores = depth * length - len(model.layers_with_window) * far
+        flops = 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * heads * scores
         return flops + (_relative_flops(model) if model.position == "transformer_xl" else 0)
     encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
     keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
@@ -74,7 +76,7 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
-    biases += model.hidden_size if model.attention_output_bias else 0
+    biases += model.hidden_size * model.attention_output_bias + model.num_heads * model.attention_sinks
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense

@@ -41,6 +41,14 @@ class ModelConfig:
     """Add a bias to queries, keys and values."""
     attention_output_bias: bool = False
     """Add a bias to the output of attention (needs model.kind=gpt)."""
+    attention_sinks: bool = False
+    """Add a learned score per head to the denominator of attention's softmax, initially 0 (GPT-OSS, arXiv 2508.10925;
+    needs model.kind=gpt)."""
+    sliding_window: int | None = None
+    """Number of last tokens, its own included, that a token of `sliding_layers` attends to; None for all earlier ones
+    (needs model.kind=gpt)."""
+    sliding_layers: tuple[int, ...] = ()
+    """Numbers of the layers with `sliding_window`, from 1; empty for all."""
     kv_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -61,8 +69,10 @@ class ModelConfig:
     """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
-    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
+    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1;
+    swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g) of a gate g, at most 7, and a value v,
+    clamped to -7 .. 7."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
     linear_bias: bool = False
@@ -263,6 +273,11 @@ class ModelConfig:
         found = self.moe_layers or tuple(n for n in range(1, last + 1) if n % self.moe_every == 0)
         return (*found, *self.mtp_numbers) if last in found else found
 
+    @property
+    def layers_with_window(self) -> tuple[int, ...]:
+        """Numbers of the layers whose attention is limited to `sliding_window`."""
+        return () if self.sliding_window is None else self.sliding_layers or tuple(range(1, self.num_layers + 1))
+
     def check(self) -> None:
         """Raise UserError for the first invalid value or pair of values of the section."""
         self._check_latent()
@@ -313,6 +328,9 @@ class ModelConfig:
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
         self._check_rotary_fraction()
+        self._check_local_attention()
+        if self.activation == "swiglu_oai" and not self.gated:
+            raise UserError("model.activation=swiglu_oai needs model.gated=true: it multiplies gates and values")
         self._check_yarn()
         for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
@@ -368,6 +386,34 @@ class ModelConfig:
             or not elements
         ):
             raise UserError(f"{key} must be in (0, 1] and give an even number of a head's {self.head_width} elements")
+
+    def _check_local_attention(self) -> None:
+        """Raise UserError for an invalid combination of the keys of windows and sinks."""
+        named = ["attention_sinks=true"] if self.attention_sinks else []
+        named += [] if self.sliding_window is None else [f"sliding_window={self.sliding_window}"]
+        if named and self.kind != "gpt":
+            raise UserError(f"model.{named[0]} needs model.kind=gpt, not {self.kind}")
+        if named and self.kv_lora_rank is not None:
+            raise UserError(f"model.{named[0]} is not supported with model.kv_lora_rank={self.kv_lora_rank}")
+        if named and self.position == "transformer_xl":
+            raise UserError(f"model.{named[0]} is not supported with model.position=transformer_xl")
+        if self.sliding_window is None:
+            if self.sliding_layers:
+                raise UserError(f"model.sliding_layers={self.sliding_layers} needs model.sliding_window")
+            return
+        if self.sliding_window < 1:
+            raise UserError(f"model.sliding_window={self.sliding_window} must be at least 1, or none for no window")
+        if self.mtp_layers:
+            raise UserError(
+                f"model.sliding_window={self.sliding_window} is not supported with model.mtp_layers={self.mtp_layers}"
+            )
+        for number in self.sliding_layers:
+            if self.sliding_layers.count(number) > 1:
+                raise UserError(f"model.sliding_layers={self.sliding_layers} has {number} twice")
+            if not 1 <= number <= self.num_layers:
+                raise UserError(
+                    f"model.sliding_layers has {number}; layers are 1 to model.num_layers={self.num_layers}"
+                )
 
     def _check_yarn(self) -> None:
         """Raise UserError for an invalid combination of the keys of scaled rotary positions."""

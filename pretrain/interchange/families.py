@@ -8,6 +8,7 @@ from pretrain.interchange.deepseek_moe import DEEPSEEK_MOE
 from pretrain.interchange.ernie import ERNIE4_5_MOE
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.glm4 import GLM4_MOE
+from pretrain.interchange.gpt_oss import GPT_OSS
 from pretrain.interchange.granite import GRANITE_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.olmoe import OLMOE
@@ -18,7 +19,7 @@ from pretrain.interchange.t5 import SWITCH, T5
 
 _TRANSFORMERS = (
     *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, PHIMOE),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE, GPT_OSS),
     *(SWITCH, T5, MEGATRON_BERT),
 )
 # In the order in which "auto" tries them; the last one is for models that transformers does not have.

@@ -77,7 +77,12 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         recipe.check()
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    nbytes = sum(prod(shape) for place in found if place.ours for shape in place.theirs.values())
+    nbytes = sum(
+        prod(shape) * (2 if place.dtype == torch.uint8 else 1)  # a byte has two weights
+        for place in found
+        if place.ours
+        for shape in place.theirs.values()
+    )
     nbytes *= dtype.itemsize
     state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
     if path is not None:
@@ -152,6 +157,7 @@ def _pieces(
             ours = place.transform.join(theirs, sizes)
         except UserError as error:
             raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
+        ours = ours.to(dtype) if place.dtype == torch.uint8 else ours
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:

@@ -187,9 +187,12 @@ EVERY_LAYER = (
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config.get("sliding_window") is not None:
-        refuse_window(config)
-    return read_llama(config) | DROPLESS | {"normalize": True}
+    window = {"sliding_window": read_int(config, "sliding_window")} if "sliding_window" in config else {}
+    return read_llama(config) | DROPLESS | {"normalize": True} | window
+
+
+def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
+    return write_llama(model) | {"sliding_window": model.sliding_window}
 
 
 MIXTRAL = Family(
@@ -209,12 +212,13 @@ MIXTRAL = Family(
         *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+        Demand("sliding_layers", lambda m: len(m.layers_with_window) in (0, m.num_layers), "none: all layers"),
     ),
-    varies=("head_dim", *YARN),
-    constants={"router_jitter_noise": 0.0, "sliding_window": None},
+    varies=("head_dim", "sliding_window", *YARN),
+    constants={"router_jitter_noise": 0.0},
     only=ONLY,
     read=_read_mixtral,
-    write=write_llama,
+    write=_write_mixtral,
 )
 
 

@@ -211,7 +211,16 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}"
     for name in ("squared_relu", "quick_geglu"):
         yield name, False, key("activation")
-    yield "window_size", None, "attention to all earlier tokens"
+    yield "window_size", None if model.sliding_window is None else (model.sliding_window - 1, 0), key("sliding_window")
+    if model.sliding_window is not None:
+        which = arguments.get("window_attn_skip_freq")
+        if isinstance(which, list | tuple):
+            near = tuple(n for n, has_window in enumerate(which, start=1) if has_window)
+        else:  # the n-th layers have none
+            every = which if isinstance(which, int) and which > 0 else model.num_layers + 1
+            near = tuple(n for n in range(1, model.num_layers + 1) if n % every)
+        yield "window_attn_skip_freq", which if near == model.layers_with_window else "other", key("sliding_layers")
+    yield "softmax_type", "learnable" if model.attention_sinks else "vanilla", key("attention_sinks")
     yield "qk_l2_norm", False, "no L2 norm of queries and keys"
     yield "no_rope_freq", None, "the same positions in every layer"
     yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"

@@ -23,8 +23,10 @@ from transformers.utils.generic import can_return_tuple
 from fmoe import collect_losses
 from fmoe.errors import UserError
 from fmoe.experts import FFNExperts, truncated_normal_
-from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.gates import ExpertChoiceRouter, Router
+from fmoe.kernels import glu
+from fmoe.kernels.attention import causal_attention
 from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
@@ -103,6 +105,9 @@ class _Attention(nn.Module):
         self.scale *= score_factor(model)
         values, bias = model.num_heads * model.value_width, model.attention_output_bias
         self.linear_proj = _Linear(model, values, model.hidden_size, bias=bias, is_output=True)
+        self.window = model.sliding_window if index + 1 in model.layers_with_window else None
+        sinks = {"softmax_offset": nn.Parameter(torch.zeros(model.num_heads))} if model.attention_sinks else {}
+        self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -112,13 +117,13 @@ class _Attention(nn.Module):
         query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
         if cache is not None:
             keys, values = cache.update(keys, values, self.index)
-        y = F.scaled_dot_product_attention(
+        y = causal_attention(
             *(query, keys, values),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and query.shape[2] > 1,
             scale=self.scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
+            window=self.window,
+            sinks_H=self.core_attention.get("softmax_offset"),
+            seen=mask,
+            dropout=self.dropout if self.training else 0.0,
         )
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
@@ -205,16 +210,13 @@ class DenseMLP(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[model.activation], model.gated
+        self.activation, self.gated = (ACTIVATIONS | GATED_ACTIVATIONS)[model.activation], model.gated
         self.linear_fc1 = _Linear(model, model.hidden_size, model.dense_width * (1 + model.gated))
         self.linear_fc2 = _Linear(model, model.dense_width, model.hidden_size, is_output=True)
 
     def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None) -> Tensor:
         hidden = self.linear_fc1(x_BSD)
-        if not self.gated:
-            return self.linear_fc2(self.activation(hidden))
-        gate, value = hidden.chunk(2, dim=-1)
-        return self.linear_fc2(self.activation(gate) * value)
+        return self.linear_fc2(glu.gate(self.activation, hidden) if self.gated else self.activation(hidden))
 
 
 class DecoderLayer(nn.Module):
@@ -288,6 +290,9 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             module.init_method(module.weight)
             if module.bias is not None:
                 module.bias.zero_()
+        elif isinstance(module, nn.ParameterDict):
+            for value in module.values():
+                value.zero_()
         else:
             super()._init_weights(module)
 

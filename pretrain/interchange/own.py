@@ -79,6 +79,8 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
             yield f"{name}.linear_qkv.bias", (rows,)
         if model.attention_output_bias:
             yield f"{name}.linear_proj.bias", (width,)
+        if model.attention_sinks:
+            yield f"{name}.core_attention.softmax_offset", (heads,)
         for part, number in (("q", heads), ("k", model.query_groups)) if model.qk_norm else ():
             yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
         return

@@ -4,7 +4,8 @@ A family of models has a table of `Entry` (docs/interchange.md has an example). 
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
 of an expert, S of all shared experts, E experts, P positions, T types of segments. In latent attention, C is the width
 of compressed queries, R that of compressed keys and values, K that of the latter and the rotary key; a head has values
-of width v, and M is the width of a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
+of width v, and M is the width of a key without position and a value. X and Y are D and H in blocks of 32. "2H D" is a
+matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -40,6 +41,8 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "v": model.value_width,
         "P": model.sequence_length,
         "T": model.segment_types,
+        "X": model.hidden_size // 32,
+        "Y": model.ffn_hidden_size // 32,
     }
 
 

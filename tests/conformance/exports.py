@@ -99,7 +99,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
         for name, tensor in state._tensors([model]):
             if "norm" in name and name.endswith("weight"):
                 tensor.uniform_(0.5, 1.5)
-            elif "norm" in name or name.endswith(("bias", "bias_E")):
+            elif "norm" in name or name.endswith(("bias", "bias_E", "bias_in", "bias_out", "softmax_offset")):
                 tensor.uniform_(-0.3, 0.3)
             elif ".gate." in name:
                 tensor.normal_(0, 0.5)

@@ -33,7 +33,9 @@ KERNELS = {
     ),
     "activation.cu": (
         *_of("activate", T, range(4), ("false", "true")),
+        *_of("activate", T, (4,), ("true",)),
         *_of("activate_backward", T, range(4), ("false", "true")),
+        *_of("activate_backward", T, (4,), ("true",)),
     ),
     "lamb.cu": (*_of("lamb_measure", SAME_OR_FLOAT), "fmoe::lamb_norms", *_of("lamb_update", T)),
 }

@@ -45,7 +45,9 @@ YARN = {
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
-NOT_T5 = dict.fromkeys(("qkv_bias", "attention_output_bias", "output_bias"), False) | dict.fromkeys(SCALES, 1.0)
+LOCAL = {"attention_sinks": True, "sliding_window": 5, "sliding_layers": (1, 3)}
+NOT_T5 = dict.fromkeys(("qkv_bias", "attention_output_bias", "output_bias", "attention_sinks"), False)
+NOT_T5 |= {"sliding_window": None, "sliding_layers": ()} | dict.fromkeys(SCALES, 1.0)
 
 
 def test_every_key_comes_back_from_the_file(tmp_path):
@@ -71,6 +73,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             qkv_bias=True,
             attention_output_bias=True,
             output_bias=True,
+            **LOCAL,
             **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
@@ -258,7 +261,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         ),
         Recipe(
             data=DataConfig(document_mask=True),
-            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES),
+            model=ModelConfig(
+                rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES, **LOCAL
+            ),
         ),
         Recipe(model=ModelConfig(attention_output_bias=True, output_bias=True)),
         Recipe(model=ModelConfig(**LATENT, **YARN)),
@@ -431,6 +436,16 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"residual_scale": 0.5, "kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
         ({"logit_divisor": 2.0, "kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
         ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
+        ({"kind": "t5", "attention_sinks": True}, ["model.attention_sinks=true", "model.kind=gpt", "t5"]),
+        ({"kind": "bert", "sliding_window": 4}, ["model.sliding_window=4", "model.kind=gpt", "bert"]),
+        ({"attention_sinks": True, **LATENT}, ["model.attention_sinks=true", "model.kv_lora_rank=20"]),
+        ({"sliding_window": 4, "position": "transformer_xl"}, ["model.sliding_window=4", "transformer_xl"]),
+        ({"sliding_layers": (1,)}, ["model.sliding_layers=(1,)", "model.sliding_window"]),
+        ({"sliding_window": 0}, ["model.sliding_window=0", "at least 1"]),
+        ({"sliding_window": 4, "sliding_layers": (5,)}, ["model.sliding_layers has 5", "model.num_layers=4"]),
+        ({"sliding_window": 4, "sliding_layers": (2, 2)}, ["model.sliding_layers", "2 twice"]),
+        ({"sliding_window": 4, "mtp_layers": 1}, ["model.sliding_window=4", "model.mtp_layers=1"]),
+        ({"activation": "swiglu_oai"}, ["model.activation=swiglu_oai", "model.gated=true"]),
         (
             {"kind": "bert", "attention_output_bias": True},
             ["model.attention_output_bias=true", "model.kind=gpt", "bert"],

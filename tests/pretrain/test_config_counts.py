@@ -37,6 +37,18 @@ MODELS = {
     "wide heads": {"head_dim": 14},
     "norms of heads": {"qk_norm": True, "head_dim": 6},
     "biases of queries, keys and values": {"qkv_bias": True, "num_query_groups": 2, "head_dim": 6, "mtp_layers": 1},
+    "windows, sinks and all biases": {
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "sliding_layers": (1, 3),
+        "gate": "naive",
+        "gate_options": {"bias": True},
+        "expert_options": {"bias": True},
+        "activation": "swiglu_oai",
+        "gated": True,
+        "moe_every": 2,
+    },
     "biases of attention and logits": {"attention_output_bias": True, "output_bias": True, "mtp_layers": 1},
     "biases of attention and logits, dense": {
         "attention_output_bias": True,

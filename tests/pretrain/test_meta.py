@@ -47,6 +47,19 @@ KINDS = {
             rope_original_length=8,
         ),
     ),
+    "windows and sinks": replace(
+        RECIPE,
+        model=replace(
+            MODEL,
+            qkv_bias=True,
+            attention_output_bias=True,
+            attention_sinks=True,
+            sliding_window=5,
+            sliding_layers=(1, 3),
+            activation="swiglu_oai",
+            gated=True,
+        ),
+    ),
     "t5": replace(RECIPE, model=replace(MODEL, kind="t5", num_query_groups=None, gate="switch", tie_embeddings=True)),
     "bert": replace(RECIPE, model=replace(MODEL, kind="bert", position="learned_absolute", gate="noisy")),
 }

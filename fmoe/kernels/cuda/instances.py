@@ -37,7 +37,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     ),
     "activation.cu": (
         *_each("activate", _T, range(4), ("false", "true")),
+        *_each("activate", _T, (4,), ("true",)),
         *_each("activate_backward", _T, range(4), ("false", "true")),
+        *_each("activate_backward", _T, (4,), ("true",)),
     ),
     "lamb.cu": (
         *_each("lamb_measure", sorted({*_SAME, *(f"{t}, float" for t in _T)})),

@@ -151,7 +151,7 @@ CONFIGS = {
         "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
-    "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+    "no sliding window": ("mixtral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
     "sliding window of a Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),

@@ -12,7 +12,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-enum Activation : int64_t { GELU = 0, GELU_TANH = 1, RELU = 2, SILU = 3 };
+enum Activation : int64_t { GELU = 0, GELU_TANH = 1, RELU = 2, SILU = 3, SWIGLU_OAI = 4 };
 
 // A matrix with two strides, one of which is 1.
 template <class T>
@@ -34,8 +34,8 @@ struct Kernels {
   void (*gather)(const T* x, const int64_t* index, int64_t per, int64_t n, int64_t d, C* out);
   void (*widen)(const T* x, int64_t size, C* out);
   void (*narrow)(const C* x, int64_t size, T* out);
-  // hidden = u + bias, rounded to T; active = act(hidden), if gated act(first half) * second half. u may be hidden if T
-  // is C. The derivative is also taken at hidden, so that both use the same numbers.
+  // hidden = u + bias, rounded to T; active = act(hidden), if gated act(first half) * second half, which SWIGLU_OAI
+  // transforms too. u may be hidden if T is C. The derivative is also taken at hidden, so that both use the same numbers.
   void (*activate)(const C* u, const T* bias, T* hidden, C* active, int64_t n, int64_t h, Activation act, bool gated);
   // out = y + bias; bias may be null, and y may be out if T is C.
   void (*finish)(const C* y, const T* bias, T* out, int64_t n, int64_t d);

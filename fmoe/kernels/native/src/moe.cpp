@@ -39,7 +39,8 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
       "fmoe: weights ", w_in.sizes(), " and ", w_out.sizes(), " for rows of width ", d);
   TORCH_CHECK(!b_in || b_in->numel() == experts * w_in.size(1), "fmoe: bias_in is ", b_in->sizes());
   TORCH_CHECK(!b_out || b_out->numel() == experts * d, "fmoe: bias_out is ", b_out->sizes());
-  TORCH_CHECK(activation >= GELU && activation <= SILU, "fmoe: activation ", activation);
+  TORCH_CHECK(activation >= GELU && activation <= (gated ? SWIGLU_OAI : SILU), "fmoe: activation ", activation,
+              gated ? "" : " of experts without gates");
   TORCH_CHECK(count.scalar_type() == at::kLong && count.is_contiguous() && count.numel() == experts, "fmoe: counts of ",
               count.numel(), " experts for ", experts);
   const auto* counts = count.const_data_ptr<int64_t>();
