@@ -150,10 +150,18 @@ class LocalTokens:
     def local_routing(self, routing: Routing) -> Routing:
         """Return the decisions about this rank's tokens. Losses and statistics still cover all A tokens."""
         if self.shards is None:
-            return routing
+            return routing if routing.passed is None else self._passed(routing)
         expert_TK = self.local(routing.expert_TK)
         max_load = None if routing.max_load is None else min(routing.max_load, expert_TK.numel())
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
+
+    def _passed(self, routing: Routing) -> Routing:
+        """Let the experts take the tokens that the gate passed on, if it got this rank's tokens as they are."""
+        assert routing.passed is not None
+        given, passed = routing.passed
+        if given is self.x_TD:
+            self.inputs = [passed, *self.inputs[1:]]
+        return routing
 
     def rows(self, with_keys: bool) -> list[Tensor]:
         """Return the tensors whose rows are sent to the experts.

@@ -198,22 +198,12 @@ class AuxLosses:
         Raises:
             UserError: the gate returned a loss that has no entry in the weights.
         """
-        self._check_names(routing)
-        weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
-        if not weighted:
-            return None
-        total, factor = sum(weighted[1:], weighted[0]), self.common_factor(routing)
-        return total if factor is None else total * factor
-
-    def _check_names(self, routing: Routing) -> None:
         if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
+        weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
-    def common_factor(self, routing: Routing) -> Tensor | None:
-        """Return a further factor of all losses, a scalar; None for 1."""
-        return None
-
-    def attach(self, routing: Routing, share: float, training: bool) -> Tensor:
+    def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
         """Return the combine weights, whose backward pass adds the gradients of the losses.
 
         Args:
@@ -221,12 +211,10 @@ class AuxLosses:
         """
         if not (training and torch.is_grad_enabled()):
             return routing.weight_TK
-        is_fused = routing.stats is not None and routing.stats.sums is not None and type(self).total is AuxLosses.total
-        if is_fused and not self.is_manual and not torch.compiler.is_compiling():
+        if routing.is_fused and not self.is_manual and not torch.compiler.is_compiling():
             return self._attach_each(routing, share)
-        total = self.total(routing)
-        if total is not None:
-            total = total if share == 1 else total * share
+        if (total := self.total(routing)) is not None:
+            total = total * share if isinstance(share, Tensor) or share != 1 else total
             if self.is_manual:
                 self._offer(total)
             total = total if total.requires_grad and not self.is_manual else None
@@ -234,14 +222,14 @@ class AuxLosses:
             return _attach_opaque(routing.weight_TK, routing, total, self._number)
         return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
 
-    def _attach_each(self, routing: Routing, share: float) -> Tensor:
+    def _attach_each(self, routing: Routing, share: float | Tensor) -> Tensor:
         """Attach the losses without their weighted sum, which would take several launches on a GPU."""
-        self._check_names(routing)
         losses = {name: x for name, x in routing.losses.items() if self.weights[name] and x.requires_grad}
         if not losses:
             return routing.weight_TK
-        factors = tuple(self.weights[name] * share for name in losses)
-        return _AttachEach.apply(routing.weight_TK, self, factors, self.common_factor(routing), *losses.values())
+        more, known = (share, 1.0) if isinstance(share, Tensor) else (None, share)
+        factors = tuple(self.weights[name] * known for name in losses)
+        return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
         """Return ``scale() * more * factors`` on a device; kept from step to step while the scale is a number."""

@@ -85,6 +85,7 @@ class Routing:
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
         counted: ``expert_TK`` and its counts for `fmoe.kernels.cuda.rows.place`; None to count them there.
+        is_fused: whether one operation computed weights and losses; their names are then `DEFAULT_LOSS_WEIGHTS`'.
         passed: the gate's input, and the same tokens for the experts to take: the gate then adds the experts' gradient
             to its own. None if the experts take the input itself.
     """
@@ -96,6 +97,11 @@ class Routing:
     max_load: int | None = None
     counted: tuple[Tensor, Tensor] | None = None
     passed: tuple[Tensor, Tensor] | None = None
+    is_fused: bool = False
+
+    def counts_of(self, expert_TK: Tensor) -> Tensor | None:
+        """Return the counts of these choices if they are those that were counted."""
+        return self.counted[1] if self.counted is not None and self.counted[0] is expert_TK else None
 
 
 @dataclass(eq=False, repr=False)

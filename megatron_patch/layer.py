@@ -246,11 +246,11 @@ class MegatronAux(AuxLosses):
         super().__init__(*args, **arguments)
         self.config, self.layer_number, self.num_layers = config, layer_number, num_layers
 
-    def common_factor(self, routing: Routing) -> Tensor | None:
+    def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
         if self.config.calculate_per_token_loss and routing.stats is not None:
             # The training loss is then a sum over tokens. finalize_model_grads divides it by their number.
-            return routing.stats.tokens
-        return None
+            share = share * routing.stats.tokens
+        return super().attach(routing, share, training)
 
     def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
         super().record(routing, observer)

@@ -299,15 +299,19 @@ class FFNExperts(Stacked):
         if self.backend != "cuda" and backends.native_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
-            ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
-            if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
-                weights = (parameters[0], parameters[2])
-                if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
-                    return functools.partial(external.fastest_ffn, ours, others, self.training)
-            return ours
+            return self._cuda_ffn(rows_RD, parameters)
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             self._refuse(rows_RD)
         return None
+
+    def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
+        """Return the operation of our kernels, or one that measures those of installed libraries too."""
+        ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+        if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
+            weights = (parameters[0], parameters[2])
+            if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
+                return functools.partial(external.fastest_ffn, ours, others, self.training)
+        return ours
 
     def _refuse(self, rows_RD: Tensor) -> NoReturn:
         wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
@@ -392,11 +396,8 @@ class ExpertCall:
         return None if out is None else [out]
 
     def _is_plain(self) -> bool:
-        return (
-            isinstance(self.module, FFNExperts)
-            and is_unchanged(self.module, "forward", FFNExperts.forward)
-            and not any(getattr(self.module, hooks) for hooks in _HOOKS)
-        )
+        is_ffn = isinstance(self.module, FFNExperts) and is_unchanged(self.module, "forward", FFNExperts.forward)
+        return is_ffn and not any(getattr(self.module, hooks) for hooks in _HOOKS)
 
     def shadow(self, local: int) -> list[Tensor]:
         """Return the parameters of local expert ``local``."""

@@ -253,7 +253,7 @@ class TopKRouter(Router):
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
-        if (routing := self._by_one_operation(x_TD, groups)) is not None:
+        if backends.cuda_is_loaded(x_TD.device) and (routing := self._by_one_operation(x_TD, groups)) is not None:
             return routing
         if x_TD.element_size() > 2 or not self._takes_16_bits():
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -289,7 +289,7 @@ class TopKRouter(Router):
             )
         counted = (found.expert_TK, found.tile_count) if factor is not None else None
         passed = None if found.tokens_TD is None else (x_TD, found.tokens_TD)
-        return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed)
+        return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
         """Return whether 16-bit tokens are used by `TopKRouter.logits` only, which computes in float32 all the same."""
@@ -318,8 +318,8 @@ class TopKRouter(Router):
         if "z" in self.common_losses:
             losses["z"] = router_z_loss(scores.logsumexp_T, groups.mask_T)
         if "balance" in self.common_losses:
-            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
-            load_GE = load_GE.to(scores.probs_TE.dtype)
+            count_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
+            load_GE = count_GE.to(scores.probs_TE.dtype)
             if self.balance_group is not None:
                 total_E = load_GE.sum(0)
                 all_reduce(self.balance_group, total_E, what="sum of loads").wait()

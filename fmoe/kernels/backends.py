@@ -27,9 +27,7 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
     """Return the index of an activation in `ACTIVATIONS`; None for an activation that no kernel computes."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
-    if isinstance(activation, SwiGLUOAI):
-        return 4
-    return 0 if activation is F.gelu else 2 if activation is F.relu else 3 if activation is F.silu else None
+    return ACTIVATIONS.index(activation) if activation in ACTIVATIONS else None
 
 
 def native_takes_ffn(rows: Tensor, activation: Callable[[Tensor], Tensor], *parameters: Tensor | None) -> bool:

@@ -33,6 +33,12 @@ class SwiGLUOAI:
         slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))
         return slope * (gates <= self.limit), (values.abs() <= self.limit).to(values.dtype)
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is SwiGLUOAI
+
+    def __hash__(self) -> int:
+        return hash(SwiGLUOAI)
+
     def __repr__(self) -> str:
         return "swiglu_oai"
 

@@ -50,15 +50,13 @@ class DispatchPlan:
         """Return the plan that sorts the assignments of a routing by expert."""
         expert_TK = routing.expert_TK
         if backends.cuda_takes_choices(expert_TK, num_experts):
-            counted_TK, tile_count = routing.counted or (None, None)
-            return cls(*cuda_rows.place(expert_TK, num_experts, tile_count if counted_TK is expert_TK else None))
+            return cls(*cuda_rows.place(expert_TK, num_experts, routing.counts_of(expert_TK)))
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, perm_N = queue_N.sort(stable=True)
         # First sorted assignment of each expert. torch.bincount on CUDA would use atomics and synchronize the host.
-        begin_E1 = torch.searchsorted(
-            sorted_N, torch.arange(num_experts + 1, device=sorted_N.device, dtype=torch.int64)
-        )
+        expert_E1 = torch.arange(num_experts + 1, device=sorted_N.device, dtype=torch.int64)
+        begin_E1 = torch.searchsorted(sorted_N, expert_E1)
         return cls(perm_N, _inverted(perm_N).view_as(expert_TK), kept_TK, begin_E1.diff())
 
     @cached_property
