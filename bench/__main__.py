@@ -20,6 +20,7 @@ BENCHMARKS = {
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
+    "routers": "bench.routers",
     "step": "bench.step.main",
 }
 

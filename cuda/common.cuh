@@ -205,6 +205,25 @@ __device__ __forceinline__ i64 segment_of(const T* ends, i64 n, i64 x) {
   return low;
 }
 
+// A block's tokens: up to `tile` consecutive ones of a routing group, whose sequences may be interleaved in memory.
+struct GroupTile {
+  i64 group, first;
+  u32 begin, end, sequences, length;
+  __device__ __forceinline__ GroupTile(i64 block, i64 tokens, i64 group_size, i64 num_sequences, i64 sequence_length,
+                                       i64 tile) {
+    const i64 tiles = (group_size + tile - 1) / tile;
+    group = block / tiles, first = group * group_size;
+    const i64 size = first < tokens ? at_most(group_size, tokens - first) : 0;
+    begin = u32(at_most(block % tiles * tile, size)), end = u32(at_most(i64(begin) + tile, size));
+    sequences = u32(num_sequences), length = u32(sequence_length);
+  }
+  // Memory position of the group's token s. Division is faster in 32 bits.
+  __device__ __forceinline__ i64 token(u32 s) const {
+    const u32 u = u32(first) + s;
+    return sequences > 1 ? i64(u % length) * sequences + u / length : i64(u);
+  }
+};
+
 // Rows before this index are valid; rows from it on are the dropped tail.
 __device__ __forceinline__ i64 rows_kept(const i64* limit, i64 rows) { return limit ? at_most(*limit, rows) : rows; }
 

@@ -234,7 +234,7 @@ class StreamMemory:
         self.states: dict[int, list[Tensor]] = {}
         self._stream: int | None = None
 
-    def enter(self, first: int, is_start: bool = False) -> None:
+    def enter(self, first: int, is_start: bool = False, size: int | None = None) -> None:
         """Give the layers the memory of a micro batch, until the next call or `leave`.
 
         Recomputation of the layers in the backward pass needs it, so it remains after the forward pass.
@@ -242,6 +242,7 @@ class StreamMemory:
         Args:
             first: number of the first sequence of the micro batch.
             is_start: begin the streams anew, without memory.
+            size: number of sequences of the micro batch; None if no micro batch is shorter than those before.
         """
         self.leave()
         self._stream = first % self.streams
@@ -249,7 +250,8 @@ class StreamMemory:
         if is_start or not past:
             past = [None] * len(self.layers)
         for layer, state in zip(self.layers, past, strict=True):
-            layer.memory_length, layer.past, layer.present = self.length, state, None
+            layer.memory_length, layer.present = self.length, None
+            layer.past = None if state is None else state[:, :size]
 
     def leave(self) -> None:
         """Keep the memory that the layers made since `enter`, and take it from them."""

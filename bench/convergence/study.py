@@ -56,8 +56,11 @@ class Job:
         self.rows = read_metrics(path) if path.exists() else []
 
 
-def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job]:
+def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()) -> list[Job]:
     """Return the runs, grouped by recipe, so that runs that train at once take equally long.
+
+    Args:
+        more: options of every run, as on the trainer's command line.
 
     Raises:
         UserError: a recipe is invalid, or differs from the recipe of the existing run.
@@ -66,7 +69,7 @@ def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job
     for recipe_name in recipes:
         for seed in seeds:
             name = f"{Path(recipe_name).stem}-seed{seed}"
-            options = ["--run.folder", str(folder / name), "--train.seed", str(seed)]
+            options = [*more, "--run.folder", str(folder / name), "--train.seed", str(seed)]
             recipe = load_recipe(recipe_name, options)
             if recipe.parallel.world_size != 1:
                 raise UserError(

@@ -84,7 +84,11 @@ class DeepEPExchange(GroupExchange):
             )
         if self.num_sms is not None:
             self._package.Buffer.set_num_sms(self.num_sms)
-        self.buffer = _buffer_of(self.group, self._package.Buffer, d_model * SENT.itemsize)
+        try:
+            self.buffer = _buffer_of(self.group, self._package.Buffer, d_model * SENT.itemsize)
+        except Exception as error:  # the other ranks wait for this one's buffer
+            self.post_failure(error)
+            raise
 
     def plan(self, routing: Routing) -> Tensor:
         """Return the choices [T, K]."""

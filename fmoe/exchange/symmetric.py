@@ -138,10 +138,8 @@ class _Workspace:
         num_bytes, num_splits = shape[0] * shape[1] * rows.element_size(), counts.key_PX.numel()
         if not self._buffers or self._buffers[0].numel() < num_bytes or self._buffers[2].shape[1] < num_splits:
             self._grow(group, num_bytes, num_splits)
-        else:
-            fence(
-                group, self._device
-            )  # copies are one-sided: all ranks have finished the previous ones, which used these buffers
+        else:  # copies are one-sided: all ranks must have finished the previous ones, which used these buffers
+            fence(group, self._device)
         given, taken = (buffer[:num_bytes].view(rows.dtype).view(shape) for buffer in self._buffers[:2])
         splits, found = (buffer.view(-1)[: 2 * num_splits].view(2, num_splits) for buffer in self._buffers[2:])
         given[: len(rows)].copy_(rows.reshape(len(rows), shape[1]))
@@ -163,8 +161,10 @@ class _Workspace:
         fence(group, self._device, for_host=True)
         self._buffers = []
         del old
-        rows = [empty(group, (num_bytes,), torch.uint8, self._device) for _ in range(2)]
-        self._buffers = [*rows, *(empty(group, (2, num_splits), torch.int64, self._device) for _ in range(2))]
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written in training
+            rows = [empty(group, (num_bytes,), torch.uint8, self._device) for _ in range(2)]
+            splits = [empty(group, (2, num_splits), torch.int64, self._device) for _ in range(2)]
+        self._buffers = [*rows, *splits]
 
 
 _workspaces: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Workspace]]" = (

@@ -17,6 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +261,7 @@ def _is_installed(backend: str) -> bool:
 def fastest_ffn(
     ours: Callable[..., Tensor],
     others: Sequence[str],
+    is_training: bool,
     rows_MD: Tensor,
     w_in_LPD: Tensor,
     b_in_LP: Tensor | None,
@@ -270,7 +272,9 @@ def fastest_ffn(
     gated: bool = False,
     **plan: object,
 ) -> Tensor:
-    """Compute as `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size.
+    """Compute as `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size: with
+    gradients if ``is_training``, whether or not they are enabled, so that a recomputation takes what its forward pass
+    took.
 
     A candidate whose results are wrong on this device is left out, with a warning. "te" is left out if the host does
     not have the counts, for which it would wait in each step. While a CUDA graph is captured nothing is measured.
@@ -285,12 +289,12 @@ def fastest_ffn(
         return ours(*given, counts, activation, gated, **plan)
 
     def run(name: str) -> None:
-        _with_gradients(operations[name], given, counts, activation, gated, plan)
+        _with_gradients(operations[name], is_training, given, counts, activation, gated, plan)
 
     num_rows = rows_MD.shape[0]
     if isinstance(inverse_TK := plan.get("inverse_TK"), Tensor):
         num_rows = inverse_TK.numel()
-    key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names)
+    key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names, is_training)
     found = _tuned.get(key)
     if found not in operations:
         found = "cuda"
@@ -302,30 +306,39 @@ def fastest_ffn(
 
 def _with_gradients(
     operation: Callable[..., Tensor],
+    is_training: bool,
     given: Sequence[Tensor | None],
     counts: Tensor | Sequence[int],
     activation: Callable[[Tensor], Tensor],
     gated: bool,
     plan: dict[str, object],
 ) -> list[Tensor]:
-    """Run an operation and, if gradients are enabled, its backward pass, apart from the caller's graph; return the
-    output and the gradients."""
-    is_training = torch.is_grad_enabled()
+    """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
+    gradients."""
     device = next(t.device.type for t in given if t is not None)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
-        leaves = [t if t is None else (t.clone() if t.is_inference() else t.detach()) for t in given]
-        plan = {name: t.detach() if name == "weight_TK" and isinstance(t, Tensor) else t for name, t in plan.items()}
+    with torch.inference_mode(False), torch.set_grad_enabled(is_training), torch.autocast(device, enabled=False):
+        *leaves, counts = (_apart(t) for t in (*given, counts))
+        plan = {name: _apart(value) for name, value in plan.items()}
         trained = [t.requires_grad_(is_training) for t in leaves if t is not None]
         out = operation(*leaves, counts, activation, gated, **plan)
         return [out, *(torch.autograd.grad(out, trained, torch.ones_like(out)) if is_training else [])]
 
 
-def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str]) -> str:
+def _apart(value: Any) -> Any:
+    """Return tensors outside of the caller's graph, and of inference mode, whose tensors autograd refuses."""
+    if isinstance(value, tuple):
+        return tuple(_apart(part) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.is_inference() else value.detach()
+
+
+def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
     """Return a key of device, versions, dtype and sizes, with rows rounded up to a power of two."""
     bucket = 1 << max(num_rows - 1, 0).bit_length()
     sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
     versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])
-    step = "forward and backward" if torch.is_grad_enabled() else "forward"
+    step = "forward and backward" if is_training else "forward"
     return f"{_device_name(rows.device)}, {versions}, {str(rows.dtype).removeprefix('torch.')}, {sizes}, {step}"
 
 
@@ -371,16 +384,15 @@ def _self_check(backend: str, device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(counts), width), (experts, 2 * hidden, width), (experts, width, hidden))
     scales = (1.0, width**-0.5, hidden**-0.5)
-    with torch.enable_grad():
-        given = [
-            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul(scale).bfloat16()
-            for shape, scale in zip(shapes, scales, strict=True)
-        ]
-        results = []
-        operations = ((functools.partial(ffn, backend), device, None), (expert_ffn, "cpu", torch.float64))
-        for operation, where, dtype in operations:
-            x, w_in, w_out = (t.to(where, dtype) for t in given)
-            results.append(_with_gradients(operation, (x, w_in, None, w_out, None), counts, F.silu, True, {}))
+    given = [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul(scale).bfloat16()
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    results = []
+    operations = ((functools.partial(ffn, backend), device, None), (expert_ffn, "cpu", torch.float64))
+    for operation, where, dtype in operations:
+        x, w_in, w_out = (t.to(where, dtype) for t in given)
+        results.append(_with_gradients(operation, True, (x, w_in, None, w_out, None), counts, F.silu, True, {}))
     names = ("output", "gradient of rows", "gradient of first matrices", "gradient of second matrices")
     for name, found, expected in zip(names, *results, strict=True):
         error = float((found.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm())

@@ -303,7 +303,7 @@ class FFNExperts(Stacked):
             if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
                 weights = (parameters[0], parameters[2])
                 if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
-                    return functools.partial(external.fastest_ffn, ours, others)
+                    return functools.partial(external.fastest_ffn, ours, others, self.training)
             return ours
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             self._refuse(rows_RD)

@@ -80,8 +80,8 @@ def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether `cuda.routing` routes these tokens: float32, not too many experts, and kernels are loaded."""
-    return x_TD.dtype == torch.float32 and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
+    """Return whether CUDA kernels route these tokens, whose logits are in float32, to this many experts."""
+    return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 
 def cuda_takes_segments(receive_S: Tensor) -> bool:

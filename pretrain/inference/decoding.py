@@ -88,7 +88,9 @@ class MemoryDecoder:
         self._end = tokens_NS.shape[1]
         self._memory.enter(0)
         positions = torch.arange(new_NS.shape[1], device=new_NS.device, dtype=torch.int64).expand_as(new_NS)
-        return self._model(new_NS, positions, None)[:, -1].float()
+        logits_NSV = self._model(new_NS, positions, None)
+        self._memory.leave()
+        return logits_NSV[:, -1].float()
 
 
 def window(count: int, length: int) -> int:

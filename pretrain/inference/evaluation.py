@@ -88,7 +88,8 @@ def evaluate(
     with counting(model):
         for batch in batches(samples, size if memory is None else min(size, streams), recipe.model.vocab_size):
             if memory is not None:
-                memory.enter(result.sequences, "starts" in batch and bool(batch.pop("starts").any()))
+                is_start = "starts" in batch and bool(batch.pop("starts").any())
+                memory.enter(result.sequences, is_start, len(batch["tokens"]))
             labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
             logits_BSV = forward(model, to_device(batch, device))
             for logits_SV, labels_S, mask_S in zip(
@@ -97,6 +98,8 @@ def evaluate(
                 _add(result, logits_SV, labels_S, mask_S, byte_lengths)
             result.sequences += len(labels)
             on_progress(result.sequences)
+        if memory is not None:
+            memory.leave()
         layers = {module: name for name, module in model.named_modules()}
         reports = metrics(model)
         numbered = {module.layer_number: reports[name] for module, name in layers.items() if name in reports}

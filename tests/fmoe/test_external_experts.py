@@ -210,7 +210,7 @@ class Auto:
     def operation(self, experts, rows, parameters):
         """As `FFNExperts._backend_ffn`."""
         others = external.candidates(rows, parameters[0], parameters[2], experts.activation, experts.gated)
-        return functools.partial(external.fastest_ffn, self.ours, others)
+        return functools.partial(external.fastest_ffn, self.ours, others, experts.training)
 
 
 class OnDevice(torch.Tensor):
@@ -235,7 +235,7 @@ def auto(installed, monkeypatch, tmp_path):
 
 
 def test_auto_takes_the_fastest(auto, tmp_path):
-    """Measured once per size, and with gradients only where they are needed."""
+    """Measured once per size, in training with gradients."""
     layer, plain, x = layer_of("torch"), layer_of("torch"), torch.randn(9, WIDTH)
     plain.experts._backend_ffn = lambda *_: None  # torch's
     expected = results(plain, x)
@@ -244,13 +244,23 @@ def test_auto_takes_the_fastest(auto, tmp_path):
         for name, value in results(layer, x).items():
             assert_close(value, expected[name], 1e-5, name)
     assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and auto.by_us == 1
+    with torch.no_grad():  # the forward pass of a checkpoint takes what its recomputation will
+        assert_close(layer(x), expected["y"], 1e-5, "a checkpoint")
+    assert len(auto.measured) == 1
     with torch.inference_mode():
-        assert_close(layer(x), expected["y"], 1e-5, "without gradients")
+        assert_close(layer.eval()(x), expected["y"], 1e-5, "evaluation")
+    layer.train()
     assert [key for *_, key in auto.measured] == ["forward and backward", "forward"]
     auto.milliseconds["sonicmoe"] = 4
     results(layer, torch.randn(40, WIDTH))
     assert auto.measured[2:] == [("sonicmoe", "te", "cuda", "forward and backward")] and auto.by_us == 4
     assert sorted(json.loads((tmp_path / "backends.json").read_text()).values()) == ["cuda", "sonicmoe", "sonicmoe"]
+
+
+def test_auto_measures_under_inference_mode(auto):
+    with torch.inference_mode():
+        assert layer_of("torch")(torch.randn(9, WIDTH)).isfinite().all()
+    assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and not any(external._checked.values())
 
 
 def test_auto_under_capture_measures_nothing(auto):
@@ -302,7 +312,7 @@ def test_auto_leaves_out_te_where_it_would_wait(auto):
     stacks = (experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out)
     for counts in (torch.tensor([1, 2, 3, 0]), torch.tensor([1, 2, 3, 0]).as_subclass(OnDevice)):
         external._tuned = TuningCache("none.json", lambda name: True)
-        external.fastest_ffn(auto.ours, ("sonicmoe", "te"), rows, *stacks, counts, F.silu, True)
+        external.fastest_ffn(auto.ours, ("sonicmoe", "te"), True, rows, *stacks, counts, F.silu, True)
     assert [names[:-2] for names in auto.measured] == [("sonicmoe", "te"), ("sonicmoe",)]
 
 

@@ -273,6 +273,22 @@ def test_buffers_grow_and_are_shared(two_ranks):
         assert all(size & (size - 1) == 0 for size in sizes)
 
 
+def inference_first(exchange):
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, exchange=exchange, moe_group=dist.group.WORLD, seed=1)
+    x = torch.randn(6, WIDTH)
+    with torch.inference_mode():
+        expected = layer(x).clone()
+    y = layer(x.clone().requires_grad_())
+    y.sum().backward()
+    with torch.inference_mode():
+        return torch.equal(y, expected) and torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("exchange", ["deepep", "symmetric"])
+def test_inference_before_training(two_ranks, exchange):
+    assert values(two_ranks.run(with_libraries, torch.float32, inference_first, exchange)) == [True, True]
+
+
 def late(what):
     """Rank 1 fails; DeepEP's host call times out where it waits for it."""
     layer = fmoe.FMoE(

@@ -287,18 +287,17 @@ def test_shipped_recipes_load_by_name(path, tmp_path):
 
 def test_quickstart_is_what_the_readme_promises():
     recipe = load_recipe("quickstart")
-    assert (recipe.parallel.expert, recipe.parallel.world_size, recipe.model.num_experts) == (2, 2, 8)
+    assert (recipe.parallel.expert, recipe.parallel.world_size, recipe.model.num_experts) == (2, 2, 16)
     assert recipe.model.layers_with_experts == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
     ("options", "key", "value"),
     [
-        (["--model.num-experts", "16"], "model.num_experts", 16),
-        (["--model.num_experts", "16"], "model.num_experts", 16),
-        (["--model.num-experts=16"], "model.num_experts", 16),
-        (["--model.capacity-factor", "none"], "model.capacity_factor", None),
-        (["--model.capacity-factor", "None"], "model.capacity_factor", None),
+        (["--model.num-experts", "32"], "model.num_experts", 32),
+        (["--model.num_experts", "32"], "model.num_experts", 32),
+        (["--model.num-experts=32"], "model.num_experts", 32),
+        (["--model.capacity-factor", "1.5"], "model.capacity_factor", 1.5),
         (["--model.moe-layers", "1", "3"], "model.moe_layers", (1, 3)),
         (["--model.group-size", "64"], "model.group_size", 64),
         (["--model.normalize", "False"], "model.normalize", False),
@@ -335,6 +334,12 @@ def test_options_override_the_file(options, key, value):
     base = load_recipe("quickstart")
     changed = [f"{s}.{k}" for s, values in asdict(recipe).items() for k, v in values.items() if v != asdict(base)[s][k]]
     assert set(changed) - {"optimizer.min_lr"} == {key}
+
+
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_none_is_an_option(word):
+    assert load_recipe("t5").model.capacity_factor is not None
+    assert load_recipe("t5", ["--model.capacity-factor", word]).model.capacity_factor is None
 
 
 @pytest.mark.parametrize(

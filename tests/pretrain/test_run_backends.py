@@ -49,7 +49,7 @@ def follow(leader, follower):
     def choose_the_same(scores, groups):
         expert_TK = chosen.pop(0)
         differing.append(int((own(scores, groups).expert_TK != expert_TK).sum()))
-        return Choice(expert_TK, scores.probs_TE.gather(-1, expert_TK))
+        return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))  # the weights of gate=naive
 
     leader.choose, follower.choose = choose, choose_the_same
     return differing

@@ -209,6 +209,19 @@ def test_commands_have_the_memory_or_refuse_it_in_one_line(forks, run, tiny_corp
         assert end.code == 2 and end.err.count("\n") == 1 and all(part in end.err for part in parts), end
 
 
+@pytest.mark.slow
+def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_recipe, tmp_path):
+    model, recipe = {**MODEL["model"], "memory_length": 0}, tmp_path / "recipe.toml"
+    write_tiny_recipe(recipe, model=model, train={"steps": 3}, checkpoint={"every": 3})
+    train(forks, recipe, "--run.folder", tmp_path / "run")
+    (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--json")
+    assert json.loads(end.out)["runs"][0]["loss"] == pytest.approx(steps(tmp_path / "run")[3]["val/loss"], rel=1e-6)
+    (end,) = forks.command("fmoe", "generate", tmp_path / "run", "--prompt", "def", "--max-tokens", "30", "--json")
+    assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
+    (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--memory-length", "8")
+    assert end.code == 2 and "--memory-length 8" in end.err and "model.memory_length=0" in end.err, end
+
+
 def test_export_refuses_it_in_one_line(run, tmp_path):
     for form in ("auto", "fmoe"):
         with pytest.raises(UserError, match=r"model\.position=transformer_xl is not supported by fmoe"):

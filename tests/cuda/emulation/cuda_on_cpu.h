@@ -36,6 +36,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 #define HERE ::emulation::Where{__func__, file, line}
 
 inline void __syncthreads(WHERE) { emulation::sync_block(HERE); }
+inline void __threadfence() {}  // blocks run one after the other
 inline void __syncwarp(unsigned mask = ~0u, WHERE) { emulation::meet(mask, 0, HERE); }
 
 namespace emulation {

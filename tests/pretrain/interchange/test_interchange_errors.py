@@ -34,7 +34,7 @@ QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
 ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
 
 REFUSED = {
-    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
+    "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
     "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),

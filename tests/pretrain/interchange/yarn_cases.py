@@ -11,7 +11,8 @@ YARN |= {"beta_slow": 1.0, "rope_theta": 50.0}
 BOTH = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
 LATENT = LATENT | {"qk_rope_head_dim": 8}
 DEEPSEEK = {key: value for key, value in COMMON.items() if key != "n_routed_experts"}
-LLAMA = {key: value for key, value in DEEPSEEK.items() if key != "moe_intermediate_size"} | {"num_key_value_heads": 2}
+LLAMA = {key: value for key, value in DEEPSEEK.items() if key != "moe_intermediate_size"}
+LLAMA |= {"num_hidden_layers": 2, "num_key_value_heads": 2}
 YARN_CASES = {
     "deepseek_v2, yarn": (
         "DeepseekV2Config",
