@@ -195,6 +195,8 @@ def test_flops_per_token_by_hand():
     tied = replace(model, tie_embeddings=True)
     assert flops(tied) == flops(model), "tying changes parameters, not arithmetic"
     assert flops(replace(model, top_k=3)) - flops(model) == 6 * expert
+    window = replace(model, sliding_window=4, sliding_layers=(2,))  # 12 of 16 keys fewer in one of two layers
+    assert flops(model) - flops(window) == 3 * scores / 2 * 12 / 16
     further = attention + 2 * expert + router + 2 * 8 * 8 + 32 * 8  # and the projection and the output layer once more
     assert flops(replace(model, mtp_layers=2)) - flops(model) == 2 * 3 * (2 * further + scores / 2)
 
