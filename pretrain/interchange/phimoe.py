@@ -6,7 +6,7 @@ from typing import Any
 
 from fmoe.errors import UserError
 from pretrain.config import ModelConfig
-from pretrain.interchange.family import Demand, Family, Key, toml
+from pretrain.interchange.family import Demand, Family, Key, read_int, toml
 from pretrain.interchange.llama import (
     ATTENTION,
     COMMON,
@@ -22,7 +22,6 @@ from pretrain.interchange.llama import (
     STACKED,
     expert_entries,
     read_llama,
-    refuse_window,
     write_llama,
 )
 from pretrain.interchange.tensors import Entry
@@ -49,21 +48,22 @@ _STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") e
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return write_llama(model) | {"router_jitter_noise": model.gate_options.get("margin", _MARGIN) / 2}
+    noise = model.gate_options.get("margin", _MARGIN) / 2
+    return write_llama(model) | {"router_jitter_noise": noise, "sliding_window": model.sliding_window}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["num_experts_per_tok"] != 2:
         raise UserError(f"num_experts_per_tok={config['num_experts_per_tok']} is not supported: SparseMixer chooses 2")
-    window, length = config.get("sliding_window"), config["max_position_embeddings"]
-    if window is not None and (type(window) is not int or window < length):  # Phi-3.5-MoE has that of all positions
-        refuse_window(config)
+    window = read_int(config, "sliding_window") if "sliding_window" in config else None
+    if window is not None and window >= config["max_position_embeddings"]:  # as in Phi-3.5-MoE, without effect
+        window = None
     noise = config.get("router_jitter_noise", _MARGIN / 2)
     if type(noise) not in (int, float) or not noise >= 0:
         raise UserError(f"router_jitter_noise={toml(noise)} must be 0 or more")
-    options = {} if 2 * noise == _MARGIN else {"gate_options": {"margin": 2.0 * noise}}
-    bias = config.get("attention_bias", False)
-    return read_llama(config) | DROPLESS | {"gate": "sparsemixer", "attention_output_bias": bias, **options}
+    values = {"gate": "sparsemixer", "attention_output_bias": config.get("attention_bias", False)}
+    values |= {} if 2 * noise == _MARGIN else {"gate_options": {"margin": 2.0 * noise}}
+    return read_llama(config) | DROPLESS | values | {"sliding_window": window}
 
 
 PHIMOE = Family(
@@ -86,10 +86,11 @@ PHIMOE = Family(
         Demand("gate", lambda m: m.gate == "sparsemixer", "sparsemixer"),
         Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "none of them but margin"),
         Demand("top_k", lambda m: m.top_k == 2, "2"),
+        Demand("sliding_layers", lambda m: len(m.layers_with_window) in (0, m.num_layers), "none: all layers"),
         Demand("attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"),
     ),
-    varies=("head_dim",),
-    constants={"input_jitter_noise": 0.0, "sliding_window": None},
+    varies=("head_dim", "sliding_window"),
+    constants={"input_jitter_noise": 0.0},
     only=tuple(only for only in ONLY if only.theirs != "attention_bias"),
     read=_read,
     write=_write,

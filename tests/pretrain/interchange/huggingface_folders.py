@@ -153,9 +153,9 @@ CASES = {
         torch.float32,
         {},
     ),
-    "phimoe, without biases, tied, experts in one tensor": (
+    "phimoe, without biases, a window, tied, experts in one tensor": (
         "PhimoeConfig",
-        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12},
+        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12, "sliding_window": 5},
         torch.bfloat16,
         {"save_original_format": False},
     ),

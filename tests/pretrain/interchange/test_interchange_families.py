@@ -133,7 +133,7 @@ def test_published_models(name):
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "rope_scaling=.*longrope.* is not",
         ),
-        ("Phi-3.5-MoE", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ("Phi-3.5-MoE", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
         ("Phi-3.5-MoE", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
         ("Phi-3.5-MoE", {"router_jitter_noise": -0.5}, "router_jitter_noise=-0.5 must be 0 or more"),
         ("Phi-3.5-MoE", {"attention_bias": "yes"}, "attention_bias=yes must be true or false"),

@@ -81,7 +81,7 @@ SPLITS = {
     "granitemoe, EP2": ("granitemoe, other names", "bf16", ParallelConfig(expert=2)),
     "granitemoe, PP2": ("granitemoe", "fp32", ParallelConfig(pipeline=2)),
     "phimoe, TP2": ("phimoe", "fp32", ParallelConfig(tensor=2)),
-    "phimoe, EP2": ("phimoe, without biases, tied, experts in one tensor", "bf16", ParallelConfig(expert=2)),
+    "phimoe, EP2": ("phimoe, without biases, a window, tied, experts in one tensor", "bf16", ParallelConfig(expert=2)),
     "phimoe, PP2": ("phimoe", "fp32", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),
     "EP2, one key/value head for all": (
