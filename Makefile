@@ -56,6 +56,10 @@ ISA_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FMOE_NATIVE_ISA=avx
 ISA_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE FMOE_NATIVE_ISA=avx512
 PYTEST = $(if $(ISA),$(or $(ISA_$(ISA)),$(error ISA=$(ISA) is unknown: avx2 or avx512)) )$(BIN)/python -m pytest
 
+# Processes by the hundred import the packages: compiled modules are kept, except those of mutants.
+unexport PYTHONDONTWRITEBYTECODE
+mutants: export PYTHONDONTWRITEBYTECODE := 1
+
 # Test files side by side: a process each, of which some keep ten more with torch in them (2.5 GB). `make JOBS=1 test`
 # runs one after the other. In the order of folders those that wait for processes run beside those that compute.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))

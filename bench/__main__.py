@@ -1,4 +1,4 @@
-"""``python -m bench NAME [options]``: runs one benchmark. Modules are imported when asked for, and only then."""
+"""``python -m bench NAME [options]``: run one benchmark. Only the module of that benchmark is imported."""
 
 import importlib
 import sys
@@ -20,14 +20,15 @@ BENCHMARKS = {
     "optim": "bench.optim",
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
+    "routers": "bench.routers",
     "step": "bench.step.main",
 }
 
-USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help tells more)"
+USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help for details)"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one benchmark; returns its exit code, 2 for a wrong input."""
+    """Run one benchmark; return its exit code, 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{USAGE}\nbenchmarks: {', '.join(BENCHMARKS)}")

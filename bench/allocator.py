@@ -1,7 +1,7 @@
-"""``python -m bench allocator``: what huge pages and the allocator's settings do to a training step, and to a layer.
+"""``python -m bench allocator``: effect of huge pages and allocator settings on a training step and on a layer.
 
-Such settings are read when a process begins: so every run is a process of its own, and a round starts one for each
-setting, in an order shuffled anew. A process's time is the median of its steps, which follow some that are not timed.
+A process reads these settings when it starts. Every run is therefore a new process, and a round starts one for each
+setting, in a new random order. The time of a process is the median of its steps, after a few untimed ones.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _WARMUP = 3
 
 
 def settings() -> dict[str, dict[str, str]]:
-    """All of them; other allocators where this machine has them."""
+    """Return all settings, including other allocators that are installed on this machine."""
     found = dict(SETTINGS)
     for name in ("jemalloc", "tcmalloc"):
         library = ctypes.util.find_library(name)
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--settings", nargs="+", choices=list(known), default=list(known))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=8, help="timed, of a process")
-    parser.add_argument("--threads", type=int, default=None, help="by default all cores")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each process")
+    parser.add_argument("--threads", type=int, default=None, help="threads of each process; by default all cores")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # this process is one of a round
     arguments = parser.parse_args(argv)
     if arguments.child is not None:
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> None:
             rows.append(_measure(workload, precision, {name: known[name] for name in names}, arguments))
             print(rows[-1].label, {name: str(rows[-1].ratio(name)) for name in names}, flush=True)
     notes = [
-        "* `CPU a step`: of all threads; `system`: the part of it in the kernel; `faults`: pages mapped in a step.",
-        "* `peak`: the most resident memory of the process, all that is loaded included.",
+        "* `CPU per step`: CPU time of all threads; `system`: its part in the kernel; `faults`: pages mapped per step.",
+        "* `peak`: maximum resident memory of the process, including everything that is loaded.",
         f"* transparent huge pages of this machine: {_huge_pages()}.",
     ]
     machine = report.describe_machine() | {"threads": _threads(arguments)}
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _threads(arguments) -> int:
-    """Of the processes that are measured."""
+    """Return the number of threads of the measured processes."""
     return arguments.threads or len(os.sched_getaffinity(0))
 
 
@@ -93,7 +93,7 @@ def _measure(workload: str, precision: str, chosen: Mapping[str, Mapping[str, st
     for name, of_setting in results.items():
         mean = {key: statistics.median(result[key] for result in of_setting) for key in of_setting[0]}
         facts[name] = {
-            "CPU a step": report.duration(mean["cpu"]),
+            "CPU per step": report.duration(mean["cpu"]),
             "system": f"{mean['system']:.1%}",
             "faults": f"{mean['faults']:,.0f}",
             "peak, MB": f"{mean['peak'] / 1e6:,.0f}",
@@ -157,7 +157,7 @@ def _child(arguments) -> None:
 
 
 def _training_step(precision: str) -> Callable[[], object]:
-    """A step of the quickstart's model, in one process."""
+    """Return a step of the quickstart's model, in one process."""
     from dataclasses import replace
 
     from megatron_patch import cpu
@@ -188,7 +188,7 @@ def _training_step(precision: str) -> Callable[[], object]:
 
 
 def _layer_step(name: str) -> Callable[[str], Callable[[], object]]:
-    """Forward and backward of our layer at a shape of ``bench layer``."""
+    """Return forward and backward of our layer at a shape of ``bench layer``."""
 
     def setup(precision: str) -> Callable[[], object]:
         from bench.layer.contenders import OURS, layer_step, layers
@@ -210,7 +210,7 @@ WORKLOADS: dict[str, Callable[[str], Callable[[], object]]] = {
 
 
 def _huge_pages() -> str:
-    """The kernel's setting, e.g. madvise."""
+    """Return the kernel's setting of huge pages, e.g. madvise."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

@@ -1,8 +1,8 @@
-"""``python -m bench checkpoint``: how long training stands still for a checkpoint of the quickstart's kind of model.
+"""``python -m bench checkpoint``: how long a checkpoint stalls the training of a model like the quickstart's.
 
-Contenders: the synchronous save; the asynchronous one, whose time is that until training may go on; the writing of as
-many bytes as they are, with an fsync, as ``dd conv=fsync`` does. Ratios are to the synchronous save. What the thread
-takes from the training beside it is not in here.
+Contenders: the synchronous save; the asynchronous one, timed until training may continue; and writing the same number
+of bytes with an fsync, as ``dd conv=fsync`` does. Ratios are to the synchronous save. The slowdown of training while
+the thread writes is not measured.
 """
 
 import os
@@ -28,9 +28,11 @@ MODEL |= {"sequence_length": 32, "vocab_size": 32768}
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("checkpoint", __doc__, rounds=5, warmup=1)
-    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to measure; left as it was")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("."), help="folder on the disk to measure; it is left unchanged"
+    )
     for name, value in MODEL.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{name} of the model")
     arguments = parser.parse_args(argv)
     from megatron_patch import cpu
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         shutil.rmtree(folder)
     report.write([row], arguments.out, "checkpoint")
     if (ratio := row.ratio(ASYNC)) is not None:
-        print(f"training stands still for {1 / ratio.estimate:.1%} of the synchronous save's time")
+        print(f"training stalls for {1 / ratio.estimate:.1%} of the synchronous save's time")
 
 
 class _Savers:
@@ -131,7 +133,7 @@ class _Savers:
             os.fsync(file.fileno())
 
     def _clear(self) -> None:
-        """Before every run: nothing is being written, and the disk is as it was."""
+        """Before each run, wait for pending writes and restore the state of the disk."""
         self._writer.wait()
         for path in self._folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

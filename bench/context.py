@@ -1,10 +1,10 @@
-"""``python -m bench context``: a step over long sequences on P ranks, cut by sequences, by heads and by tokens.
+"""``python -m bench context``: a step over long sequences on P ranks, divided by sequences, heads or tokens.
 
 A GPT with experts trains on the same P sequences, one per micro batch, in P processes of one thread each: each rank
 with its own sequence (data), with its heads (tensor), or with its slice of every sequence (context). Time is that of
-the forward and backward passes of the slowest rank, without the optimizer. Kept is what autograd holds for one micro
-batch at the end of its forward pass, parameters apart. Splits are timed one after the other: their times share no
-round.
+the forward and backward passes of the slowest rank, without the optimizer. Kept is the memory that autograd holds for
+one micro batch at the end of its forward pass, without parameters. Splits are timed one after the other, not in common
+rounds.
 """
 
 import time
@@ -40,7 +40,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("context", __doc__, rounds=10, warmup=2)
-    parser.add_argument("--ranks", type=int, default=2, help="P, a power of 2")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks P, a power of 2")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], help="tokens per sequence")
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
     parser.add_argument("--layers", type=int, default=2)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def recipe_of(arguments: Any, split: str, length: int):
-    """The recipe of a split; a UserError for one that cannot be."""
+    """Return the recipe of a split; raise UserError for an invalid one."""
     from pretrain.config import DataConfig, ModelConfig, ParallelConfig, Recipe, TrainConfig
 
     recipe = Recipe(
@@ -77,7 +77,7 @@ def recipe_of(arguments: Any, split: str, length: int):
 
 
 def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
-    """On every rank: the fields of a `Row` for each length."""
+    """Return, on every rank, the fields of a `Row` for each length."""
     import torch
 
     from bench.recompute import kept_bytes
@@ -110,8 +110,8 @@ def measure(arguments: Any, split: str) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: a row for each length and split, with what it keeps of the first split's bytes at that length."""
-    lines = ["| tokens | split | ms a step | kept per rank, MB | of the first |", "|---|---|---|---|---|"]
+    """Return Markdown: a row per length and split, with the bytes kept relative to the first split at that length."""
+    lines = ["| tokens | split | ms per step | kept per rank, MB | of the first |", "|---|---|---|---|---|"]
     for length in sorted({row.length for row in rows}):
         of_length = [row for row in rows if row.length == length]
         lines += [

@@ -1,8 +1,7 @@
-"""Ways to bring tokens to their experts and back, to time against each other: our exchanges, megatron-core's
-dispatchers.
+"""Dispatchers of tokens to time against each other: our exchanges, and megatron-core's token dispatchers.
 
-All get the same rows, choices and combine weights, each in the form that it takes them in, call the same experts, and
-give the output and the gradients of rows and weights. Shape letters: T tokens of a rank, K choices, D width, E experts.
+All get the same rows, choices and combine weights, each in its own format, call the same experts, and return the output
+and the gradients of rows and weights. Shape letters: T tokens of a rank, K choices, D width, E experts.
 """
 
 from collections.abc import Callable
@@ -22,11 +21,11 @@ Result = tuple[Tensor, Tensor, Tensor]  # output [T, D], gradients of rows [T, D
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's tokens, where they go, and the gradient that comes back.
+    """A rank's tokens, their choices of experts, and the gradient of the outputs.
 
     Attributes:
-        most: rows that an expert gets of any rank, at most. A gate with a capacity knows such a number; the padded
-            exchange sends so many to every expert, and drops none.
+        most: upper bound on the rows that an expert gets from any rank, as a gate with a capacity knows it. The padded
+            exchange sends this number of rows to every expert, and drops none.
     """
 
     num_experts: int
@@ -38,7 +37,9 @@ class Batch:
 
     @classmethod
     def random(cls, tokens: int, d_model: int, num_experts: int, top_k: int, skew: float, seed: int) -> "Batch":
-        """Expert 0 gets ``skew`` times the even share, to the row; the others share the rest at random."""
+        """Return a batch in which expert 0 gets exactly ``skew`` times the even share; the others share the rest at
+        random.
+        """
         generator = torch.Generator().manual_seed(seed)
         score_TE = torch.rand(tokens, num_experts, generator=generator)
         score_TE[:, 0] = -1
@@ -53,12 +54,12 @@ class Batch:
 
 
 def identity(rows: Tensor, counts) -> Tensor:
-    """Experts that leave rows as they are: what remains to be timed is the journey."""
+    """Experts that return their rows unchanged, so that only the exchange is timed."""
     return rows
 
 
 class _Module(nn.Module):
-    """A function as experts."""
+    """A function wrapped as experts."""
 
     def __init__(self, experts: Experts):
         super().__init__()
@@ -66,7 +67,7 @@ class _Module(nn.Module):
 
 
 def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
-    """One of `fmoe.exchange.EXCHANGES`."""
+    """Run one of `fmoe.exchange.EXCHANGES`."""
     travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
 
     def step(experts: Experts = identity) -> Result:
@@ -81,7 +82,7 @@ def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
 
 
 def start_megatron() -> None:
-    """megatron-core's process groups, with experts over all ranks."""
+    """Create megatron-core's process groups, with experts over all ranks."""
     from megatron_patch import cpu
 
     cpu.install()
@@ -93,10 +94,10 @@ def start_megatron() -> None:
 
 
 def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
-    """megatron-core's token dispatcher "alltoall" or "allgather".
+    """Run megatron-core's token dispatcher "alltoall" or "allgather".
 
-    It takes choices as a map [T, E] and weights as probabilities [T, E], which are made beforehand. Its experts, not
-    its combination, multiply rows by their weights; so do these.
+    It takes choices as a map [T, E] and weights as probabilities [T, E], which are made beforehand. In megatron-core
+    the experts, not the combination, multiply rows by their weights, and so do the experts here.
     """
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection

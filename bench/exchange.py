@@ -1,8 +1,8 @@
-"""``python -m bench exchange``: rows to their experts and back, forward and backward, over 2 and 4 gloo ranks.
+"""``python -m bench exchange``: exchanges of rows, forward and backward, over 2 and 4 gloo ranks.
 
-Our exchanges and megatron-core's token dispatchers carry the same rows by the same choices to experts that do nothing
-with them; how long that takes, what it sends and how often the host looks at values. A round's time is that of the
-slowest rank. Before they are timed, all have to give the right output and gradients.
+Our exchanges and megatron-core's token dispatchers send the same rows by the same choices to experts that return them
+unchanged. Measured are the time, the bytes sent, and how often the host reads values. A round's time is that of the
+slowest rank. Before they are timed, all must compute the right output and gradients.
 """
 
 import functools
@@ -29,12 +29,16 @@ LIMIT, LIMIT_BF16 = 1e-5, 2e-2
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("exchange", __doc__, rounds=24, warmup=0)  # verification has run them all twice
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192, 65536], help="of a rank")
-    parser.add_argument("--skew", nargs="+", type=float, default=[1, 2, 4], help="the hottest expert's, in even shares")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192, 65536], help="tokens per rank")
+    parser.add_argument(
+        "--skew", nargs="+", type=float, default=[1, 2, 4], help="load of the hottest expert, in even shares"
+    )
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--num-experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=6.0, help=f"a row, unless {FEWEST_ROUNDS} rounds need more")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help=f"time per row, unless {FEWEST_ROUNDS} rounds need more"
+    )
     arguments = parser.parse_args(argv)
     _check(arguments)
     rows = []
@@ -57,7 +61,7 @@ def _check(arguments) -> None:
 
 
 def _measure_all(arguments) -> list[dict]:
-    """On every rank: the rows of one number of ranks."""
+    """Return, on every rank, the rows of the report for one number of ranks."""
     for module in ("megatron", "torch"):  # what torch renames, megatron-core still calls by its old name
         warnings.filterwarnings("ignore", module=module)
     dispatchers.start_megatron()
@@ -116,7 +120,7 @@ def _steps(batch: Batch) -> dict[str, Callable[..., dispatchers.Result]]:
 
 
 def _verify(name: str, step: Callable[..., dispatchers.Result], batch: Batch) -> None:
-    """Each expert multiplies by a number of its own, so that a row at the wrong expert shows."""
+    """Check all contenders. Each expert multiplies by another factor, so that a row at the wrong expert is detected."""
     first = dist.get_rank() * (batch.num_experts // dist.get_world_size())
 
     def experts(rows, counts):
@@ -145,7 +149,7 @@ def _facts(traffic: Traffic) -> dict[str, str]:
 
 
 def verdict(rows: Sequence[Measurement]) -> list[str]:
-    """Ours over each peer and over the best one of each row: the mean, and the rows in which it is surely slower."""
+    """Compare ours with each peer and with the best one of each row: the mean, and the rows in which ours is slower."""
     against = {name: [replace(row, reference=name) for row in rows] for name in PEERS}
     best = [replace(row, reference=min(PEERS, key=row.median)) for row in rows]
     lines = []
@@ -154,7 +158,7 @@ def verdict(rows: Sequence[Measurement]) -> list[str]:
         slower = [row.label for row in compared if row.ratio(OURS).high < 1]
         lines.append(
             f"{OURS} over {name}, geometric mean of {len(rows)} rows: {mean}; "
-            f"surely slower in {len(slower)}{': ' + '; '.join(slower) if slower else ''}"
+            f"reliably slower in {len(slower)}{': ' + '; '.join(slower) if slower else ''}"
         )
     mean = frame.geometric_mean_of_ratios(against[PEERS[1]], "fmoe all_gather")
     return [*lines, f"fmoe all_gather over {PEERS[1]}, geometric mean of {len(rows)} rows: {mean}"]

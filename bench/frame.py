@@ -1,10 +1,10 @@
-"""Contenders timed against each other in one process.
+"""Timing of contenders against each other in one process.
 
-Every round runs every contender once, in an order shuffled anew, so that what changes during the measurement (clock
-frequency, temperature, neighbours on the machine) meets all of them alike. Two contenders are compared by their paired
-ratios, round by round, in which most of that cancels.
+Every round runs every contender once, in a new random order, so that changes during the measurement (clock frequency,
+temperature, other load on the machine) affect all of them equally. Two contenders are compared by their paired ratios,
+round by round, in which most of these changes cancel.
 
-A ratio is everywhere **time of the reference / time of the contender**: above 1 the contender is faster.
+A ratio is always **time of the reference / time of the contender**: above 1 the contender is faster.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ LEAST_ROUNDS = 3  # of those asked for, however long they take
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time.
+    """A contender to time.
 
     Args:
         name: unique within a measurement.
         setup: builds everything and returns the step, whose calls are timed.
-        work: what one call gets done, in the measurement's unit (e.g. its tokens): adds a throughput to the report.
-            Ratios compare times and take no notice of it.
+        work: work of one call, in the measurement's unit (e.g. tokens), which adds a throughput to the report. Ratios
+            compare times and ignore it.
     """
 
     name: str
@@ -41,19 +41,19 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What `measure` returns: every single time, from which the statistics are computed when asked for.
+    """Result of `measure`: every single time. Statistics are computed on request.
 
     Attributes:
         label: the row of the report, e.g. a shape and a dtype.
         reference: the contender that the others are compared with.
-        rounds: that were run.
+        rounds: number of rounds that were run.
         warmup, seed, min_seconds: as given to `measure`.
-        unit: of the contenders' work.
+        unit: unit of the contenders' work.
         seconds: per contender, the seconds of one call in each round.
-        calls: per contender, how many calls a round's time is the mean of.
-        work: per contender that has it, the work of one call.
-        failures: per contender that raised, when and why. It has no entry in the others.
-        facts: per contender, what else there is to tell, by name: columns of the report.
+        calls: per contender, the number of calls over which a round's time is averaged.
+        work: per contender with a throughput, the work of one call.
+        failures: per contender that raised, when and why. Such a contender has no entry in the other fields.
+        facts: per contender, further facts by name: columns of the report.
     """
 
     label: str
@@ -70,36 +70,38 @@ class Measurement:
     facts: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def quartiles(self, name: str) -> tuple[float, float, float]:
-        """First quartile, median and third quartile of the seconds of a call."""
+        """Return first quartile, median and third quartile of the seconds of a call."""
         return quartiles(self.seconds[name])
 
     def median(self, name: str) -> float:
-        """Median seconds of a call."""
+        """Return the median seconds of a call."""
         return self.quartiles(name)[1]
 
     def throughput(self, name: str) -> float | None:
-        """Work a second at the median time, where the contender has work."""
+        """Return the work per second at the median time; None for a contender without work."""
         return self.work[name] / self.median(name) if name in self.work else None
 
     def log_ratios(self, name: str) -> list[float] | None:
-        """Logarithms of the paired ratios, one a round. None where the contender or the reference has failed."""
+        """Return the logarithms of the paired ratios, one per round; None if the contender or the reference failed."""
         if name not in self.seconds or self.reference not in self.seconds:
             return None
         pairs = zip(self.seconds[self.reference], self.seconds[name], strict=True)
         return [math.log(reference / contender) for reference, contender in pairs]
 
     def ratio(self, name: str, confidence: float = 0.95) -> Interval | None:
-        """Trimmed geometric mean of the paired ratios with its interval; `bench.intervals` gives the reasons."""
+        """Return the trimmed geometric mean of the paired ratios with its interval; `bench.intervals` gives the
+        reasons.
+        """
         logs = self.log_ratios(name)
         return None if logs is None else trimmed_mean_interval([logs], confidence).exp()
 
     def to_json(self) -> dict[str, Any]:
-        """As values that JSON can hold."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_json`."""
+        """Build from the output of `to_json`."""
         return cls(**values)
 
 
@@ -119,30 +121,30 @@ def measure(
     line_up: Callable[[], Any] | None = None,
     agree: Callable[[float], float] | None = None,
 ) -> Measurement:
-    """Times contenders against each other; all of them are set up, and held, at the same time.
+    """Time contenders against each other; all of them are set up, and held in memory, at the same time.
 
     Args:
         contenders: at least one.
         rounds: timed runs of every contender, at least 2 (an interval needs a spread).
         warmup: untimed runs of every contender before the first round.
-        reference: the contender that ratios are taken to.
-        seed: of the order within the rounds.
-        min_seconds: a run repeats a call until it takes about so long. The number of calls follows from the warm-up,
-            of which this needs one, and stays the same in all rounds. None: a run is one call.
-        max_seconds: no further round begins once the rounds have taken so long, but for the first `LEAST_ROUNDS`. Not
-            for ranks that measure together, which would not stop together.
+        reference: the contender with which ratios compare the others.
+        seed: seed of the order within the rounds.
+        min_seconds: a run repeats a call until it takes about this long. The number of calls follows from the warm-up,
+            which must have at least one run, and is the same in all rounds. None: a run is one call.
+        max_seconds: time after which no further round begins, except for the first `LEAST_ROUNDS`. Not for ranks that
+            measure together, because they would not stop together.
         label, unit: see `Measurement`.
-        clock: seconds.
+        clock: returns seconds.
         sync: waits for the device, e.g. ``torch.cuda.synchronize``; called before every reading of the clock.
-        line_up: called before every run, e.g. a barrier: where ranks measure together, each in a call with the same
-            arguments, they begin a run together.
-        agree: from the seconds of a run on this rank to those that count, e.g. of the slowest rank.
+        line_up: called before every run, e.g. a barrier, so that ranks that measure together, each in a call with the
+            same arguments, begin every run together.
+        agree: maps the seconds of a run on this rank to those that count, e.g. the slowest rank's.
 
     Returns:
         The times. A contender that raises is left out from then on, and its reason is in ``failures``.
 
     Raises:
-        UserError: a number is out of range, or the reference is no contender.
+        UserError: a number is out of range, or the reference is not a contender.
     """
     assert max_seconds is None or agree is None
     _check(contenders, rounds=rounds, warmup=warmup, reference=reference, min_seconds=min_seconds)
@@ -217,12 +219,12 @@ def measure(
 
 
 def geometric_mean_of_ratios(rows: Sequence[Measurement], name: str, confidence: float = 0.95) -> Interval | None:
-    """Geometric mean over rows of a contender's ratios (`Measurement.ratio`), with its interval.
+    """Return the geometric mean over rows of a contender's ratios (`Measurement.ratio`), with its interval.
 
-    The interval is that of the measurement: how sure the mean over these very rows is, not what other rows would give.
+    The interval is that of the measurement: how certain the mean over these rows is, not what other rows would give.
 
     Returns:
-        None where the contender or the reference has failed in a row: a mean over the rest would flatter it.
+        None if the contender or the reference failed in a row: a mean over the other rows would be too favorable.
     """
     logs = [row.log_ratios(name) for row in rows]
     if not logs or any(row is None for row in logs):
@@ -232,9 +234,9 @@ def geometric_mean_of_ratios(rows: Sequence[Measurement], name: str, confidence:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Garbage is collected between the rounds instead of at any moment within one.
+    """Collect garbage between the rounds, instead of at any moment within one.
 
-    Freezing takes what is alive out of the collector's sight, so that a collection is as cheap as the round's garbage.
+    Freezing hides live objects from the collector, so that a collection costs only as much as the round's garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Return 1 if a check failed."""
     parser = ArgumentParser(prog="python -m bench gpu", description=__doc__)
     parser.add_argument("step", choices=["probe", "smoke"])
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, in small sizes")
+    parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, in small sizes")
     arguments = parser.parse_args(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs on the CPU")
@@ -78,7 +78,7 @@ def _seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def smoke(device: torch.device) -> int:
-    """Run each check, whatever became of the others, and print a line for it."""
+    """Run every check, even after failures of others, and print a line for each."""
     failed = 0
     for name, check in checks(device):
         begin = time.perf_counter()
@@ -100,7 +100,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the checks by name, in an order in which each needs only those before it."""
     yield "the kernels compile, load and pass their self-check", lambda: _load(device)
     yield "Triton's GEMMs pass their self-check", lambda: _triton(device)
-    yield "a thread that has called nothing of CUDA can launch", lambda: _cold_thread(device)
+    yield "a thread that has not called CUDA before can launch", lambda: _cold_thread(device)
     yield "initial weights have the bits of the CPU's", lambda: _initial_weights(device)
     yield "the router multiplies 16 bits into float32", lambda: _router(device)
     for gate in GATES:
@@ -109,7 +109,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "the chosen GEMMs are measured, and equal torch's", lambda: _measured(device)
     yield "gradients are added to main_grad", lambda: _main_grad(device)
     yield "a CUDA graph replays forward and backward", lambda: _graph(device)
-    yield "batches travel in one transfer", lambda: _batch(device)
+    yield "batches are copied in one transfer", lambda: _batch(device)
 
 
 def _only_on_gpu(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Medians, quartiles and intervals, in the standard library alone.
+"""Medians, quartiles and intervals, with only the standard library.
 
 The estimate of a ratio is the 20% trimmed mean of the logarithms of the paired ratios, i.e. their geometric mean
 without the lowest and the highest fifth, and its interval is Student's t for that mean (Tukey and McLaughlin 1963;
@@ -29,7 +29,7 @@ class Interval:
     high: float
 
     def exp(self) -> "Interval":
-        """From logarithms back to ratios."""
+        """Convert logarithms back to ratios."""
         return Interval(math.exp(self.estimate), math.exp(self.low), math.exp(self.high))
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Interval:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile, interpolated linearly (NumPy's default)."""
+    """Return first quartile, median, third quartile, interpolated linearly (NumPy's default)."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     first, median, third = quantiles(values, n=4, method="inclusive")
@@ -45,7 +45,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def trimmed_mean_interval(rows: Sequence[Sequence[float]], confidence: float = 0.95) -> Interval:
-    """The mean of the rows' trimmed means, with an interval for what varies within the rows.
+    """Return the mean of the rows' trimmed means, with an interval for the variation within the rows.
 
     Each row's mean has a variance of its own; the degrees of freedom of their sum are Welch's and Satterthwaite's.
 
@@ -64,7 +64,7 @@ def trimmed_mean_interval(rows: Sequence[Sequence[float]], confidence: float = 0
 
 
 def _trimmed_mean(values: Sequence[float]) -> tuple[float, float, int]:
-    """The trimmed mean, the variance of that mean and its degrees of freedom."""
+    """Return the trimmed mean, the variance of that mean, and its degrees of freedom."""
     ordered = sorted(values)
     num_values, num_cut = len(ordered), int(len(ordered) * TRIMMED)
     kept = ordered[num_cut : num_values - num_cut]
@@ -75,7 +75,7 @@ def _trimmed_mean(values: Sequence[float]) -> tuple[float, float, int]:
 
 
 def student_t(confidence: float, degrees: float) -> float:
-    """The t for which Student's distribution has ``confidence`` of its mass between -t and t.
+    """Return the t for which Student's distribution has ``confidence`` of its mass between -t and t.
 
     Fractional degrees of freedom are rounded down, which is the safe side.
     """
@@ -90,7 +90,9 @@ def student_t(confidence: float, degrees: float) -> float:
 
 
 def _mass(t: float, degrees: int) -> float:
-    """Mass between -t and t, in closed form for whole degrees of freedom (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    """Return the mass between -t and t, in closed form for integer degrees of freedom (Abramowitz & Stegun 26.7.3,
+    26.7.4).
+    """
     theta = math.atan(t / math.sqrt(degrees))
     cosine_squared = math.cos(theta) ** 2
     is_odd = degrees % 2 == 1

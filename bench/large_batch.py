@@ -1,10 +1,10 @@
-"""``python -m bench large_batch``: what 32 times the batch costs in loss at equal tokens, by optimizer.
+"""``python -m bench large_batch``: loss at 32 times the batch and equal tokens, by optimizer.
 
 A small Mixture-of-Experts GPT on Python's standard library. Every run is one of ``fmoe train``: `large_batch.toml` and
-a contender's options. Each contender's learning rate is swept at the first seed, from equally many rates in factors of
-2, and the sweep goes on beyond an end for as long as the best rate lies there; the other seeds are run at the best.
+a contender's options. Each contender's learning rate is swept at the first seed, starting from equally many rates in
+factors of 2. The sweep continues beyond an end as long as the best rate is there; the other seeds run at the best rate.
 
-A finished run leaves its figure: the same command again goes on, a run that was interrupted begins anew.
+The figures of finished runs are kept, so the same command resumes; an interrupted run starts again.
 """
 
 import json
@@ -41,7 +41,7 @@ SMALL = "adamw"
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer, its options over the recipe, the batch, and the learning rates that its sweep begins with."""
+    """An optimizer with its options, the batch, and the learning rates with which its sweep begins."""
 
     name: str
     title: str
@@ -75,8 +75,10 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it: steps of the base batch, seeds of which the first is the sweep's, rates of a sweep and how many
-    may come in beyond them, sequences of a validation, and the folder below the standard library that is read."""
+    """Size of the study: steps of the base batch; seeds, the first of which is the sweep's; number of rates in a sweep,
+    and of rates that may be added beyond them; sequences of a validation; and the folder below the standard library
+    that is read.
+    """
 
     steps: int = 6400
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -91,7 +93,7 @@ QUICK = Size(steps=64, seeds=(1, 2), rates=1, beyond=0, validation=128, library=
 
 @dataclass(frozen=True)
 class Figure:
-    """What came of a run; ``loss`` is the validation loss at the end in nats a token, None where it diverged."""
+    """Result of a run; ``loss`` is the validation loss at the end, in nats per token, or None if the run diverged."""
 
     contender: str
     rate: float
@@ -104,9 +106,9 @@ class Study:
     """The runs of a study, in a folder.
 
     Args:
-        folder: of corpus, runs and figures.
-        size: of the study.
-        threads: of a run.
+        folder: folder of corpus, runs and figures.
+        size: size of the study.
+        threads: number of threads of a run.
     """
 
     def __init__(self, folder: Path, size: Size, threads: int):
@@ -114,21 +116,23 @@ class Study:
         self.figures: list[Figure] = []
 
     def read(self) -> None:
-        """Takes up the figures that are there.
+        """Load the figures of finished runs.
 
         Raises:
-            UserError: one is of another recipe or corpus.
+            UserError: a figure belongs to another recipe or corpus.
         """
         for contender in CONTENDERS:
             for path in sorted((self.folder / "figures").glob(f"{contender.name}_*.json")):
                 values = json.loads(path.read_text())
                 figure = Figure(**values["figure"])
                 if values["recipe"] != _comparable(self._recipe(contender, figure.rate, figure.seed)):
-                    raise UserError(f"{path} is of another recipe or size of study: choose another --out, or delete it")
+                    raise UserError(
+                        f"{path} belongs to another recipe or size of study: choose another --out, or delete it"
+                    )
                 self.figures.append(figure)
 
     def run(self) -> None:
-        """Makes the corpus and all runs that are missing."""
+        """Make the corpus, and all runs that are missing."""
         # On the host everywhere: so small a model is no faster on a GPU, which a forked child could not open anyway.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._make_corpus()
@@ -145,12 +149,12 @@ class Study:
             )
 
     def sweep_of(self, contender: Contender) -> dict[float, float | None]:
-        """Loss by rate at the first seed, in the order of rates."""
+        """Return the loss by rate at the first seed, in the order of rates."""
         found = {f.rate: f.loss for f in self.figures if (f.contender, f.seed) == (contender.name, self.size.seeds[0])}
         return dict(sorted(found.items()))
 
     def of_seeds(self, contender: Contender) -> dict[int, float | None]:
-        """Loss by seed at the best rate."""
+        """Return the loss by seed at the best rate."""
         rate = sweep.best(self.sweep_of(contender))
         return {f.seed: f.loss for f in self.figures if (f.contender, f.rate) == (contender.name, rate)}
 
@@ -244,7 +248,7 @@ def _name(contender: Contender, rate: float, seed: int) -> str:
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
-    """All of a recipe but where its files are, as JSON gives it back."""
+    """Return a recipe without the paths of its files, as JSON represents it."""
     values = asdict(recipe)
     return json.loads(json.dumps({key: value for key, value in values.items() if key not in ("run", "data")}))
 
@@ -260,9 +264,9 @@ def _cpu_seconds() -> float:
 
 
 def tables(study: Study) -> str:
-    """What is known so far, in Markdown: the seeds at the best rates, then the sweeps."""
+    """Return the results so far as Markdown: the seeds at the best rates, then the sweeps."""
     small = next(contender for contender in CONTENDERS if contender.name == SMALL)
-    cells = [["contender", "steps", "rate", "validation loss", "over the base batch", "seeds", "CPU a run"]]
+    cells = [["contender", "steps", "rate", "validation loss", "over the base batch", "seeds", "CPU per run"]]
     swept = [["contender", "rate: loss at the first seed, the best in bold"]]
     for contender in reversed(CONTENDERS):
         losses, of_seeds = study.sweep_of(contender), study.of_seeds(contender)
@@ -285,7 +289,7 @@ def tables(study: Study) -> str:
                     f"{sum(seconds) / len(seconds):.0f} s",
                 ]
             )
-    notes = "Nats a token; mean and sample standard deviation over the seeds; differences are taken seed by seed."
+    notes = "Nats per token; mean and sample standard deviation over the seeds; differences are taken seed by seed."
     return "\n".join([*report.table(cells), "", notes, "", *report.table(swept)]) + "\n"
 
 
@@ -299,9 +303,9 @@ def _with_spread(values: tuple[float, float] | None, sign: str = "") -> str:
 
 def main(argv: Sequence[str]) -> None:
     parser = options.bare_parser("large_batch", __doc__)
-    parser.add_argument("--quick", action="store_true", help="a small slice, to see that everything runs")
-    parser.add_argument("--report", action="store_true", help="run nothing: the tables of the runs that are there")
-    parser.add_argument("--threads", type=int, default=1, help="of a run")
+    parser.add_argument("--quick", action="store_true", help="run a small slice of the study, to test it")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the tables of the finished runs")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     arguments = parser.parse_args(argv)
     study = Study(arguments.out / "large_batch", QUICK if arguments.quick else Size(), arguments.threads)
     study.read()

@@ -1,7 +1,7 @@
-"""``python -m bench memory``: bytes a parameter of every optimizer and precision, counted on two data parallel ranks.
+"""``python -m bench memory``: bytes per parameter of every optimizer and precision, on two data parallel ranks.
 
-Counted are the tensors that live from step to step on rank 0: weights, the buffers of gradients, float32 masters of
-16-bit weights, the optimizer's state. Activations, and what lives within a step, are not in here.
+Counts the tensors that persist from step to step on rank 0: weights, gradient buffers, float32 master weights of 16-bit
+weights, and optimizer state. Activations, and other tensors that exist only within a step, are not counted.
 """
 
 import json
@@ -25,7 +25,7 @@ COLUMNS = ("weights", "gradients", "masters", "state")
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("memory", __doc__)
-    parser.add_argument("--recipe", default="quickstart", help="whose model to take")
+    parser.add_argument("--recipe", default="quickstart", help="recipe whose model is measured")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     arguments = parser.parse_args(argv)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
     (arguments.out / "memory.md").write_text(text + "\n")
-    print(f"{rows[0]['parameters']:,} parameters, 2 data parallel ranks; bytes a parameter on one of them\n\n{text}")
+    print(f"{rows[0]['parameters']:,} parameters, 2 data parallel ranks; bytes per parameter on one of them\n\n{text}")
 
 
 def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) -> list[dict]:
@@ -103,7 +103,7 @@ def _tensors(engine) -> dict[str, list[Tensor]]:
 
 
 def _plain(value: Tensor) -> Iterator[Tensor]:
-    """The tensors that one is made of: codes, scales and map of an 8-bit one."""
+    """Return the plain tensors of which a tensor consists, such as codes, scales and map of an 8-bit one."""
     if hasattr(value, "codes"):
         yield from (value.codes, value.scale, value.qmap)
     else:

@@ -1,8 +1,8 @@
 """``python -m bench optim``: a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
 
-The reference is the same algorithm in a loop over tensors, an expert at a time. AdamW, torch's over many tensors, shows
-what trust ratios and orthogonalization cost. Gradients are there; clipping, reductions over ranks and rounding to 16
-bits are not in here.
+The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW shows the
+cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over ranks and rounding to
+16 bits are not measured.
 """
 
 import math
@@ -27,7 +27,7 @@ ADAMW = "torch.optim.AdamW, foreach"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: layers, their width, experts a layer and their hidden width, rows of the embedding."""
+    """A model: layers and their width, experts per layer and their hidden width, rows of the embedding."""
 
     layers: int
     width: int
@@ -36,7 +36,9 @@ class Shape:
     vocabulary: int
 
     def parameters(self, device: torch.device) -> list[nn.Parameter]:
-        """Of size one, with gradients: embedding, and for each layer attention, two norms, gate, experts."""
+        """Return parameters of ones, with gradients: the embedding, and per layer attention, two norms, gate and
+        experts.
+        """
         shapes = [(self.vocabulary, self.width)]
         stacks = [(self.experts, self.hidden, self.width), (self.experts, self.width, self.hidden)]
         for _ in range(self.layers):
@@ -64,7 +66,7 @@ SHAPES = {
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("optim", __doc__, rounds=20, warmup=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="by comma")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="names of shapes, separated by commas")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

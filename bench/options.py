@@ -1,4 +1,4 @@
-"""The options that every benchmark has."""
+"""Options that all benchmarks share."""
 
 import argparse
 from pathlib import Path
@@ -7,16 +7,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parser(name: str, description: str, *, rounds: int = 20, warmup: int = 3) -> argparse.ArgumentParser:
-    """A parser with ``--rounds``, ``--warmup``, ``--seed`` and ``--out``, to which a benchmark adds its own."""
+    """Return a parser with ``--rounds``, ``--warmup``, ``--seed`` and ``--out``, to which a benchmark adds its own."""
     result = bare_parser(name, description)
     result.add_argument("--rounds", type=int, default=rounds, help="timed runs of every contender")
-    result.add_argument("--warmup", type=int, default=warmup, help="untimed runs of every contender before them")
-    result.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
+    result.add_argument("--warmup", type=int, default=warmup, help="untimed runs of every contender before the rounds")
+    result.add_argument("--seed", type=int, default=0, help="seed of the order within the rounds")
     return result
 
 
 def bare_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with ``--out`` alone, for what is not timed in rounds."""
+    """Return a parser with only ``--out``, for benchmarks without rounds."""
     result = argparse.ArgumentParser(
         prog=f"python -m bench {name}",
         description=description,

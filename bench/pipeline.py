@@ -1,9 +1,9 @@
 """``python -m bench pipeline``: the share of a step in which pipeline stages wait, against (p - 1) / (m + p - 1).
 
 A GPT with experts in p stages of one thread each runs m micro batches forward and backward, on the 1F1B and on the
-fill-drain (GPipe) schedule, without an optimizer step. A step of m micro batches takes ``(m + p - 1) * t`` where stages
-are equal and sending is free; t is what one more micro batch costs, from the longest of the runs and the shortest. The
-share measured is ``1 - m * t / T(m)``; the stages' inequality and what is sent are in it.
+fill-drain (GPipe) schedule, without an optimizer step. A step of m micro batches takes ``(m + p - 1) * t`` if stages
+are equal and sending is free; t is the time of one more micro batch, from the longest and the shortest of the runs. The
+measured share is ``1 - m * t / T(m)``, which includes the inequality of stages and the time of sending.
 """
 
 import math
@@ -25,8 +25,8 @@ LONGEST = 16  # micro batches, for t
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("pipeline", __doc__, rounds=10, warmup=2)
-    parser.add_argument("--stages", type=int, default=2, help="p")
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 4, 8], help="m")
+    parser.add_argument("--stages", type=int, default=2, help="number of stages, p")
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 4, 8], help="numbers of micro batches, m")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--sequence-length", type=int, default=256)
@@ -40,8 +40,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(arguments) -> dict[str, list[list[float]]]:
-    """On every rank: for each schedule a row for each number of micro batches, `LONGEST` the last: the number, and the
-    slowest rank's seconds in each round."""
+    """Return, on every rank, for each schedule a row per number of micro batches, `LONGEST` last: the number, and the
+    slowest rank's seconds in each round.
+    """
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
     engines = _engines(arguments)
@@ -104,7 +105,7 @@ class _Samples:
 
 
 def bubbles(rows: Sequence[Sequence[float]], index: int) -> list[float]:
-    """The share measured in each round, for the ``index``-th number of micro batches."""
+    """Return the measured share in each round, for the ``index``-th number of micro batches."""
     (first, *shortest), (last, *longest) = rows[0], rows[-1]
     # t from all rounds: that of one would bring its noise into all shares.
     t = median((b - a) / (last - first) for a, b in zip(shortest, longest, strict=True))
@@ -113,8 +114,10 @@ def bubbles(rows: Sequence[Sequence[float]], index: int) -> list[float]:
 
 
 def table(seconds: dict[str, list[list[float]]], stages: int) -> list[str]:
-    """Markdown: for each schedule and number of micro batches what was measured, the formula, and their ratio."""
-    lines = ["| schedule | p | m | ms a step | share waiting, 95% interval | (p - 1) / (m + p - 1) | ratio |"]
+    """Return Markdown: for each schedule and number of micro batches, the measured share, the formula, and their
+    ratio.
+    """
+    lines = ["| schedule | p | m | ms per step | share waiting, 95% interval | (p - 1) / (m + p - 1) | ratio |"]
     lines.append("|---|---|---|---|---|---|---|")
     ratios = []
     for schedule, rows in seconds.items():

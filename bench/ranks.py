@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes with a gloo group between them, gone when it ends, however it ends."""
+"""Ranks of a benchmark: processes with a gloo group, which end with the benchmark, however it ends."""
 
 import json
 import tempfile
@@ -15,7 +15,8 @@ TIMEOUT = timedelta(minutes=2)  # of a collective: one rank that fails ends the 
 
 
 def run(size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` on ``size`` ranks of one thread each; what it returns on rank 0, which JSON must hold.
+    """Call ``function(*args)`` on ``size`` ranks of one thread each; return the result of rank 0, which JSON must be
+    able to hold.
 
     A rank that raises ends the others, and its traceback is raised here.
     """
@@ -37,7 +38,7 @@ def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args:
 
 
 def slowest(seconds: float) -> float:
-    """The most that any rank took."""
+    """Return the maximum over the ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()

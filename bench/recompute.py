@@ -1,8 +1,8 @@
-"""``python -m bench recompute``: what recomputation saves, and what it costs.
+"""``python -m bench recompute``: memory saved by recomputation, and its cost in time.
 
-The quickstart model, in one process. Kept are the tensors that autograd holds at the end of the forward pass of one
-micro batch for its backward pass, parameters apart, each memory counted once. The time is of forward and backward
-passes of a whole step, without the optimizer's.
+The quickstart model, in one process. Kept is the memory that autograd holds at the end of the forward pass of one micro
+batch for its backward pass, without parameters; each memory block counts once. The time is that of the forward and
+backward passes of a whole step, without the optimizer.
 """
 
 import os
@@ -23,7 +23,7 @@ MODES = ("none", "selective", "full")
 
 
 class Kept(saved_tensors_hooks):
-    """Within, counts the bytes that autograd keeps of the model's forward pass, parameters apart."""
+    """Context that counts the bytes that autograd saves in the model's forward pass, without parameters."""
 
     def __init__(self, model: nn.Module):
         self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -43,7 +43,7 @@ class Kept(saved_tensors_hooks):
 
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("recompute", __doc__, rounds=10, warmup=2)
-    parser.add_argument("--recipe", default="quickstart", help="whose model and batch to take")
+    parser.add_argument("--recipe", default="quickstart", help="recipe whose model and batch are measured")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     arguments = parser.parse_args(argv)
     processes = process.start()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[frame.Measurement]:
-    """A row for each precision."""
+    """Measure a row for each precision."""
     from megatron_patch import cpu
     from pretrain.engine import init_parallel
 
@@ -81,7 +81,7 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
         for mode, num_bytes in kept.items():
             row.facts[mode] = {
                 "kept, MB": f"{num_bytes / 1e6:.1f}",
-                "kept, bytes a token": f"{num_bytes / of_micro_batch:,.0f}",
+                "kept, bytes per token": f"{num_bytes / of_micro_batch:,.0f}",
                 "of none's": f"{num_bytes / kept['none']:.1%}",
             }
         rows.append(row)
@@ -112,7 +112,7 @@ def _passes(recipe: Recipe, processes, mode: str, precision: str, kept: dict[str
 
 
 def kept_bytes(engine, samples) -> int:
-    """What autograd holds of the first micro batch on this rank at the end of its forward pass."""
+    """Return the bytes that autograd holds for the first micro batch on this rank at the end of its forward pass."""
     counter = Kept(engine.gpt)
     hooks = [
         engine.gpt.register_forward_pre_hook(lambda *_: counter.__enter__()),

@@ -1,4 +1,4 @@
-"""Reports of a benchmark: a table for people, in Markdown, and every single time for programs, in JSON."""
+"""Reports of a benchmark: a Markdown table for people, and every single time as JSON for programs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from bench.frame import Measurement, geometric_mean_of_ratios
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the times depend on besides the code. Neither the host's name nor a path is in it."""
+    """Return what the times depend on besides the code, without host name and paths."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -37,15 +37,15 @@ def write(
     notes: Sequence[str] = (),
     means: bool = True,
 ) -> tuple[Path, Path]:
-    """Writes ``NAME.json`` and ``NAME.md`` and prints the latter, NAME being the title in lower case with dashes.
+    """Write ``NAME.json`` and ``NAME.md`` and print the latter; NAME is the title in lower case with dashes.
 
     Args:
         measurements: the rows of the report.
-        out_dir: created where it is missing; reports of the same name are replaced.
-        title: of the report.
-        machine: as from `describe_machine`, which is asked by default.
+        out_dir: folder, created if missing; reports of the same name are replaced.
+        title: title of the report.
+        machine: description of the machine; by default from `describe_machine`.
         notes: Markdown lines below the table.
-        means: whether geometric means over the rows mean anything.
+        means: whether geometric means over the rows are meaningful.
 
     Returns:
         The paths of the two files.
@@ -65,12 +65,12 @@ def write(
 
 
 def file_name(title: str) -> str:
-    """Of the files of a report, without their ending."""
+    """Return the name of a report's files, without suffix."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def read(path: Path) -> list[Measurement]:
-    """The measurements of a JSON report."""
+    """Return the measurements of a JSON report."""
     return [Measurement.from_json(values) for values in json.loads(path.read_text())["measurements"]]
 
 
@@ -81,7 +81,7 @@ def markdown(
     notes: Sequence[str] = (),
     means: bool = True,
 ) -> str:
-    """The report as Markdown, its columns padded so that it reads as a table in a terminal as well."""
+    """Return the report as Markdown, with padded columns, so that it is also readable in a terminal."""
     has_label = any(row.label for row in measurements)
     units = list(dict.fromkeys(row.unit for row in measurements if row.work))
     facts = list(dict.fromkeys(fact for row in measurements for values in row.facts.values() for fact in values))
@@ -106,7 +106,7 @@ def markdown(
 
 
 def duration(seconds: float) -> str:
-    """Seconds with four digits and the unit that fits them."""
+    """Format seconds with four digits and a suitable unit."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.4g} {unit}"
@@ -144,7 +144,7 @@ def _ratio_cell(row: Measurement, name: str) -> str:
 
 
 def table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table, the first row of cells its head."""
+    """Return the lines of a Markdown table; the first row is its head."""
     # A bar within a cell would end it.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]

@@ -1,4 +1,4 @@
-"""Made up data for training steps."""
+"""Synthetic data for training steps."""
 
 import numpy as np
 

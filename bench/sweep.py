@@ -1,4 +1,4 @@
-"""A sweep of learning rates, widened until its best lies inside, and what several seeds at that rate come to."""
+"""Sweep of learning rates, widened until the best one is inside, and statistics over seeds at that rate."""
 
 import math
 import statistics
@@ -10,24 +10,24 @@ FACTOR = 2.0  # between neighbouring rates
 
 
 def best(losses: Losses) -> float | None:
-    """The rate with the lowest loss, of equal ones the lowest rate; None where every run diverged."""
+    """Return the rate with the lowest loss, the lowest of equally good rates; None if every run diverged."""
     finite = {rate: loss for rate, loss in losses.items() if _is_finite(loss)}
     return min(sorted(finite), key=finite.__getitem__) if finite else None
 
 
 def is_inside(losses: Losses) -> bool:
-    """Whether the best rate has a neighbour on both sides that is worse."""
+    """Return whether the best rate has a worse neighbor on both sides."""
     rate = best(losses)
     return rate is not None and min(losses) < rate < max(losses)
 
 
 def missing(rates: Sequence[float], losses: Losses, *, most: int) -> list[float]:
-    """The rates to run next: those of the list; then, while the best is at an end, the next one beyond it.
+    """Return the rates to run next: those of the list; then, while the best is at an end, the next one beyond it.
 
     Args:
-        rates: to begin with, the same number for every contender.
-        losses: of what was run already.
-        most: rates that may come in beyond the list.
+        rates: initial rates, the same number for every contender.
+        losses: losses of the rates that were run already.
+        most: number of rates that may be added beyond the list.
     """
     begun = [rate for rate in rates if rate not in losses]
     if begun or is_inside(losses) or len(losses) >= len(rates) + most:
@@ -38,14 +38,14 @@ def missing(rates: Sequence[float], losses: Losses, *, most: int) -> list[float]
 
 
 def mean_and_spread(values: Sequence[float | None]) -> tuple[float, float] | None:
-    """Mean and sample standard deviation (0 of a single value); None where a run diverged or there is none."""
+    """Return mean and sample standard deviation (0 for a single value); None if a run diverged or there are no runs."""
     if not values or not all(map(_is_finite, values)):
         return None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def gap(losses: Mapping[int, float | None], reference: Mapping[int, float | None]) -> tuple[float, float] | None:
-    """Mean and spread of the differences to the reference, seed by seed, over the seeds that both have."""
+    """Return mean and spread of the differences to the reference, seed by seed, over the seeds that both have."""
     pairs = [(losses[seed], reference[seed]) for seed in losses if seed in reference]
     if not pairs or not all(_is_finite(value) for pair in pairs for value in pair):
         return None

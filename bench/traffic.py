@@ -1,4 +1,4 @@
-"""What one step of a rank sends, and how often the host looks at a tensor's values, counted and not reckoned."""
+"""Measured bytes that a rank sends in one step, and how often the host reads values of a tensor."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ class Traffic:
     """``with Traffic() as traffic: step()``.
 
     Attributes:
-        sent: bytes that this rank sent to others: of an all-to-all what is not for itself, of an all-gather its part to
-            each other rank, of a reduce-scatter each other rank's part, of an all-reduce both.
-        collectives: how many of each kind.
-        reads: how many looks of the host of each kind.
+        sent: bytes that this rank sent to others. An all-to-all counts the parts for other ranks, an all-gather this
+            rank's part once per other rank, a reduce-scatter the other ranks' parts, an all-reduce both of these.
+        collectives: number of collectives of each kind.
+        reads: number of reads by the host of each kind.
     """
 
     def __init__(self):

@@ -1,16 +1,25 @@
-// What lies between the two linear maps of an expert, forward and backward. A row is taken by the blockDim.x threads of
-// one threadIdx.y.
+// The activation between the two linear maps of an expert, forward and backward. The blockDim.x threads of one
+// threadIdx.y process a row.
 //
-// Shape letters: M rows, L experts, H hidden width, P = 2 H where gated, else H. N: numbers that a thread takes at once.
+// Shape letters: M rows, L experts, H hidden width, P = 2 H if gated, else H. N: numbers that a thread processes at
+// once.
 #include "common.cuh"
 
 namespace fmoe {
-// Each gives act(x) and its derivative; the numbers are those of fmoe/kernels/native/src/kernels.h.
+// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts. The
+// numbers are those of fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 
+struct Pointwise {
+  static __device__ __forceinline__ void second(float x, float& value, float& slope) {
+    value = x;
+    slope = 1.0f;
+  }
+};
+
 template <>
-struct Activation<0> {  // GELU
+struct Activation<0> : Pointwise {  // GELU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float phi = 0.5f * (1.0f + erff(0.70710678f * x));
     value = x * phi;
@@ -19,7 +28,7 @@ struct Activation<0> {  // GELU
 };
 
 template <>
-struct Activation<1> {  // GELU by tanh
+struct Activation<1> : Pointwise {  // GELU, approximated by tanh
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float a = 0.79788456f, b = 0.044715f;
     const float half = 1.0f / (1.0f + expf(-2.0f * a * (x + b * x * x * x)));  // (1 + tanh) / 2
@@ -29,7 +38,7 @@ struct Activation<1> {  // GELU by tanh
 };
 
 template <>
-struct Activation<2> {  // ReLU
+struct Activation<2> : Pointwise {  // ReLU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     value = x < 0 ? 0.0f : x;  // NaN stays NaN
     slope = x > 0 ? 1.0f : 0.0f;
@@ -37,7 +46,7 @@ struct Activation<2> {  // ReLU
 };
 
 template <>
-struct Activation<3> {  // SiLU
+struct Activation<3> : Pointwise {  // SiLU
   static __device__ __forceinline__ void both(float x, float& value, float& slope) {
     const float s = 1.0f / (1.0f + expf(-x));
     value = x * s;
@@ -45,7 +54,22 @@ struct Activation<3> {  // SiLU
   }
 };
 
-// x + bias as T has it, written to `hidden`: the derivative is taken where the value was.
+template <>
+struct Activation<4> {  // SwiGLUOAI of fmoe/kernels/glu.py; comparisons leave NaN
+  static __device__ __forceinline__ void both(float x, float& value, float& slope) {
+    const float a = 1.702f, g = x > 7.0f ? 7.0f : x;
+    const float s = 1.0f / (1.0f + expf(-a * g));
+    value = g * s;
+    slope = x <= 7.0f ? s + a * value * (1.0f - s) : 0.0f;
+  }
+  static __device__ __forceinline__ void second(float x, float& value, float& slope) {
+    const float low = x < -7.0f ? -7.0f : x;
+    value = (low > 7.0f ? 7.0f : low) + 1.0f;
+    slope = x >= -7.0f && x <= 7.0f ? 1.0f : 0.0f;
+  }
+};
+
+// x + bias rounded to T, written to `hidden`: the derivative is then taken at the same value.
 template <int N, class T>
 __device__ __forceinline__ void load_hidden(const T* before, const T* bias, T* hidden, float (&x)[N]) {
   load<N>(before, x);
@@ -74,13 +98,16 @@ __device__ __forceinline__ void activate_row(const T* before, const T* bias, T* 
 #pragma unroll
     for (int j = 0; j < N; j++) {
       Activation<A>::both(x[j], x[j], slope);
-      if constexpr (GATED) x[j] *= second[j];
+      if constexpr (GATED) {
+        Activation<A>::second(second[j], second[j], slope);
+        x[j] *= second[j];
+      }
     }
     store<N>(active + v, x);
   }
 }
 
-// The thread's part of <active, d_active>.
+// This thread's part of <active, d_active>.
 template <int N, int A, bool GATED, class T>
 __device__ __forceinline__ float activate_row_backward(const T* hidden, const T* d_active, float weight, T* scaled,
                                                        T* d_hidden, i64 width) {
@@ -92,17 +119,20 @@ __device__ __forceinline__ float activate_row_backward(const T* hidden, const T*
     load<N>(d_active + v, d);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      float value, slope;
+      float value, slope, second_slope;
       Activation<A>::both(x[j], value, slope);
       active[j] = value;
-      if constexpr (GATED) active[j] *= second[j];
+      if constexpr (GATED) {
+        Activation<A>::second(second[j], second[j], second_slope);
+        active[j] *= second[j];
+      }
       dot += active[j] * d[j];
       active[j] *= weight;
       d[j] *= weight;
       x[j] = d[j] * slope;
       if constexpr (GATED) {
         x[j] *= second[j];
-        second[j] = d[j] * value;
+        second[j] = d[j] * value * second_slope;
       }
     }
     if (scaled) store<N>(scaled + v, active);
@@ -114,8 +144,8 @@ __device__ __forceinline__ float activate_row_backward(const T* hidden, const T*
   return dot;
 }
 
-// hidden = before + bias, active = act(hidden), gated act(first half) * second half. `hidden` may be `before`. Rows from
-// `limit` on: active is zero, hidden is left as it is.
+// hidden = before + bias, active = act(hidden); if gated, act(first half) * second half. `hidden` may be `before`. For
+// rows from `limit` on, active is zero and hidden is unchanged.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate(const T* before_MP, const T* __restrict__ bias_LP, const int* __restrict__ end_L, i64 experts,
@@ -140,9 +170,9 @@ __global__ void __launch_bounds__(256)
     activate_row<1, A, GATED>(before, bias, hidden, active, hidden_width);
 }
 
-// One pass over what the backward needs of an expert's inner rows. Given d_active, the gradient of active over its
-// weight: scaled = w * active (for the gradient of the second map), d_hidden = w * d_active * act'(hidden), and the
-// router's gradient d_weight = <active, d_active>.
+// One pass over all that the backward pass needs of an expert's hidden rows. Given d_active, the gradient of active
+// divided by its weight: scaled = w * active (for the gradient of the second map), d_hidden = w * d_active *
+// act'(hidden), and the router's gradient d_weight = <active, d_active>.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate_backward(const T* __restrict__ hidden_MP, const T* __restrict__ d_active_MH,

@@ -1,7 +1,7 @@
-// What the kernels share: 16-bit numbers, 16 bytes at a time, sums and scans in a fixed order. No headers but this one,
-// so that NVRTC needs none of CUDA's.
+// Common functions of the kernels: 16-bit numbers, accesses of 16 bytes, sums and scans in a fixed order. This is the
+// only header, so that NVRTC needs none of CUDA's.
 //
-// All shared memory is dynamic, and its size the caller's (docs/kernels.md).
+// All shared memory is dynamic; the caller sets its size (docs/kernels.md).
 #pragma once
 
 namespace fmoe {
@@ -27,7 +27,7 @@ __device__ __forceinline__ float half_to_float(unsigned short bits) {
   return x;
 }
 
-// Two floats to nearest, ties to even; the first in the low half.
+// Round two floats to nearest, ties to even; the first is in the low half.
 __device__ __forceinline__ u32 two_halves(float low, float high) {
   u32 bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 pack(const float* x, bf16*) {
                     two_bfloats(x[6], x[7]));
 }
 
-// N numbers at p: one, or so many that they fill 16 bytes once or twice, p being aligned to that.
+// N numbers at p: one, or as many as fill 16 bytes once or twice, to which p is then aligned.
 template <int N, class T>
 __device__ __forceinline__ void load(const T* p, float (&x)[N]) {
   if constexpr (N == 1) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store(T* p, const float (&x)[N]) {
   }
 }
 
-// Numbers a thread takes at once where it can: 16 bytes of the smaller type.
+// Numbers that a thread processes at once if possible: 16 bytes of the smaller type.
 template <class A, class B = A>
 constexpr int VECTOR = 16 / (sizeof(A) < sizeof(B) ? sizeof(A) : sizeof(B));
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool is_aligned(const T* p, const Rest*... rest) {
 
 __device__ __forceinline__ i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 
-// The xor butterfly adds the same pairs in every lane: all get the same bits.
+// The xor butterfly adds the same pairs in every lane, so all lanes get the same bits.
 template <class T>
 __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// The sum of x over this lane and those before it.
+// Sum of x over this lane and those before it.
 __device__ __forceinline__ int warp_scan(int x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -149,8 +149,8 @@ __device__ __forceinline__ int warp_scan(int x) {
   return x;
 }
 
-// The sum over the blockDim.x threads of one threadIdx.y, for all of them. `shared`: a float a warp. All threads of the
-// block take part.
+// Sum over the blockDim.x threads of one threadIdx.y, returned to all of them. `shared`: one float per warp. All
+// threads of the block must call it.
 __device__ __forceinline__ float row_sum(float x, float* shared) {
   x = warp_sum(x);
   if (blockDim.x == 32) return x;
@@ -164,8 +164,8 @@ __device__ __forceinline__ float row_sum(float x, float* shared) {
   return sum;
 }
 
-// Exclusive sums of n integers in shared memory, in place; returns the sum of all. By all threads of a block (x alone).
-// `scratch`: an integer a warp.
+// Exclusive sums of n integers in shared memory, in place; returns the total. All threads of a block (x only) must call
+// it. `scratch`: one integer per warp.
 __device__ __forceinline__ int block_scan(int* values, int n, int* scratch) {
   const int each = (n + blockDim.x - 1) / blockDim.x;
   const int begin = threadIdx.x * each, end = begin + each < n ? begin + each : n;
@@ -190,7 +190,8 @@ __device__ __forceinline__ int block_scan(int* values, int n, int* scratch) {
   return total;
 }
 
-// How many of the n rising numbers are at most x: the segment that x lies in, by the ends of segments.
+// Number of the n ascending values that are at most x: the index of the segment that contains x, given the ends of
+// segments.
 template <class T>
 __device__ __forceinline__ i64 segment_of(const T* ends, i64 n, i64 x) {
   i64 low = 0, high = n;
@@ -204,10 +205,29 @@ __device__ __forceinline__ i64 segment_of(const T* ends, i64 n, i64 x) {
   return low;
 }
 
-// Rows before this one are there, those from it on are the dropped tail.
+// A block's tokens: up to `tile` consecutive ones of a routing group, whose sequences may be interleaved in memory.
+struct GroupTile {
+  i64 group, first;
+  u32 begin, end, sequences, length;
+  __device__ __forceinline__ GroupTile(i64 block, i64 tokens, i64 group_size, i64 num_sequences, i64 sequence_length,
+                                       i64 tile) {
+    const i64 tiles = (group_size + tile - 1) / tile;
+    group = block / tiles, first = group * group_size;
+    const i64 size = first < tokens ? at_most(group_size, tokens - first) : 0;
+    begin = u32(at_most(block % tiles * tile, size)), end = u32(at_most(i64(begin) + tile, size));
+    sequences = u32(num_sequences), length = u32(sequence_length);
+  }
+  // Memory position of the group's token s. Division is faster in 32 bits.
+  __device__ __forceinline__ i64 token(u32 s) const {
+    const u32 u = u32(first) + s;
+    return sequences > 1 ? i64(u % length) * sequences + u / length : i64(u);
+  }
+};
+
+// Rows before this index are valid; rows from it on are the dropped tail.
 __device__ __forceinline__ i64 rows_kept(const i64* limit, i64 rows) { return limit ? at_most(*limit, rows) : rows; }
 
-// Of kernels that take a row by the threads of one threadIdx.y.
+// For kernels in which the threads of one threadIdx.y process a row.
 __device__ __forceinline__ i64 own_row() { return i64(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 template <int N, class T>

@@ -1,8 +1,8 @@
-// LAMB over many tensors, each expert of a stack a tensor of its own: moments and squares of norms, their sums by
-// expert, the step. A block takes a chunk: at most 65,536 elements of one tensor and of one expert.
+// LAMB over many tensors, with each expert of a stack as a separate tensor: moments and squares of norms, their sums
+// per expert, the step. A block processes a chunk: at most 65,536 elements of one tensor and of one expert.
 //
-// Sums of squares are in double, where none overflows, and in a fixed order. The update is computed again for the step:
-// kept, it would be as much memory as the weights.
+// Sums of squares are in double, in which none overflows, and in a fixed order. The update is computed again for the
+// step, because keeping it would take as much memory as the weights.
 #include "common.cuh"
 
 namespace fmoe {
@@ -19,7 +19,7 @@ struct Chunk {
 struct Options {
   float one_minus_beta1, beta2, eps, factor, weight_decay, lr, max_trust, one_minus_beta2;
 
-  // m_hat / (sqrt(v_hat) + eps) + weight_decay * w, the corrections of both moments in `factor` and `eps`.
+  // m_hat / (sqrt(v_hat) + eps) + weight_decay * w; `factor` and `eps` include the corrections of both moments.
   __device__ __forceinline__ float update(float w, float m, float v, bool is_vector) const {
     const float adam = factor * (m / (sqrtf(v) + eps));
     return is_vector ? adam : weight_decay * w + adam;
@@ -30,7 +30,8 @@ struct Squares {
   double weight = 0, update = 0;
 };
 
-// N numbers of a thread: where they are not aligned one by one, so that the same thread has the same numbers.
+// N numbers of a thread; if they are not aligned, they are accessed one by one, so that each thread has the same
+// numbers.
 template <bool WIDE, int N, class T>
 __device__ __forceinline__ void load_some(const T* p, float (&x)[N]) {
   if constexpr (WIDE) {
@@ -51,7 +52,8 @@ __device__ __forceinline__ void store_some(T* p, const float (&x)[N]) {
   }
 }
 
-// Sums in the same order wherever the tensor lies: an expert of a stack is stepped, bit for bit, as one that lies alone.
+// Sum in the same order wherever the tensor is in memory: an expert of a stack is stepped bit for bit like a separate
+// tensor.
 template <bool WIDE, int N, class T, class G>
 __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o) {
   const T* weight = reinterpret_cast<const T*>(chunk.weight);
@@ -95,7 +97,7 @@ __device__ __forceinline__ void step(const Chunk& chunk, const Options& o, float
   }
 }
 
-// Elements past the last whole vector, as a chunk of their own.
+// Elements past the last whole vector, as a separate chunk.
 template <class T, class G>
 __device__ __forceinline__ Chunk rest_of(Chunk chunk, int n) {
   const i64 whole = chunk.size / n * n;
@@ -107,12 +109,12 @@ __device__ __forceinline__ Chunk rest_of(Chunk chunk, int n) {
 
 __device__ __forceinline__ bool is_wide(u64 a, u64 b, u64 c, u64 d) { return ((a | b | c | d) & 15) == 0; }
 
-// Takes the gradients into the moments; partial [C, 2]: squares of each chunk's weights and updates.
+// Updates the moments with the gradients; partial [C, 2]: squares of each chunk's weights and updates.
 template <class T, class G>
 __global__ void __launch_bounds__(512) lamb_measure(const i64* __restrict__ chunks, const float* __restrict__ options,
                                                     double* __restrict__ partial_C2) {
   constexpr int N = VECTOR<T, G>;
-  double* shared = reinterpret_cast<double*>(shared_memory());  // two a warp
+  double* shared = reinterpret_cast<double*>(shared_memory());  // two per warp
   const Chunk chunk = reinterpret_cast<const Chunk*>(chunks)[blockIdx.x];
   const Options o = reinterpret_cast<const Options*>(options)[chunk.slot()];
   Squares sum = is_wide(chunk.weight, chunk.gradient, chunk.exp_avg, chunk.exp_avg_sq)
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(512) lamb_measure(const i64* __restrict__ chun
   partial_C2[2 * i64(blockIdx.x) + threadIdx.x] = total;
 }
 
-// squares [2, O]: the chunks of each block added up, a warp a block.
+// squares [2, O]: sums over the chunks of each block, one warp per block.
 __global__ void __launch_bounds__(256) lamb_norms(const double* __restrict__ partial_C2,
                                                   const i64* __restrict__ first_O, i64 blocks,
                                                   double* __restrict__ squares_2O) {
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(256) lamb_norms(const double* __restrict__ par
   squares_2O[blocks + block] = sum.update;
 }
 
-// w -= lr * |w| / |u| * u, the ratio 1 where either norm is 0.
+// w -= lr * |w| / |u| * u, with ratio 1 if either norm is 0.
 template <class T>
 __global__ void __launch_bounds__(512) lamb_update(const i64* __restrict__ chunks, const float* __restrict__ options,
                                                    const double* __restrict__ squares_2O, i64 blocks,
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(512) lamb_update(const i64* __restrict__ chunk
     const double weight = sqrt(squares_2O[chunk.block()]), update = sqrt(squares_2O[blocks + chunk.block()]);
     if (weight > 0 && update > 0) ratio = float(weight / update);
     ratio = fminf(ratio, o.max_trust);
-    if (threadIdx.x == 0) ratio_O[chunk.block()] = ratio;  // the same from all chunks of a block
+    if (threadIdx.x == 0) ratio_O[chunk.block()] = ratio;  // all chunks of a block write the same value
   }
   if (is_wide(chunk.weight, chunk.exp_avg, chunk.exp_avg_sq, 0))
     step<true, N, T>(chunk, o, o.lr * ratio);

@@ -1,18 +1,19 @@
-// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive. No order of
-// threads shows in any of them: atomics count, ranks come from positions.
+// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive; and the sums that
+// go with them, a router's losses and statistics. No result depends on the order of threads: atomics count integers,
+// ranks come from positions.
 //
-// Shape letters: T tokens, K choices, N = T * K assignments, E experts, G routing groups, B tiles of assignments, S
-// segments of rows that arrive, R those rows.
+// Shape letters: T tokens, K choices, N = T * K assignments, E experts, G routing groups, B tiles, C choices that are
+// counted apart (K with a capacity, else 1), S segments of rows that arrive, R those rows.
 #include "common.cuh"
 
 namespace fmoe {
-// The bin of an assignment: its expert, the last bin for what is dropped.
+// The bin of an assignment: its expert, or the last bin for dropped assignments.
 __device__ __forceinline__ int bin_of(i64 expert, int experts) {
   return u64(expert) < u64(experts) ? int(expert) : experts;
 }
 
-// 32 items of a warp, each with a bin or (below 0) none, in the order of lanes: counts them in `counts`, shared and this
-// warp's alone. Returns how many of the item's bin were counted before it.
+// Counts 32 items of a warp in the order of lanes; each item has a bin, or none (below 0). `counts` is in shared memory
+// and belongs to this warp. Returns the number of earlier items in the item's bin.
 __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   const int lane = threadIdx.x % 32;
   const u32 same = __match_any_sync(FULL, bin);
@@ -24,10 +25,10 @@ __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   return rank;
 }
 
-// How many items, a multiple of 32, each of so many warps takes of n.
+// Number of the n items, a multiple of 32, that each of the warps processes.
 __device__ __forceinline__ i64 span_of(i64 n, int warps) { return (n + warps * 32 - 1) / (warps * 32) * 32; }
 
-// tile_count [E + 1, B]: assignments of each tile by bin.
+// tile_count [B, E + 1]: assignments of each tile by bin.
 __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts,
                                                    i64 tile, int* __restrict__ tile_count) {
   const int experts = int(num_experts);
@@ -37,47 +38,37 @@ __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ exper
   const i64 begin = blockIdx.x * tile, end = at_most(begin + tile, assignments);
   for (i64 i = begin + threadIdx.x; i < end; i += blockDim.x) atomicAdd(&count[bin_of(expert_N[i], experts)], 1);
   __syncthreads();
-  for (int e = threadIdx.x; e <= experts; e += blockDim.x) tile_count[i64(e) * gridDim.x + blockIdx.x] = count[e];
+  for (int e = threadIdx.x; e <= experts; e += blockDim.x) tile_count[i64(blockIdx.x) * (experts + 1) + e] = count[e];
 }
 
-// A block a bin: what tiles before each tile have of it, in place, and what all have.
-__global__ void __launch_bounds__(256) scan_tiles(int* __restrict__ tile_count, i64 tiles, int* __restrict__ total_E1) {
-  int* scratch = reinterpret_cast<int*>(shared_memory());
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  int* count = tile_count + blockIdx.x * tiles;
-  int carry = 0;
-  for (i64 first = 0; first < tiles; first += blockDim.x) {
-    const i64 i = first + threadIdx.x;
-    const int mine = i < tiles ? count[i] : 0;
-    const int upto = warp_scan(mine);
-    if (lane == 31) scratch[warp] = upto;
-    __syncthreads();
-    int offset = carry + upto - mine;
-    for (int w = 0; w < warps; w++) {
-      if (w < warp) offset += scratch[w];
-      carry += scratch[w];
-    }
-    if (i < tiles) count[i] = offset;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) total_E1[blockIdx.x] = carry;
-}
-
-// The plan: assignments by (expert, position), the dropped ones last. A block a tile. With a single tile the counts may be
-// null.
+// The plan: assignments by (expert, position), the dropped ones last. A block takes a tile, and sums the counts of all
+// tiles itself, which saves a launch. With a single tile the counts may be null.
 __global__ void __launch_bounds__(256)
     place(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts, i64 tile,
-          const int* __restrict__ tile_count, const int* __restrict__ total_E1, i64* __restrict__ order_N,
-          i64* __restrict__ place_N, u8* __restrict__ kept_N, i64* __restrict__ count_E, int* __restrict__ end_E,
-          i64* __restrict__ num_kept) {
+          const int* __restrict__ tile_count, i64* __restrict__ order_N, i64* __restrict__ place_N,
+          u8* __restrict__ kept_N, i64* __restrict__ count_E, int* __restrict__ end_E, i64* __restrict__ num_kept) {
   const int experts = int(num_experts), bins = experts + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   int* counts = reinterpret_cast<int*>(shared_memory());  // [warps, bins]
-  int* begin_of = counts + warps * bins;
-  int* scratch = begin_of + bins;
+  int* begin_of = counts + warps * bins;  // of all tiles
+  int* before = begin_of + bins;          // assignments of earlier tiles
+  int* scratch = before + bins;
   int* mine = counts + warp * bins;
-  for (int i = threadIdx.x; i < warps * bins; i += blockDim.x) counts[i] = 0;
+  for (int i = threadIdx.x; i < (warps + 2) * bins; i += blockDim.x) counts[i] = 0;
   __syncthreads();
+  if (tile_count) {
+    for (int b = lane; b < bins; b += 32) {
+      int all = 0, earlier = 0;
+#pragma unroll 4
+      for (u32 i = warp; i < gridDim.x; i += warps) {
+        const int count = tile_count[i64(i) * bins + b];
+        all += count;
+        earlier += i < blockIdx.x ? count : 0;
+      }
+      atomicAdd(&begin_of[b], all);
+      atomicAdd(&before[b], earlier);
+    }
+  }
   const i64 first = blockIdx.x * tile, last = at_most(first + tile, assignments);
   const i64 span = span_of(tile, warps), begin = first + warp * span, end = at_most(begin + span, last);
   for (i64 i = begin; i < end; i += 32) {
@@ -85,15 +76,8 @@ __global__ void __launch_bounds__(256)
     count_in_order(mine, n < end ? bin_of(expert_N[n], experts) : -1);
   }
   __syncthreads();
-  for (int b = threadIdx.x; b < bins; b += blockDim.x) {
-    int total = 0;
-    if (total_E1) {
-      total = total_E1[b];
-    } else {
-      for (int w = 0; w < warps; w++) total += counts[w * bins + b];
-    }
-    begin_of[b] = total;
-  }
+  for (int b = threadIdx.x; b < bins && !tile_count; b += blockDim.x)
+    for (int w = 0; w < warps; w++) begin_of[b] += counts[w * bins + b];
   block_scan(begin_of, bins, scratch);
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -102,9 +86,9 @@ __global__ void __launch_bounds__(256)
     }
     if (num_kept && threadIdx.x == 0) *num_kept = begin_of[experts];
   }
-  // Where each warp's next assignment of a bin goes.
+  // Position of each warp's next assignment of a bin.
   for (int b = threadIdx.x; b < bins; b += blockDim.x) {
-    int next = begin_of[b] + (tile_count ? tile_count[i64(b) * gridDim.x + blockIdx.x] : 0);
+    int next = begin_of[b] + before[b];
     for (int w = 0; w < warps; w++) {
       const int count = counts[w * bins + b];
       counts[w * bins + b] = next;
@@ -123,78 +107,184 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// -1 for what is over its expert's capacity, a block a routing group: first choices of all its tokens in order, then
-// second ones, ...
+// As `route` counts them: the choices [B, K, E] of each tile of a routing group's tokens, and in sum_B3 (the last of the
+// three numbers) its tokens that are routed. A block takes a tile and a choice.
 __global__ void __launch_bounds__(256)
-    drop_over_capacity(const i64* __restrict__ expert_TK, const u8* __restrict__ mask_T, i64 tokens, i64 top_k,
-                       i64 num_experts, i64 group_size, i64 sequences, i64 sequence_length, double factor,
-                       i64* __restrict__ kept_TK, i64* __restrict__ load_GE) {
+    count_choices(const i64* __restrict__ expert_TK, const u8* __restrict__ mask_T, i64 tokens, i64 top_k,
+                  i64 num_experts, i64 group_size, i64 sequences, i64 sequence_length, i64 tile,
+                  int* __restrict__ count_BKE, float* __restrict__ sum_B3) {
   const int experts = int(num_experts);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  int* counts = reinterpret_cast<int*>(shared_memory());  // [warps, experts]
-  int* valid_of = counts + warps * experts;
-  int* mine = counts + warp * experts;
-  for (int i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
+  int* count = reinterpret_cast<int*>(shared_memory());
+  int* routed = count + experts;
+  for (int e = threadIdx.x; e <= experts; e += blockDim.x) count[e] = 0;
   __syncthreads();
-  const i64 first = blockIdx.x * group_size, size = first < tokens ? at_most(group_size, tokens - first) : 0;
-  // The group's token s in memory, where sequences may lie side by side. All but the place in memory fit into 32 bits,
-  // in which division is quicker.
-  auto token = [&](u32 s) {
-    const u32 u = u32(first) + s, length = u32(sequence_length);
-    return sequences > 1 ? u % length * sequences + u / length : i64(u);
-  };
-  const i64 items = size * top_k, span = span_of(items, warps), begin = warp * span, end = at_most(begin + span, items);
-  auto assignment = [&](i64 i) { return token(u32(i) % u32(size)) * top_k + u32(i) / u32(size); };
-  for (i64 i = begin; i < end; i += 32) {
-    const int bin = i + lane < end ? bin_of(expert_TK[assignment(i + lane)], experts) : -1;
-    count_in_order(mine, bin < experts ? bin : -1);
-  }
-  int valid = 0;
-  if (mask_T)
-    for (i64 s = threadIdx.x; s < size; s += blockDim.x) valid += mask_T[token(u32(s))] != 0;
-  valid = warp_sum(valid);
-  if (lane == 0) valid_of[warp] = valid;
-  __syncthreads();
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-    int before = 0;
-    for (int w = 0; w < warps; w++) {
-      const int count = counts[w * experts + e];
-      counts[w * experts + e] = before;
-      before += count;
-    }
-    if (load_GE && size) load_GE[i64(blockIdx.x) * experts + e] = before;
+  const GroupTile own(blockIdx.x, tokens, group_size, sequences, sequence_length, tile);
+  for (u32 s = own.begin + threadIdx.x; s < own.end; s += blockDim.x) {
+    const i64 t = own.token(s);
+    const int bin = bin_of(expert_TK[t * top_k + blockIdx.y], experts);
+    if (bin < experts) atomicAdd(&count[bin], 1);
+    if (!mask_T || mask_T[t]) atomicAdd(routed, 1);
   }
   __syncthreads();
-  if (!kept_TK) return;
-  i64 limit = items;
+  int* out = count_BKE + (i64(blockIdx.x) * top_k + blockIdx.y) * experts;
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) out[e] = count[e];
+  if (blockIdx.y == 0 && threadIdx.x < 3) sum_B3[i64(blockIdx.x) * 3 + threadIdx.x] = threadIdx.x == 2 ? *routed : 0;
+}
+
+// Sum over all threads of a block (x and y), for all of them and in a fixed order. `shared`: a number a warp.
+template <class T>
+__device__ __forceinline__ T sum_of_block(T x, T* shared) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
+  x = warp_sum(x);
+  __syncthreads();
+  if (thread % 32 == 0) shared[thread / 32] = x;
+  __syncthreads();
+  T sum = 0;
+  for (int w = 0; w < warps; w++) sum += shared[w];
+  return sum;
+}
+
+constexpr int QUEUE_WARPS = 16;
+
+// From what tiles counted and summed (`route`, `count_choices`), a block of 32 x 16 threads for 32 experts of a routing
+// group: with a capacity, `count_BCE` becomes each tile's first position in the queues of the experts, which serve first
+// choices of all tokens before second ones; limit_G; zeros in tile_count; with sum_BE, fraction_GE, each expert's share of the choices. The
+// last block to finish adds up all groups: stats, [E + 5], has the kept assignments by expert, the number of dropped
+// ones, sums over tokens of entropy, 1, the balance loss and the z loss; balance and z are the losses.
+__global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
+    queue(int* count_BCE, const float* __restrict__ sum_BE, const float* __restrict__ sum_B3, i64 num_groups, i64 tiles,
+          i64 choices, i64 num_experts, i64 top_k, double factor, i64* __restrict__ limit_G,
+          int* __restrict__ tile_count, i64 num_tile_counts, float* __restrict__ fraction_GE, volatile i64* kept_GE,
+          volatile double* part_GX, int* ticket, float* __restrict__ stats, float* __restrict__ balance,
+          float* __restrict__ z) {
+  const int experts = int(num_experts), lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane;
+  constexpr int THREADS = 32 * QUEUE_WARPS;
+  double* numbers = reinterpret_cast<double*>(shared_memory());  // [QUEUE_WARPS, 32]
+  int* integers = reinterpret_cast<int*>(numbers + THREADS);     // [QUEUE_WARPS, 32]
+  const i64 group = blockIdx.y, first = group * tiles;
+  const int e = blockIdx.x * 32 + lane;
+  const bool is_expert = e < experts;
+  int routed = 0;
+  for (i64 b = thread; b < tiles; b += THREADS) routed += int(sum_B3[(first + b) * 3 + 2]);
+  routed = sum_of_block(routed, integers);
+  i64 limit = 0x7fffffff;
   if (factor > 0) {
-    i64 routed = size;
-    if (mask_T) {
-      routed = 0;
-      for (int w = 0; w < warps; w++) routed += valid_of[w];
-    }
-    // As fmoe.gates.capacity has it, operation by operation.
+    // The same operations as in fmoe.gates.capacity.
     limit = i64(ceil(factor * double(routed * top_k) / double(experts) - 1e-9));
     if (limit < 1) limit = 1;
   }
-  for (i64 i = begin; i < end; i += 32) {
-    const bool is_item = i + lane < end;
-    const i64 n = is_item ? assignment(i + lane) : 0;
-    int bin = is_item ? bin_of(expert_TK[n], experts) : -1;
-    if (bin == experts) bin = -1;
-    const int before = count_in_order(mine, bin);
-    if (is_item) kept_TK[n] = bin >= 0 && before < limit ? bin : -1;
+  const i64 span = (tiles + QUEUE_WARPS - 1) / QUEUE_WARPS, begin = warp * span, end = at_most(begin + span, tiles);
+  int total = 0;
+  for (i64 c = 0; c < choices; c++) {
+    int mine = 0;
+    for (i64 b = begin; b < end && is_expert; b++) mine += count_BCE[((first + b) * choices + c) * experts + e];
+    __syncthreads();
+    integers[thread] = mine;
+    __syncthreads();
+    int next = total;
+    for (int w = 0; w < QUEUE_WARPS; w++) {
+      const int count = integers[w * 32 + lane];
+      if (w < warp) next += count;
+      total += count;
+    }
+    if (factor <= 0) continue;
+    for (i64 b = begin; b < end && is_expert; b++) {
+      int* at = count_BCE + ((first + b) * choices + c) * experts + e;
+      const int count = *at;
+      *at = next;
+      next += count;
+    }
+  }
+  if (limit_G && blockIdx.x == 0 && thread == 0) limit_G[group] = limit;
+  const i64 block = group * gridDim.x + blockIdx.x, blocks = i64(gridDim.x) * gridDim.y;
+  for (i64 i = block * THREADS + thread; i < num_tile_counts; i += blocks * THREADS) tile_count[i] = 0;
+  if (!stats) return;
+  double score = 0;
+  for (i64 b = begin; b < end && is_expert; b++) score += sum_BE[(first + b) * experts + e];
+  numbers[thread] = score;
+  __syncthreads();
+  if (warp == 0) {
+    score = 0;
+    for (int w = 0; w < QUEUE_WARPS; w++) score += numbers[w * 32 + lane];
+    const double all = double(routed) * double(top_k), fraction = double(total) / (all < 1 ? 1.0 : all);
+    const i64 kept = at_most(total, limit);
+    if (is_expert) {
+      fraction_GE[group * experts + e] = float(fraction);
+      kept_GE[group * experts + e] = kept;
+    }
+    const double part = warp_sum(is_expert ? fraction * score : 0.0);
+    const int dropped = warp_sum(is_expert ? int(total - kept) : 0);
+    if (lane == 0) {
+      volatile double* parts = part_GX + (group * gridDim.x + blockIdx.x) * 2;
+      parts[0] = part;
+      parts[1] = dropped;
+      __threadfence();
+      integers[0] = atomicAdd(ticket, 1) == int(gridDim.x * gridDim.y) - 1;
+    }
+  }
+  __syncthreads();
+  const bool is_last = integers[0];
+  if (!is_last) return;
+  __threadfence();
+  for (int i = thread; i < experts; i += THREADS) {
+    i64 kept = 0;
+    for (i64 g = 0; g < num_groups; g++) kept += kept_GE[g * experts + i];
+    stats[i] = float(kept);
+  }
+  double sums[5] = {};  // fraction * score, dropped, logsumexp^2, entropy, tokens
+  for (i64 i = thread; i < num_groups * gridDim.x; i += THREADS) sums[0] += part_GX[2 * i], sums[1] += part_GX[2 * i + 1];
+  for (i64 b = thread; b < num_groups * tiles; b += THREADS)
+    for (int i = 0; i < 3; i++) sums[2 + i] += sum_B3[b * 3 + i];
+#pragma unroll
+  for (int i = 0; i < 5; i++) sums[i] = sum_of_block(sums[i], numbers);
+  if (thread) return;
+  const double tokens = sums[4], by = 1.0 / (tokens < 1 ? 1.0 : tokens);
+  *balance = float(double(experts) * sums[0] * by), *z = float(sums[2] * by);
+  float* rest = stats + experts;
+  rest[0] = float(sums[1]), rest[1] = float(sums[3]), rest[2] = float(tokens);
+  rest[3] = float(double(experts) * sums[0] * by * tokens), rest[4] = float(sums[2] * by * tokens);
+}
+
+// -1 for assignments over their expert's capacity, given `queue`'s positions. A block takes a tile, a warp a choice. Adds
+// to `tile_count` what `count_tiles` would count of the result.
+__global__ void __launch_bounds__(256)
+    drop_over_capacity(const i64* __restrict__ expert_TK, i64 tokens, i64 top_k, i64 num_experts, i64 group_size,
+                       i64 sequences, i64 sequence_length, i64 tile, const int* __restrict__ queue_BKE,
+                       const i64* __restrict__ limit_G, i64 plan_tile, i64* __restrict__ kept_TK,
+                       int* __restrict__ tile_count) {
+  const int experts = int(num_experts);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int* next = reinterpret_cast<int*>(shared_memory()) + warp * experts;
+  const GroupTile own(blockIdx.x, tokens, group_size, sequences, sequence_length, tile);
+  if (own.begin == own.end) return;
+  const i64 limit = limit_G[own.group];
+  for (i64 k = warp; k < top_k; k += warps) {
+    const int* queue = queue_BKE + (blockIdx.x * top_k + k) * experts;
+    __syncwarp();
+    for (int e = lane; e < experts; e += 32) next[e] = queue[e];
+    __syncwarp();
+    for (u32 s = own.begin; s < own.end; s += 32) {
+      const bool is_item = s + lane < own.end;
+      const i64 n = is_item ? own.token(s + lane) * top_k + k : 0;
+      int bin = is_item ? bin_of(expert_TK[n], experts) : -1;
+      if (bin == experts) bin = -1;
+      const int before = count_in_order(next, bin);
+      const bool is_kept = bin >= 0 && before < limit;
+      if (!is_item) continue;
+      kept_TK[n] = is_kept ? bin : -1;
+      if (tile_count) atomicAdd(&tile_count[n / plan_tile * (experts + 1) + (is_kept ? bin : experts)], 1);
+    }
   }
 }
 
-// Rows arrive segment by segment, receive_S of each, and are wanted in the order order_S of segments: where the wanted
-// ones lie, and where those that arrived are to go.
+// Rows arrive in segments of receive_S rows, and are needed in the order order_S of segments: writes where each needed
+// row is, and where each received row belongs.
 __global__ void __launch_bounds__(256)
     segment_order(const i64* __restrict__ receive_S, const i64* __restrict__ order_S, i64 num_segments, i64 rows,
                   i64* __restrict__ order_R, i64* __restrict__ inverse_R) {
   const int segments = int(num_segments);
-  int* arrived = reinterpret_cast<int*>(shared_memory());  // begin of each segment
-  int* wanted = arrived + segments + 1;                    // the same in the order wanted
+  int* arrived = reinterpret_cast<int*>(shared_memory());  // start of each segment
+  int* wanted = arrived + segments + 1;                    // the same in the needed order
   int* wanted_of = wanted + segments + 1;                  // the same by segment
   int* scratch = wanted_of + segments;
   for (int s = threadIdx.x; s < segments; s += blockDim.x) {

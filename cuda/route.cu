@@ -1,10 +1,10 @@
-// What a router makes of its logits, a warp a token: scores, the K best experts, their weights, statistics.
+// From a router's logits to scores, the K best experts, their weights and statistics, one warp per token.
 //
-// Shape letters: T tokens, E experts, K choices. A lane has the experts e with e % 32 == lane.
+// Shape letters: T tokens, E experts, K choices. A lane holds the experts e with e % 32 == lane.
 #include "common.cuh"
 
 namespace fmoe {
-// Order of floats as that of integers: NaN above all, as torch.topk has it, -0 equal to 0. No float has the key 0.
+// Integer keys in the order of floats: NaN above all, as in torch.topk, and -0 equal to 0. No float has the key 0.
 __device__ __forceinline__ u32 key_of(float x) {
   if (x != x) return FULL;
   const u32 bits = __float_as_uint(x + 0.0f);
@@ -18,7 +18,7 @@ __device__ __forceinline__ float of_key(u32 key) {
 constexpr u32 KEY_OF_MINUS_INFINITY = 0x007fffffu;
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
-// A token's numbers, one for each expert: in registers for up to 32 * I experts, in shared memory for more (I = 0).
+// A token's values, one per expert: in registers for up to 32 * I experts, in shared memory for more (I = 0).
 template <int I>
 struct Row {
   u32 values[I];
@@ -33,7 +33,7 @@ struct Row<0> {
   int items;
   __device__ __forceinline__ Row(u32* memory, int experts) : values(memory), items((experts + 31) / 32) {}
   __device__ __forceinline__ int size() const { return items; }
-  // A lane alone reads and writes its numbers.
+  // Only this lane reads and writes its values.
   __device__ __forceinline__ u32& operator[](int i) { return values[i * 32 + threadIdx.x % 32]; }
 };
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool is_after(u32 key, int index, Ranked last) {
   return key < last.key || (key == last.key && index > last.index);
 }
 
-// The best of the lanes' own; index is beyond all where no lane has one.
+// The best of the lanes' best experts; the index is out of range if no lane has one.
 __device__ __forceinline__ Ranked best_of_warp(Ranked mine) {
   const u32 key = __reduce_max_sync(FULL, mine.key);
   const int index = __reduce_min_sync(FULL, mine.key == key && key ? mine.index : 0x7fffffff);
@@ -66,12 +66,12 @@ __device__ __forceinline__ Ranked next_best(Row<I>& keys, int begin, int end, Ra
   return best_of_warp(mine);
 }
 
-// Ranks outside the best `kept` of `groups` groups become -inf. `group_keys`: shared, one for each group.
+// Sets ranks outside the best `kept` of `groups` groups to -inf. `group_keys`: shared, one per group.
 template <int I>
 __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int groups, int kept, int best_of,
                                                 u32* group_keys) {
   const int lane = threadIdx.x % 32, size = experts / groups;
-  __syncwarp();  // the last token's are read
+  __syncwarp();  // the previous token's values have been read
 #pragma unroll 1
   for (int g = 0; g < groups; g++) {
     Ranked last{FULL, -1};
@@ -102,15 +102,15 @@ __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int g
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// What is taken off logits before exp, so that it does not overflow: the largest of them.
+// The value subtracted from logits before exp, so that it does not overflow: their maximum.
 __device__ __forceinline__ float shift_of(float largest) { return isinf(largest) ? 0.0f : largest; }
 
-// exp(x - log sum), the sum of sigmoids, ...: what the chosen logits' scores are divided by.
+// Normalizer of scores: exp(x - log sum), or the sum of sigmoids over the chosen logits.
 struct Normal {
   float shift, sum;
 };
 
-// Of the chosen logits: softmax is exp(x - shift) / sum over them, a normalised sigmoid is sigmoid(x) / sum.
+// Sum over the chosen logits: softmax is exp(x - shift) / sum, a normalized sigmoid is sigmoid(x) / sum.
 template <class T, class Index>
 __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen, int top_k, bool is_sigmoid) {
   const int lane = threadIdx.x % 32;
@@ -132,23 +132,37 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
   return normal;
 }
 
+// A block takes a tile of a routing group's tokens, a warp takes a token. `count_BCE`, `sum_BE` and `sum_B3` go together:
+// the tile's choices by expert (and by choice, if `by_choice`), its sums of probabilities, and its sums of logsumexp^2,
+// entropy and 1, all over the tokens that are routed. `queue` in plan.cu continues from them.
 template <class T, int I>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 2)
     route(const T* __restrict__ logits_TE, const float* __restrict__ bias_E, const u8* __restrict__ mask_T, i64 tokens,
           i64 num_experts, i64 num_choices, i64 is_sigmoid, i64 by_logits, i64 normalize, double scale, i64 num_groups,
-          i64 kept_groups, i64 best_of, i64* __restrict__ expert_TK, float* __restrict__ weight_TK,
-          float* __restrict__ score_TE, float* __restrict__ logsumexp_T, float* __restrict__ entropy_T,
-          i64* __restrict__ count_E) {
+          i64 kept_groups, i64 best_of, i64 group_size, i64 sequences, i64 sequence_length, i64 tile, i64 by_choice,
+          i64* __restrict__ expert_TK, float* __restrict__ weight_TK, float* __restrict__ score_TE,
+          float* __restrict__ logsumexp_T, float* __restrict__ entropy_T, int* __restrict__ count_BCE,
+          float* __restrict__ sum_BE, float* __restrict__ sum_B3, int* __restrict__ ticket) {
   const int experts = int(num_experts), top_k = int(num_choices), groups = int(num_groups);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int bins = count_BCE ? (by_choice ? top_k : 1) * experts : 0, summed = count_BCE ? experts : 0;
+  const int each = top_k + groups + 3 + summed + (I == 0 ? experts : 0);  // words of shared memory of a warp
   int* histogram = reinterpret_cast<int*>(shared_memory());
-  int* chosen = histogram + experts + warp * (top_k + groups + (I == 0 ? experts : 0));
+  int* chosen = histogram + bins + warp * each;
   u32* group_keys = reinterpret_cast<u32*>(chosen + top_k);
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) histogram[e] = 0;
+  float* scalars = reinterpret_cast<float*>(group_keys + groups);
+  float* sums = scalars + 3;
+  for (int i = threadIdx.x; i < bins; i += blockDim.x) histogram[i] = 0;
+  for (int e = lane; e < summed; e += 32) sums[e] = 0;  // a lane alone reads and writes its experts'
+  if (ticket && blockIdx.x == 0 && threadIdx.x == 0) *ticket = 0;
   __syncthreads();
-  for (i64 t = i64(blockIdx.x) * warps + warp; t < tokens; t += i64(gridDim.x) * warps) {
+  float squares = 0, entropies = 0, routed = 0;
+  const GroupTile own(blockIdx.x, tokens, group_size, sequences, sequence_length, tile);
+  for (u32 s = own.begin + warp; s < own.end; s += warps) {
+    const i64 t = own.token(s);
     const T* logits = logits_TE + t * experts;
-    Row<I> row(group_keys + groups, experts);
+    const bool is_routed = !mask_T || mask_T[t];
+    Row<I> row(reinterpret_cast<u32*>(sums + summed), experts);
     float largest = MINUS_INFINITY;
 #pragma unroll(I ? I : 1)
     for (int i = 0; i < row.size(); i++) {
@@ -162,6 +176,7 @@ __global__ void __launch_bounds__(256)
       largest = fmaxf(largest, x);
     }
     float logsumexp = 0, scores = 0, entropy = 0;
+    const bool has_entropy = entropy_T || count_BCE;
     if (!is_sigmoid || logsumexp_T) {
       const float shift = shift_of(warp_max(largest));
       float sum = 0;
@@ -171,7 +186,7 @@ __global__ void __launch_bounds__(256)
       logsumexp = shift + logf(warp_sum(sum));
       if (logsumexp_T && lane == 0) logsumexp_T[t] = logsumexp;
     }
-    if (is_sigmoid && entropy_T) {
+    if (is_sigmoid && has_entropy) {
 #pragma unroll(I ? I : 1)
       for (int i = 0; i < row.size(); i++)
         if (i * 32 + lane < experts) scores += sigmoid(__uint_as_float(row[i]));
@@ -184,18 +199,20 @@ __global__ void __launch_bounds__(256)
       const float x = __uint_as_float(row[i]);
       const float score = is_sigmoid ? sigmoid(x) : expf(x - logsumexp);
       if (score_TE) score_TE[t * experts + e] = score;
-      if (entropy_T) {
+      if (has_entropy) {
         const float p = is_sigmoid ? score / scores : score;
         entropy += p == 0 ? 0.0f : p * (is_sigmoid ? -logf(p) : logsumexp - x);
+        if (count_BCE && is_routed) sums[e] += p;
       }
       row[i] = key_of((by_logits ? x : score) + (bias_E ? bias_E[e] : 0.0f));
     }
-    if (entropy_T) {
+    if (has_entropy) {
       entropy = warp_sum(entropy);
-      if (lane == 0) entropy_T[t] = entropy;
+      if (entropy_T && lane == 0) entropy_T[t] = entropy;
     }
+    if (is_routed) squares += logsumexp * logsumexp, entropies += entropy, routed += 1;
     if (groups) limit_to_groups(row, experts, groups, int(kept_groups), int(best_of), group_keys);
-    __syncwarp();  // the last token's choices are read
+    __syncwarp();  // the previous token's choices have been read
     Ranked best{FULL, -1};
 #pragma unroll 1
     for (int k = 0; k < top_k; k++) {
@@ -203,7 +220,6 @@ __global__ void __launch_bounds__(256)
       if (lane == 0) chosen[k] = best.index;
     }
     __syncwarp();
-    const bool is_routed = !mask_T || mask_T[t];
     Normal normal{logsumexp, 1.0f};
     if (normalize) normal = normal_of(logits, chosen, top_k, is_sigmoid);
     if (is_sigmoid) normal.sum = fmaxf(normal.sum, 1e-20f);
@@ -214,23 +230,34 @@ __global__ void __launch_bounds__(256)
       const float score = is_sigmoid ? sigmoid(x) : expf(x - normal.shift);
       expert_TK[t * top_k + k] = is_routed ? e : -1;
       weight_TK[t * top_k + k] = score / normal.sum * float(scale);
-      if (is_routed && count_E) atomicAdd(&histogram[e], 1);
+      if (is_routed && count_BCE) atomicAdd(&histogram[(by_choice ? k : 0) * experts + e], 1);
     }
   }
-  if (!count_E) return;
+  if (!count_BCE) return;
+  if (lane == 0) scalars[0] = squares, scalars[1] = entropies, scalars[2] = routed;
   __syncthreads();
-  for (int e = threadIdx.x; e < experts; e += blockDim.x)
-    if (histogram[e]) atomicAdd(reinterpret_cast<u64*>(count_E) + e, u64(histogram[e]));
+  for (int i = threadIdx.x; i < bins; i += blockDim.x) count_BCE[i64(blockIdx.x) * bins + i] = histogram[i];
+  const float* first = reinterpret_cast<const float*>(histogram + bins + top_k + groups);  // of the first warp
+  for (int i = threadIdx.x; i < experts + 3; i += blockDim.x) {
+    float sum = 0;
+    for (int w = 0; w < warps; w++) sum += first[w * each + i];
+    if (i < 3)
+      sum_B3[i64(blockIdx.x) * 3 + i] = sum;
+    else
+      sum_BE[i64(blockIdx.x) * experts + i - 3] = sum;
+  }
 }
 
-// The gradient of the logits, of those of weights, scores and logsumexp.
-template <class T>
+// The gradient of the logits, given those of weights, scores, logsumexp, and the two losses of `queue`.
+template <class T, class Out>
 __global__ void __launch_bounds__(256)
     route_backward(const T* __restrict__ logits_TE, const i64* __restrict__ expert_TK,
                    const float* __restrict__ logsumexp_T, const float* __restrict__ d_weight_TK,
-                   const float* __restrict__ d_score_TE, const float* __restrict__ d_logsumexp_T, i64 tokens,
-                   i64 num_experts, i64 num_choices, i64 is_sigmoid, i64 normalize, double scale,
-                   T* __restrict__ d_logits_TE) {
+                   const float* __restrict__ d_score_TE, const float* __restrict__ d_logsumexp_T,
+                   const u8* __restrict__ mask_T, const float* __restrict__ d_balance, const float* __restrict__ d_z,
+                   const float* __restrict__ fraction_GE, const float* __restrict__ routed, i64 tokens, i64 num_experts,
+                   i64 num_choices, i64 is_sigmoid, i64 normalize, double scale, i64 group_size, i64 sequences,
+                   i64 sequence_length, Out* __restrict__ d_logits_TE) {
   const int experts = int(num_experts), top_k = int(num_choices);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   float* row = reinterpret_cast<float*>(shared_memory()) + warp * experts;
@@ -239,14 +266,14 @@ __global__ void __launch_bounds__(256)
   const T* logits = logits_TE + t * experts;
   const i64* chosen = expert_TK + t * top_k;
   const float* d_weight = d_weight_TK + t * top_k;
-  // What weights say to their experts: gradients of scores, or of logits where a softmax was taken of the chosen.
+  // Gradients that the weights give their experts: of scores, or of logits if the softmax is over the chosen ones.
   const bool is_logits = !is_sigmoid && normalize;
 #pragma unroll 1
   for (int e = lane; e < experts; e += 32) row[e] = 0;
   __syncwarp();
   if (d_weight_TK) {
     Normal normal{0, 1};
-    float mean = 0;  // of the gradients, weighted
+    float mean = 0;  // weighted sum of the gradients
     bool is_normal = normalize;
     if (normalize) {
       normal = normal_of(logits, chosen, top_k, is_sigmoid);
@@ -271,28 +298,40 @@ __global__ void __launch_bounds__(256)
     __syncwarp();
   }
   const float logsumexp = logsumexp_T ? logsumexp_T[t] : 0.0f;
-  const float d_logsumexp = d_logsumexp_T ? d_logsumexp_T[t] : 0.0f;
+  float d_logsumexp = d_logsumexp_T ? d_logsumexp_T[t] : 0.0f;
   const float* d_score = d_score_TE ? d_score_TE + t * experts : nullptr;
-  float dot = 0;
-  if (!is_sigmoid && (d_score || !is_logits)) {
-#pragma unroll 1
-    for (int e = lane; e < experts; e += 32) {
-      const float d = (is_logits ? 0.0f : row[e]) + (d_score ? d_score[e] : 0.0f);
-      dot += expf(to_float(logits[e]) - logsumexp) * d;
+  // balance = E / tokens * sum over groups and experts of fraction * sum of scores; z = mean of logsumexp^2.
+  const float* fraction = nullptr;
+  float d_sum = 0;
+  if ((d_balance || d_z) && (!mask_T || mask_T[t])) {
+    const float share = 1.0f / fmaxf(*routed, 1.0f);
+    if (d_balance) {
+      const u32 u = sequences > 1 ? u32(t) % u32(sequences) * u32(sequence_length) + u32(t) / u32(sequences) : u32(t);
+      fraction = fraction_GE + i64(u / u32(group_size)) * experts;
+      d_sum = *d_balance * float(experts) * share;
     }
+    if (d_z) d_logsumexp += *d_z * 2.0f * logsumexp * share;
+  }
+  auto d_of = [&](int e) {
+    return (is_logits ? 0.0f : row[e]) + (d_score ? d_score[e] : 0.0f) + (fraction ? d_sum * fraction[e] : 0.0f);
+  };
+  float dot = 0;
+  if (!is_sigmoid && (d_score || fraction || !is_logits)) {
+#pragma unroll 1
+    for (int e = lane; e < experts; e += 32) dot += expf(to_float(logits[e]) - logsumexp) * d_of(e);
     dot = warp_sum(dot);
   }
+  const bool has_p = !is_sigmoid || d_logsumexp_T || d_z;
 #pragma unroll 1
   for (int e = lane; e < experts; e += 32) {
     const float x = to_float(logits[e]);
-    const float d = (is_logits ? 0.0f : row[e]) + (d_score ? d_score[e] : 0.0f);
-    const float p = !is_sigmoid || d_logsumexp_T ? expf(x - logsumexp) : 0.0f;
+    const float p = has_p ? expf(x - logsumexp) : 0.0f;
     float sum = p * d_logsumexp + (is_logits ? row[e] : 0.0f);
     if (is_sigmoid) {
       const float s = sigmoid(x);
-      sum += d * s * (1.0f - s);
+      sum += d_of(e) * s * (1.0f - s);
     } else {
-      sum += p * (d - dot);
+      sum += p * (d_of(e) - dot);
     }
     put(d_logits_TE + t * experts + e, sum);
   }

@@ -1,13 +1,13 @@
-// Rows from token order to expert order and back: every kernel gathers, none adds by atomics. A row is taken by the
-// blockDim.x threads of one threadIdx.y.
+// Rows from token order to expert order and back. Every kernel gathers, and none adds by atomics. The blockDim.x
+// threads of one threadIdx.y process a row.
 //
-// Shape letters: T tokens, K choices, D width, M rows, L experts. N: numbers that a thread takes at once.
+// Shape letters: T tokens, K choices, D width, M rows, L experts. N: numbers that a thread processes at once.
 #include "common.cuh"
 
 namespace fmoe {
-constexpr int AHEAD = 4;  // loads under way before the first store
+constexpr int AHEAD = 4;  // loads in flight before the first store
 
-// out = scale * x, converted. Fewer loads ahead: numbers are wider in registers than in memory.
+// out = scale * x, converted. Fewer loads in flight, because numbers are wider in registers than in memory.
 template <int N, class In, class Out>
 __device__ __forceinline__ void copy_row(const In* x, Out* out, i64 width, bool is_scaled, float scale) {
   constexpr int AHEAD = 2;
@@ -53,7 +53,7 @@ struct Same<A, A> {
   static constexpr bool value = true;
 };
 
-// N numbers in memory's own form, so that several can be under way; zeros where none are loaded.
+// N numbers in the format of memory, so that several loads can be in flight; zeros if nothing is loaded.
 template <int N, class T>
 struct Raw {
   static_assert(N * sizeof(T) == 16, "a vector");
@@ -71,7 +71,8 @@ struct Raw<1, T> {
   __device__ __forceinline__ void read(float (&x)[1]) const { x[0] = to_float(value); }
 };
 
-// out[i] = scale[index[i]] * x[index[i] / per]; index null: x[i]. Rows from `limit` on, and of an index below 0: zero.
+// out[i] = scale[index[i]] * x[index[i] / per]; x[i] if index is null. Rows from `limit` on, and rows with an index
+// below 0, are zero.
 template <class In, class Out>
 __global__ void __launch_bounds__(256)
     gather(const In* __restrict__ x, const i64* __restrict__ index_M, i64 per, const float* __restrict__ scale,
@@ -94,9 +95,10 @@ __global__ void __launch_bounds__(256)
   is_wide ? copy_row<N>(from, to, width, scale != nullptr, by) : copy_row<1>(from, to, width, scale != nullptr, by);
 }
 
+// `bias_LD` is null, or the bias of the experts, whose rows end at `end_L`.
 template <int N, class T>
 __device__ __forceinline__ void combine_row(const T* rows, const i64* place, const float* weight, i64 bound, int top_k,
-                                            i64 width, T* out) {
+                                            i64 width, const T* bias_LD, const int* end_L, i64 experts, T* out) {
   for (i64 v = threadIdx.x; v < width / N; v += blockDim.x) {
     float sum[N] = {};
 #pragma unroll 1
@@ -119,11 +121,20 @@ __device__ __forceinline__ void combine_row(const T* rows, const i64* place, con
         for (int j = 0; j < N; j++) sum[j] += w[a] * x[j];
       }
     }
+#pragma unroll 1
+    for (int k = 0; bias_LD && k < top_k; k++) {
+      if (u64(place[k]) >= u64(bound)) continue;
+      const float w = weight ? weight[k] : 1.0f;
+      float b[N];
+      load<N>(bias_LD + segment_of(end_L, experts, place[k]) * width + v * N, b);
+#pragma unroll
+      for (int j = 0; j < N; j++) sum[j] += w * b[j];
+    }
     store<N>(out + v * N, sum);
   }
 }
 
-// d_row = w * d_out where there is a d_row; the thread's part of <d_out, row> where there is a row.
+// d_row = w * d_out if d_row is not null; returns this thread's part of <d_out, row> if row is not null.
 template <int N, class T>
 __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* row, float w, i64 width, T* d_row) {
   float dot = 0;
@@ -144,24 +155,50 @@ __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* r
   return dot;
 }
 
-// out[t] = sum over k of weight[t, k] * rows[place[t, k]], in float and in that order, over the places that are kept.
+// out[t] = sum over k of weight[t, k] * (rows[place[t, k]] + its expert's bias), in float and in a fixed order, over the
+// places that are kept.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine(const T* __restrict__ rows, const i64* __restrict__ place_TK, const float* __restrict__ weight_TK,
-            const i64* __restrict__ limit, i64 tokens, i64 top_k, i64 num_rows, i64 width, T* __restrict__ out_TD) {
+            const i64* __restrict__ limit, const T* __restrict__ bias_LD, const int* __restrict__ end_L, i64 experts,
+            i64 tokens, i64 top_k, i64 num_rows, i64 width, T* __restrict__ out_TD) {
   constexpr int N = VECTOR<T>;
   const i64 t = own_row(), bound = rows_kept(limit, num_rows);
   if (t >= tokens) return;
   const i64* place = place_TK + t * top_k;
   const float* weight = weight_TK ? weight_TK + t * top_k : nullptr;
-  if (width % N == 0 && is_aligned(rows, out_TD))
-    combine_row<N>(rows, place, weight, bound, int(top_k), width, out_TD + t * width);
+  T* out = out_TD + t * width;
+  if (width % N == 0 && is_aligned(rows, bias_LD, out_TD))
+    combine_row<N>(rows, place, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
   else
-    combine_row<1>(rows, place, weight, bound, int(top_k), width, out_TD + t * width);
+    combine_row<1>(rows, place, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
 }
 
-// d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every place is
-// written by the one assignment that is there; those from `limit` to `num_rows` are zero.
+// d_weight[t, k] += <d_out[t], bias of the expert of place[t, k]> over the places below the last end.
+template <class T>
+__global__ void __launch_bounds__(256)
+    bias_dots(const T* __restrict__ d_out_TD, const T* __restrict__ bias_LD, const i64* __restrict__ place_TK,
+              const int* __restrict__ end_L, i64 experts, i64 tokens, i64 top_k, i64 width,
+              float* __restrict__ d_weight_TK) {
+  constexpr int N = VECTOR<T>;
+  float* shared = reinterpret_cast<float*>(shared_memory());
+  const bool is_wide = width % N == 0 && is_aligned(d_out_TD, bias_LD);
+  const i64 t = own_row();
+  const T* d_out = d_out_TD + t * width;
+  for (i64 k = 0; k < top_k; k++) {
+    const i64 expert = t < tokens ? segment_of(end_L, experts, place_TK[t * top_k + k]) : experts;
+    const T* bias = bias_LD + expert * width;
+    float dot = 0;
+    if (expert < experts)
+      dot = is_wide ? combine_row_backward<N, T>(d_out, bias, 0.0f, width, nullptr)
+                    : combine_row_backward<1, T>(d_out, bias, 0.0f, width, nullptr);
+    dot = row_sum(dot, shared);
+    if (expert < experts && threadIdx.x == 0) d_weight_TK[t * top_k + k] += dot;
+  }
+}
+
+// d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every row is
+// written by its only assignment; rows from `limit` to `num_rows` are zero.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine_backward(const T* __restrict__ d_out_TD, const T* __restrict__ rows, const i64* __restrict__ place_TK,
@@ -202,7 +239,7 @@ __device__ __forceinline__ void add_row(const T* x, const T* bias, i64 width, T*
   }
 }
 
-// out = rows + the bias of their expert; `out` may be `rows`. Rows past the last expert's: zero.
+// out = rows + the bias of their expert; `out` may be `rows`. Rows past the last expert's are zero.
 template <class T>
 __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restrict__ bias_LD,
                                                 const int* __restrict__ end_L, i64 experts, i64 num_rows, i64 width,
@@ -218,8 +255,8 @@ __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restri
   is_wide ? add_row<N>(x, bias, width, to) : add_row<1>(x, bias, width, to);
 }
 
-// out[e] = sum over the rows i of expert e of scale[index[i]] * rows[i]; zero where it has none. Block (32, 32): 32 columns of
-// an expert, its rows over threadIdx.y.
+// out[e] = sum over the rows i of expert e of scale[index[i]] * rows[i]; zero for an expert without rows. Block (32,
+// 32): 32 columns of an expert, with its rows over threadIdx.y.
 template <class T, class Out>
 __global__ void __launch_bounds__(1024)
     column_sums(const T* __restrict__ rows, const float* __restrict__ scale, const i64* __restrict__ index_M,
@@ -240,6 +277,63 @@ __global__ void __launch_bounds__(1024)
   sum = warp_sum(shared[threadIdx.x * 33 + threadIdx.y]);
   const i64 own = i64(blockIdx.x) * 32 + threadIdx.y;
   if (threadIdx.x == 0 && own < width) put(out_LD + expert * width + own, sum);
+}
+
+// The noise of `fmoe.random`: MurmurHash3's finalizer twice, of a counter and the two halves of a key.
+__device__ __forceinline__ u32 mix(u32 x) {
+  x ^= x >> 16, x *= 0x85ebca6bu;
+  x ^= x >> 13, x *= 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
+
+// The key of a routing group: splitmix64's finalizer.
+__device__ __forceinline__ u64 fold(u64 key, u64 index) {
+  u64 x = key + (index + 1) * 0x9e3779b97f4a7c15ull;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+  return x ^ x >> 31;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void jitter_row(const T* x, const T* addend, u64 key, i64 first, float half_width, i64 width,
+                                           T* out, T* change) {
+  for (i64 v = threadIdx.x; v < width / N; v += blockDim.x) {
+    float value[N], more[N] = {}, difference[N];
+    load<N>(x + v * N, value);
+    if (addend) load<N>(addend + v * N, more);
+    u32 hash = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const i64 n = first + v * N + j;
+      if (j == 0 || j % 2 == 0) hash = mix(mix(u32(n / 2) * 0x9e3779b1u + u32(key)) ^ u32(key >> 32));
+      const float uniform = float(short(n % 2 ? hash >> 16 : hash & 0xffff)) * 0x1p-16f + 0.5f;
+      difference[j] = value[j] * (uniform * 2.0f * half_width - half_width);
+      value[j] += difference[j] + more[j];
+    }
+    if (out) store<N>(out + v * N, value);
+    if (change) store<N>(change + v * N, difference);
+  }
+}
+
+// out = x * noise + addend and change = x * (noise - 1), the noise of each element uniform in 1 -+ half_width: that of
+// `RoutingGroups.local_uniform16` for this key, on every device.
+template <class T>
+__global__ void __launch_bounds__(256)
+    jitter(const T* __restrict__ x_TD, const T* __restrict__ addend_TD, i64 key, i64 first_group, double half_width,
+           i64 tokens, i64 width, i64 group_size, i64 sequences, i64 sequence_length, T* __restrict__ out_TD,
+           T* __restrict__ change_TD) {
+  constexpr int N = VECTOR<T>;
+  const i64 t = own_row();
+  if (t >= tokens) return;
+  const i64 u = sequences > 1 ? t % sequences * sequence_length + t / sequences : t;
+  const u64 own = fold(u64(key), u64(first_group + u / group_size));
+  const i64 first = u % group_size * width, at = t * width;
+  const T* addend = addend_TD ? addend_TD + at : nullptr;
+  T *out = out_TD ? out_TD + at : nullptr, *change = change_TD ? change_TD + at : nullptr;
+  if (width % N == 0 && is_aligned(x_TD, addend_TD, out_TD, change_TD))
+    jitter_row<N>(x_TD + at, addend, own, first, float(half_width), width, out, change);
+  else
+    jitter_row<1>(x_TD + at, addend, own, first, float(half_width), width, out, change);
 }
 
 }  // namespace fmoe

@@ -28,7 +28,7 @@ def make_model(**options) -> torch.nn.Module:
 
 
 def make_data() -> torch.Tensor:
-    """Sentences of two words taking turns, and the place of one of them left out (word 0)."""
+    """Return sentences of two alternating words, and the same with one word left out (word 0)."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, VOCABULARY, (STEPS * BATCH, 2), generator=generator).repeat(1, LENGTH // 2)
     return torch.stack([words.scatter(1, torch.randint(LENGTH, (len(words), 1), generator=generator), 0), words], 1)

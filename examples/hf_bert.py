@@ -1,4 +1,4 @@
-"""A Hugging Face BERT becomes a Mixture of Experts by one line, and trains on.
+"""Turn a Hugging Face BERT into a Mixture of Experts with one line, and train it.
 
 The model is tiny and randomly initialised, so that this needs no download and ends in seconds:
 
@@ -15,7 +15,7 @@ MASK, FIRST_WORD = 1, 2
 
 
 def batch(size: int = 16, length: int = 16, vocab_size: int = 32) -> dict[str, torch.Tensor]:
-    """Sentences of two words taking turns, a seventh of them masked."""
+    """Return sentences of two alternating words, a seventh of them masked."""
     words = torch.randint(FIRST_WORD, vocab_size, (size, 2)).repeat(1, length // 2)
     masked = torch.rand(words.shape) < 1 / 7
     return {"input_ids": words.masked_fill(masked, MASK), "labels": words.masked_fill(~masked, -100)}

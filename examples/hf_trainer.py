@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer trains a Llama with experts on local text. Run with one process or several:
+"""Train a Llama with experts on local text with Hugging Face's Trainer, on one process or several:
 
     pip install transformers accelerate
     python examples/hf_trainer.py
@@ -44,7 +44,7 @@ class MoETrainer(Trainer):
 
 
 def make_model(**options) -> torch.nn.Module:
-    """A Llama whose feed-forward blocks become 8 experts each."""
+    """Return a Llama whose feed-forward blocks become 8 experts each."""
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
@@ -52,7 +52,7 @@ def make_model(**options) -> torch.nn.Module:
 
 
 def make_data() -> list[dict[str, torch.Tensor]]:
-    """Sequences of LENGTH bytes."""
+    """Return sequences of LENGTH bytes."""
     text = torch.tensor(list(b"".join(path.read_bytes() for path in TEXT)))
     return [{"input_ids": row, "labels": row} for row in text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)]
 

@@ -18,7 +18,7 @@ BATCH, LENGTH, VOCABULARY = 8, 16, 32
 
 
 class Routing(lightning.Callback):
-    """Sets the factor of the balance losses, and logs the routing of every layer."""
+    """Callback that sets the factor of the balance losses and logs the routing of every layer."""
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         fmoe.set_loss_scale(1 / trainer.accumulate_grad_batches)  # Lightning divides the loss by the same number
@@ -55,7 +55,7 @@ class Model(lightning.LightningModule):
 
 
 def make_data(size: int) -> torch.Tensor:
-    """Sentences of two words taking turns, and the same with one of them left out (word 0)."""
+    """Return sentences of two alternating words, and the same with one word left out (word 0)."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(1, VOCABULARY, (size, 2), generator=generator).repeat(1, LENGTH // 2)
     return torch.stack([words.scatter(1, torch.randint(LENGTH, (size, 1), generator=generator), 0), words], 1)

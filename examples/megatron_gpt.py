@@ -1,4 +1,4 @@
-"""Experts in a GPT of Megatron-core, from nothing: process groups, model, one line, a few steps. No GPU is needed."""
+"""Experts in a GPT of Megatron-core, from scratch: process groups, model, one line, a few steps. No GPU is needed."""
 
 import torch
 from torch.nn import functional as F
@@ -19,7 +19,7 @@ VOCABULARY, LENGTH = 128, 32
 
 
 def make_gpt() -> GPTModel:
-    """A dense GPT of four layers."""
+    """Return a dense GPT of four layers."""
     config = TransformerConfig(
         num_layers=4,
         hidden_size=64,
@@ -37,7 +37,7 @@ def make_gpt() -> GPTModel:
 
 
 def main() -> list[float]:
-    """Trains it to count; returns the printed losses."""
+    """Train the model to count; return the printed losses."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()

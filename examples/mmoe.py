@@ -13,7 +13,7 @@ WIDTH, EXPERTS, STEPS, BATCH, CORRELATION = 32, 4, 201, 256, 0.5
 
 
 class TwoTasks(nn.Module):
-    """Shared experts, a gate and a linear head for each task."""
+    """Shared experts, with a gate and a linear head for each task."""
 
     def __init__(self):
         super().__init__()
@@ -25,13 +25,13 @@ class TwoTasks(nn.Module):
 
 
 def targets(x, directions):
-    """The two tasks' targets: a linear part and a wave along each task's direction."""
+    """Return the two tasks' targets: a linear part and a wave along each task's direction."""
     along = x @ directions.t()
     return [along[:, n] + torch.sin(3 * along[:, n]) for n in range(2)]
 
 
 def main() -> list[float]:
-    """Trains; returns the summed loss of each printed step."""
+    """Train; return the summed loss of each printed step."""
     torch.manual_seed(0)
     first, second = torch.linalg.qr(torch.randn(WIDTH, 2)).Q.t()
     directions = torch.stack([first, CORRELATION * first + (1 - CORRELATION**2) ** 0.5 * second])

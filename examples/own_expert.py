@@ -1,4 +1,4 @@
-"""An expert of one's own: any module of tokens, made once an expert; here a convolution over each token's features."""
+"""A custom expert: any module of tokens, built once per expert; here a convolution over each token's features."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ class ConvExpert(nn.Module):
 
 
 def main() -> list[float]:
-    """Trains a layer of such experts to smooth its input; returns the printed losses."""
+    """Train a layer of such experts to smooth its input; return the printed losses."""
     torch.manual_seed(0)
     layer = fmoe.FMoE(d_model=32, num_experts=4, top_k=1, gate="switch", expert=ConvExpert)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)

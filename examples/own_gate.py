@@ -1,4 +1,4 @@
-"""A gate of one's own: a function or module from tokens to a `Routing`, registered by one line."""
+"""A custom gate: a function or module from tokens to a `Routing`, registered by one line."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import fmoe
 
 
 class CosineGate(nn.Module):
-    """Top-k of the cosine between the token and a direction an expert, with a learned temperature."""
+    """Top-k of the cosine between a token and a direction per expert, with a learned temperature."""
 
     def __init__(self, d_model, num_experts, top_k):
         super().__init__()
@@ -28,7 +28,7 @@ fmoe.register_gate("cosine", CosineGate)
 
 
 def main() -> list[float]:
-    """Trains a layer to copy a fixed network; returns the printed losses."""
+    """Train a layer to copy a fixed network; return the printed losses."""
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).requires_grad_(False)
     layer = fmoe.FMoE(d_model=16, num_experts=4, d_hidden=32, gate="cosine", top_k=2)

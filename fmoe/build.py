@@ -40,7 +40,7 @@ class Spec:
         granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, of which a token gets
             ``m * K`` (DeepSeekMoE, arXiv 2401.06066).
         moe_group: expert parallel group, over which the experts are spread; None for one rank.
-        exchange: how rows travel between the ranks of ``moe_group``, a name of `fmoe.exchange.EXCHANGES`
+        exchange: a name of `fmoe.exchange.EXCHANGES`, the way in which rows are sent between the ranks of ``moe_group``
             (docs/parallelism.md compares them); the result does not depend on it.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.

@@ -178,10 +178,11 @@ class AuxLosses:
         self.observer: Observer | None = None
         self.pending: list[Tensor] = []
         self._warned = self._has_offered = False
+        self._factors: dict[tuple[torch.device, tuple[float, ...]], Tensor] = {}
         self._number = _register(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pending": []}  # pending losses belong to the graph of the original
+        return {**self.__dict__, "pending": [], "_factors": {}}  # pending losses belong to the graph of the original
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -197,10 +198,20 @@ class AuxLosses:
         Raises:
             UserError: the gate returned a loss that has no entry in the weights.
         """
+        self._check_names(routing)
+        weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
+        if not weighted:
+            return None
+        total, factor = sum(weighted[1:], weighted[0]), self.common_factor(routing)
+        return total if factor is None else total * factor
+
+    def _check_names(self, routing: Routing) -> None:
         if unknown := routing.losses.keys() - self.weights.keys():
             raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
-        weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
-        return sum(weighted[1:], weighted[0]) if weighted else None
+
+    def common_factor(self, routing: Routing) -> Tensor | None:
+        """Return a further factor of all losses, a scalar; None for 1."""
+        return None
 
     def attach(self, routing: Routing, share: float, training: bool) -> Tensor:
         """Return the combine weights, whose backward pass adds the gradients of the losses.
@@ -210,6 +221,9 @@ class AuxLosses:
         """
         if not (training and torch.is_grad_enabled()):
             return routing.weight_TK
+        is_fused = routing.stats is not None and routing.stats.sums is not None and type(self).total is AuxLosses.total
+        if is_fused and not self.is_manual and not torch.compiler.is_compiling():
+            return self._attach_each(routing, share)
         total = self.total(routing)
         if total is not None:
             total = total if share == 1 else total * share
@@ -219,6 +233,33 @@ class AuxLosses:
         if torch.compiler.is_compiling() and (total is not None or routing.weight_TK.requires_grad):
             return _attach_opaque(routing.weight_TK, routing, total, self._number)
         return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
+
+    def _attach_each(self, routing: Routing, share: float) -> Tensor:
+        """Attach the losses without their weighted sum, which would take several launches on a GPU."""
+        self._check_names(routing)
+        losses = {name: x for name, x in routing.losses.items() if self.weights[name] and x.requires_grad}
+        if not losses:
+            return routing.weight_TK
+        factors = tuple(self.weights[name] * share for name in losses)
+        return _AttachEach.apply(routing.weight_TK, self, factors, self.common_factor(routing), *losses.values())
+
+    def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
+        """Return ``scale() * more * factors`` on a device; kept from step to step while the scale is a number."""
+        scale = self.scale()
+        if not isinstance(scale, Tensor):
+            factors = tuple(factor * scale for factor in factors)
+        key = (device, factors)
+        found = self._factors.get(key)
+        if found is None:
+            # Filled on the device: a copy would synchronize.
+            found = torch.stack([torch.full((), factor, dtype=torch.float32, device=device) for factor in factors])
+            if len(self._factors) >= 16:  # weights or scales that change from step to step
+                self._factors.clear()
+            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the graph's memory
+                self._factors[key] = found
+        if isinstance(scale, Tensor):
+            found = found * scale.to(device, found.dtype)
+        return found if more is None else found * more
 
     def count(
         self, routing: Routing, weight_TK: Tensor, outputs: list[Tensor], training: bool, observer: Observer | None
@@ -306,6 +347,21 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad_x, _scalar(ctx.scale(), ctx.dtype, ctx.device), None
+
+
+class _AttachEach(torch.autograd.Function):
+    """`_AttachLoss` of the sum of ``more * factors * losses``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, aux: AuxLosses, factors: tuple[float, ...], more: Tensor | None, *losses: Tensor
+    ) -> Tensor:
+        ctx.aux, ctx.factors, ctx.more, ctx.device = aux, factors, more, losses[0].device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_x, None, None, None, *ctx.aux.gradients(ctx.factors, ctx.more, ctx.device).unbind()
 
 
 def _scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -418,7 +474,7 @@ def _record(
             _counted[int(ticket)] = None
             if len(_counted) > _MAX_COUNTED:
                 _counted.pop(next(iter(_counted)), None)
-            stats = RoutingStats(*values[:4]) if has_stats else None
+            stats = RoutingStats(values[0], values[1], values[2], values[3]) if has_stats else None
             losses = dict(zip(filter(None, names.split(",")), values[4 * has_stats :], strict=True))
             layer.record(Routing(grad.new_empty(0, dtype=torch.int64), grad, losses, stats))
         scale = layer.scale()

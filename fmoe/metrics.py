@@ -18,6 +18,7 @@ _SCALARS = ("dropped", "entropy", "tokens")
 # Several threads may add to one layer's sums (nn.DataParallel, concurrent backward passes). The lock is global because
 # a layer with a lock could be neither copied nor pickled.
 _lock = threading.Lock()
+_MAX_PENDING = 64  # vectors that are kept to be added at once
 
 
 def _after_fork() -> None:
@@ -75,28 +76,60 @@ class LayerMetrics:
         self.num_experts = num_experts
         self.loss_names = loss_names
         self._sums: Tensor | None = None
+        self._pending: list[Tensor] = []  # sums that are added when they are read
         self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
         """Add one micro batch. Training calls it in the backward pass, so that recomputation is not counted."""
         if stats is None:
             return
-        scalars = [stats.dropped, stats.entropy, stats.tokens]
-        scalars += [
-            losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
-            for name in self.loss_names
-        ]
-        sums = torch.cat([stats.load_E, torch.stack(scalars)]).to(sum_dtype(stats.load_E.device))
+        sums = stats.sums
+        is_prefix = sums is not None and stats.loss_names == self.loss_names[: len(stats.loss_names)]
+        if sums is None or not is_prefix:
+            scalars = [stats.dropped, stats.entropy, stats.tokens]
+            scalars += [
+                losses[name].detach() * stats.tokens if name in losses else torch.zeros_like(stats.tokens)
+                for name in self.loss_names
+            ]
+            sums = torch.cat([stats.load_E, torch.stack(scalars)]).to(sum_dtype(stats.load_E.device))
+        # A CUDA graph repeats launches, not this code, and memory that it allocates is its own.
+        is_captured = sums.is_cuda and torch.cuda.is_current_stream_capturing()
         with _lock:
             self.seen.update(losses)
-            self._sums = sums if self._sums is None else self._sums + sums
+            if self._sums is None and not is_prefix:
+                self._sums = sums
+            elif is_captured or not is_prefix:
+                self._buffer(sums.device)[: len(sums)].add_(sums)
+            else:  # later, many at once: on a GPU each addition is a launch
+                self._buffer(sums.device)
+                self._pending.append(sums)
+                if len(self._pending) >= _MAX_PENDING:
+                    self._add_pending()
+
+    def _buffer(self, device: torch.device) -> Tensor:
+        if self._sums is None:
+            size = self.num_experts + len(_SCALARS) + len(self.loss_names)
+            self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
+        return self._sums
+
+    def _add_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        total = pending[0] if len(pending) == 1 else torch.stack(pending).sum(0, dtype=sum_dtype(pending[0].device))
+        self._buffer(total.device)[: len(total)].add_(total)
+
+    def _total(self, device: torch.device | str = "cpu") -> Tensor:
+        self._add_pending()
+        if self._sums is not None:
+            return self._sums.clone()
+        size = self.num_experts + len(_SCALARS) + len(self.loss_names)
+        return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`. They are additive over ranks."""
-        size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-        if self._sums is None:
-            return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
-        return self._sums.clone()
+        with _lock:
+            return self._total(device)
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
         """Return the report of ``sums``, which may be reduced over ranks; None for the present sums of this rank.
@@ -122,13 +155,19 @@ class LayerMetrics:
     def take(self) -> LayerReport:
         """Return the report and reset, atomically."""
         with _lock:
-            sums = self.sums()
-            self._sums = None
+            sums = self._total()
+            self._clear()
         return self.report(sums)
 
     def reset(self) -> None:
         """Reset the sums."""
-        self._sums = None
+        with _lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._pending = []
+        if self._sums is not None:  # in place on a GPU, where a CUDA graph may add to them
+            self._sums = self._sums.zero_() if self._sums.is_cuda else None
 
 
 @contextlib.contextmanager

@@ -101,7 +101,10 @@ class MoE(nn.Module):
             expert_call = self.call(tokens)
             routing = tokens.local_routing(self.route(tokens))
             weight_TK = self.aux.attach(routing, tokens.loss_share, self.training)
-            outputs = session.run(routing, weight_TK, tokens.rows(expert_call.needs_keys), expert_call)
+            inputs = tokens.rows(expert_call.needs_keys)
+            if routing.passed is not None and routing.passed[0] is inputs[0]:
+                inputs = [routing.passed[1], *inputs[1:]]
+            outputs = session.run(routing, weight_TK, inputs, expert_call)
             outputs = tokens.join(self.finish(outputs, tokens, weight_TK))
             outputs = self.aux.count(routing, weight_TK, outputs, self.training, getattr(gate, "record", None))
         return self.result(outputs, expert_call)

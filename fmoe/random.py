@@ -89,10 +89,10 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 
 
 def branch(*parts: int | str) -> int:
-    """Return a new seed for torch's default CPU generator, from its present seed and ``parts``. The position stays.
+    """Return a new seed for torch's default CPU generator, from its present seed and ``parts``.
 
-    It is for code that seeds the generator while a model runs, such as Megatron's regions with separate noise per
-    tensor parallel rank.
+    The position does not change. This is for code that seeds the generator while a model runs, such as Megatron's
+    regions with separate noise per tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
     where = position()

@@ -47,12 +47,24 @@ class RoutingStats:
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
+        sums: all of these in one vector, whose parts they are, followed by each loss of `loss_names` times tokens; None
+            if they are separate.
+        loss_names: names of the losses in ``sums``.
     """
 
     load_E: Tensor
     dropped: Tensor
     entropy: Tensor
     tokens: Tensor
+    sums: Tensor | None = None
+    loss_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of_sums(cls, sums: Tensor, loss_names: tuple[str, ...] = ()) -> "RoutingStats":
+        """Return the statistics in a vector ``sums``."""
+        num_experts = sums.shape[0] - 3 - len(loss_names)
+        load_E, scalars = sums[:num_experts], sums[num_experts:]
+        return cls(load_E, scalars[0], scalars[1], scalars[2], sums, loss_names)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -72,6 +84,9 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
+        counted: ``expert_TK`` and its counts for `fmoe.kernels.cuda.rows.place`; None to count them there.
+        passed: the gate's input, and the same tokens for the experts to take: the gate then adds the experts' gradient
+            to its own. None if the experts take the input itself.
     """
 
     expert_TK: Tensor
@@ -79,6 +94,8 @@ class Routing:
     losses: Mapping[str, Tensor] = field(default_factory=dict)
     stats: RoutingStats | None = None
     max_load: int | None = None
+    counted: tuple[Tensor, Tensor] | None = None
+    passed: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -169,6 +186,12 @@ class RoutingGroups:
         if mask_T is None:
             mask_T = torch.ones(self.num_tokens, dtype=torch.bool, device=device)
         return self.split(mask_T, pad=False)
+
+    def key_on_host(self, purpose: str) -> int:
+        """Return the key from which the noise keys of all groups follow. Not under torch.compile."""
+        if self._key is None:
+            self._key = self.noise_key()
+        return random.key(int(self._key), purpose)
 
     def _group_keys(self, purpose: str, device: torch.device) -> Tensor:
         """Return a noise key for each group, int64 [G], the same at every split of the job."""

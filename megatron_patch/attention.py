@@ -11,13 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe import UserError
+from fmoe.kernels.attention import causal_attention, visible
 from megatron_patch import bf16_linear
 from megatron_patch.context import context_group, heads_to_sequence, spread_heads
 from megatron_patch.dropout import HeadDropout
@@ -28,9 +31,14 @@ class SDPAttention(DotProductAttention):
 
     Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, while
     megatron-core's code gives the mean of the values. Cases that torch's kernels do not support use megatron-core's
-    code: packed sequences, softmax with an offset, sliding windows, layer-scaled scores, several queries after cached
-    keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
-    bias, which megatron-core's code refuses, is added to the scaled scores.
+    code: packed sequences, layer-scaled scores, several queries after cached keys. bf16 is computed in float32 on
+    processors where that is faster (`megatron_patch.bf16_linear`). An attention bias, which megatron-core's code
+    refuses, is added to the scaled scores.
+
+    A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks, and a learned offset of the
+    softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets begin at zero, at
+    every split, and each tensor parallel rank has those of its heads. Masks and windows both apply; megatron-core's
+    code ignores a mask in layers with a window.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
 
@@ -43,6 +51,7 @@ class SDPAttention(DotProductAttention):
     """
 
     context_group: dist.ProcessGroup | None = None
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -55,6 +64,9 @@ class SDPAttention(DotProductAttention):
     ):
         plain = copy.copy(config)
         plain.context_parallel_size = 1  # the base class refuses other sizes
+        has_sinks = getattr(config, "softmax_type", "vanilla") == "learnable"
+        if has_sinks:
+            plain.softmax_type = "vanilla"  # the base class draws offsets that depend on the split
         if v_channels is not None:
             plain.kv_channels = v_channels  # the base class shapes its output by it
         super().__init__(plain, *args, pg_collection=pg_collection, **options)
@@ -65,6 +77,26 @@ class SDPAttention(DotProductAttention):
                 f"context_parallel_size={config.context_parallel_size} does not divide the "
                 f"{self.num_attention_heads_per_partition} attention heads of a tensor parallel rank"
             )
+        if has_sinks:
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            heads = self.num_attention_heads_per_partition
+            del self.softmax_offset
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the learned offsets, if any, as this rank's slice of those of all heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -103,15 +135,20 @@ class SDPAttention(DotProductAttention):
         """Attend with the heads of ``query`` over whole sequences."""
         softmax = self.scale_mask_softmax
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
-        special = self.softmax_offset is not None or softmax.window_size is not None or softmax.scale is not None
+        window, sinks_H = softmax.window_size, self._sinks()
+        is_local = sinks_H is not None or window is not None
+        # Other attention than ours: a window that is not causal, or of cross attention.
+        special = window is not None and (window[0] < 0 or window[1] != 0)
+        special |= is_local and (self.attn_mask_type != AttnMaskType.causal or attention_bias is not None)
+        special |= softmax.scale is not None
         # torch aligns a causal mask at the top left, which is wrong with more keys than queries. A single query after
         # cached keys sees all keys, without a mask.
         is_causal &= query.shape[0] > 1
-        special |= is_causal and query.shape[0] != key.shape[0]
+        special |= is_causal and query.shape[0] != key.shape[0] and not is_local
         if self.context_group is not None and attention_bias is not None:
             self._refuse_context("an attention bias")
         if special or packed_seq_params is not None:
-            self._refuse_context("this attention (packed sequences, window, softmax offset, scaled layers, cache)")
+            self._refuse_context("this attention (packed sequences, later keys in a window, scaled layers, cache)")
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
@@ -121,14 +158,23 @@ class SDPAttention(DotProductAttention):
             mask, is_causal = attention_bias.to(dtype), False
             mask = mask if hidden is None else mask.masked_fill(hidden, -torch.inf)
         dropout = self.attention_dropout.p if self.training else 0.0
+        size = None if window is None else window[0] + 1
         if dropout and isinstance(self.attention_dropout, HeadDropout):
-            out = self._attend(q, k, v, mask, is_causal)
+            if size is not None:
+                far = ~visible(query.shape[0], key.shape[0], size, query.device)
+                mask, is_causal = far if mask is None else far | mask, False
+            out = self._attend(q, k, v, mask, is_causal, sinks_H)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         if dropout:
             self._refuse_context("attention dropout without megatron_patch.dropout.key_dropout")
         # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+            if is_local:
+                seen = None if attention_mask is None else ~attention_mask
+                local: dict[str, Any] = {"window": size, "sinks_H": sinks_H, "seen": seen, "dropout": dropout}
+                out = causal_attention(q, k, v, scale=self.softmax_scale, **local)
+                return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
             out = F.scaled_dot_product_attention(
                 *(q, k, v),
                 attn_mask=~mask if mask is not None and mask.dtype == torch.bool else mask,
@@ -139,11 +185,25 @@ class SDPAttention(DotProductAttention):
             )
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
+    def _sinks(self) -> Tensor | None:
+        """Return the learned offsets of the heads on which this rank attends."""
+        if self.softmax_offset is None or self.context_group is None:
+            return self.softmax_offset
+        return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]
+
     def _refuse_context(self, what: str) -> None:
         if self.context_group is not None:
             raise UserError(f"context_parallel_size={self.context_group.size()} is not supported with {what}: use 1")
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Attend with keyed dropout of the probabilities, which torch's kernels do not support.
 
         All shapes are [b, heads, s, head width]. ``mask`` is a bias, or True where a query must not see a key.
@@ -154,7 +214,10 @@ class SDPAttention(DotProductAttention):
         mask = _later(query, key) if is_causal else mask
         if mask is not None:
             scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        if sinks_H is not None:
+            scores = torch.cat([scores, sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
         probabilities = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        probabilities = probabilities if sinks_H is None else probabilities[..., :-1]
         return self.attention_dropout(probabilities) @ value
 
 

@@ -246,12 +246,11 @@ class MegatronAux(AuxLosses):
         super().__init__(*args, **arguments)
         self.config, self.layer_number, self.num_layers = config, layer_number, num_layers
 
-    def total(self, routing: Routing) -> Tensor | None:
-        total = super().total(routing)
-        if total is not None and self.config.calculate_per_token_loss and routing.stats is not None:
+    def common_factor(self, routing: Routing) -> Tensor | None:
+        if self.config.calculate_per_token_loss and routing.stats is not None:
             # The training loss is then a sum over tokens. finalize_model_grads divides it by their number.
-            total = total * routing.stats.tokens
-        return total
+            return routing.stats.tokens
+        return None
 
     def record(self, routing: Routing, observer: Callable[[Routing], None] | None = None) -> None:
         super().record(routing, observer)

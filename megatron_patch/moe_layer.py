@@ -104,7 +104,7 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 def sharded_names() -> dict[str, str]:
     """Return FMoE's names of the tensors of an MoE layer, by Megatron-core's names in a distributed checkpoint, where
-    the experts of all ranks are one tensor. FMoE's shared experts have a leading axis of size 1 in addition."""
+    the experts of all ranks are one tensor. FMoE's shared experts have an additional leading axis of size 1."""
     names = {f"router.{name}": ours for name, ours in _OF_ROUTER.items()} | dict(_shared_names())
     for linear, ours in _OF_LINEAR.items():
         names |= {f"experts.experts.{linear}.{kind}": f"experts.{kind}_{ours}" for kind in ("weight", "bias")}

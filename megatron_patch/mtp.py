@@ -26,7 +26,7 @@ _LAYER = ("transformer_layer", "mtp_model_layer")  # up to megatron-core 0.16, a
 
 
 class MTPModel(GPTModel):
-    """`GPTModel` that runs its MTP modules only in training, with labels. Weights are in the state either way.
+    """`GPTModel` that runs its MTP modules only in training, with labels; their weights are always in the state dict.
 
     A pipeline stage with the modules has a copy of the embedding, which Megatron-core keeps equal to the first stage's.
     """

@@ -55,7 +55,7 @@ class Shard:
 
     @property
     def has_master(self) -> bool:
-        """Whether ``main`` is an fp32 copy of 16-bit values."""
+        """True if ``main`` is an fp32 copy of 16-bit values."""
         return self.parameter.dtype != torch.float32
 
 

@@ -131,7 +131,7 @@ def _with_marks(init: Callable) -> Callable:
 
 
 def _count_experts_by_their_group(init: Callable) -> Callable:
-    """Make the norm tell replicas of experts by the expert tensor parallel group, as megatron-core 0.19 does."""
+    """Make the norm detect replicas of experts by the expert tensor parallel group, as megatron-core 0.19 does."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):

@@ -151,8 +151,8 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     """Return the number of nodes, and the number of ranks on each.
 
     Raises:
-        UserError: the options and the recipe's splits differ in the total number of ranks, or it is not a multiple of
-            the number of nodes.
+        UserError: the options and the recipe's splits differ in the total number of ranks, or that number is not a
+            multiple of the number of nodes.
     """
     size, here = recipe.parallel.world_size, options.processes_per_node
     nodes = options.nodes or 1

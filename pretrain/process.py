@@ -135,7 +135,7 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
         if local_rank() >= torch.cuda.device_count():
             raise UserError(
                 f"local rank {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}; "
-                "start fewer processes on it (the splits of [parallel])"
+                "start fewer processes on it, with smaller sizes in [parallel]"
             )
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)

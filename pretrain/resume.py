@@ -111,11 +111,15 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     if was["next_sample"] != now["next_sample"]:
         raise UserError(
             f"{checkpoint.path} continues with sample {was['next_sample']}, but after step {checkpoint.step} this "
-            f"recipe (train.global_batch={recipe.train.global_batch}) continues with sample {now['next_sample']}"
+            f"recipe (train.global_batch={recipe.train.global_batch}) continues with sample {now['next_sample']}: "
+            "restore the checkpoint's batch sizes"
         )
     number, old_number = len(recipe.data.train), len(then["train"])
     if number != old_number:
-        raise UserError(f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written")
+        raise UserError(
+            f"data.train has {number} corpora, but had {old_number} when {checkpoint.path} was written: restore them "
+            "to resume"
+        )
     digests = [*was["corpora"], *[None] * (number - len(was["corpora"]))]
     for files in zip(recipe.data.train, then["train"], now["corpora"], digests, strict=True):
         _check_same("data.train", *files, checkpoint)
@@ -124,7 +128,8 @@ def check_data(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint) -> None:
     if was["samples_per_epoch"] != now["samples_per_epoch"]:
         raise UserError(
             f"data.train has changed since {checkpoint.path} was written: "
-            f"it has {now['samples_per_epoch']} samples per epoch, but had {was['samples_per_epoch']}"
+            f"it has {now['samples_per_epoch']} samples per epoch, but had {was['samples_per_epoch']}; restore it to "
+            "resume"
         )
 
 
@@ -136,10 +141,10 @@ def _check_same(
         if digest != old_digest:
             raise UserError(
                 f"{key} has changed since {checkpoint.path} was written: the SHA-256 of {path} begins with "
-                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}"
+                f"{digest[:12]}, that of {old_path} began with {old_digest[:12]}; restore it to resume"
             )
     elif os.path.realpath(path) != os.path.realpath(old_path):
-        raise UserError(f"{key}={path} differs from {old_path}, the value in {checkpoint.path}")
+        raise UserError(f"{key}={path} differs from {old_path}, the value in {checkpoint.path}: restore it to resume")
 
 
 def check_exists(folder: Path, resume: str | None) -> None:

@@ -49,7 +49,7 @@ from pretrain.resume import (
 )
 from pretrain.tracking import build_trackers, read_metrics
 from pretrain.tracking.events import EVENTS
-from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, STACKS, TOLD
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, METRICS, RUN_INFO, STACKS
 from pretrain.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -278,9 +278,9 @@ def _describe(trainer, folder: Path, processes: Processes) -> None:
         "versions": {name: version(name) for name in ("fmoe", "torch", "megatron-core")}
         | {"python": platform.python_version()},
     }
-    temporary = folder / f"{TOLD}.tmp"
+    temporary = folder / f"{RUN_INFO}.tmp"
     temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(folder / TOLD)  # atomically: `fmoe compare` reads unfinished runs
+    temporary.replace(folder / RUN_INFO)  # atomically: `fmoe compare` reads unfinished runs
     lines = [f"{recipe.num_params():,} parameters, {recipe.num_active_params():,} active per token"]
     lines += [f"  rank {rank} holds experts {ids[0]}-{ids[-1]} of each layer" for rank, ids in enumerate(held) if ids]
     _say(lines)

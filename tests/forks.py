@@ -27,7 +27,7 @@ TIMEOUT = 240  # seconds for one call: a hang fails the test instead of blocking
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code (minus the signal's number for a killed one) and what it printed."""
+    """Result of a command: exit code (minus the signal's number if it was killed) and output."""
 
     code: int
     out: str
@@ -197,7 +197,7 @@ def _fork(size: int, target: Callable, args: tuple) -> list[tuple[int, bytes | N
 
 
 def _read_all(pipes: Sequence[int]) -> list[bytes] | None:
-    """What comes through the pipes until all are closed; None if that takes longer than `TIMEOUT`."""
+    """Return the data from the pipes until all are closed; None if that takes longer than `TIMEOUT`."""
     received = {pipe: b"" for pipe in pipes}
     deadline = time.monotonic() + TIMEOUT
     with selectors.DefaultSelector() as selector:

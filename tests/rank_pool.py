@@ -32,7 +32,7 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank's function raised: the class, its message, its traceback."""
+    """An exception that a rank's function raised: class, message, traceback."""
 
     kind: type
     message: str

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test run by default; `make conformance` runs them all. Not a test itself.
+"""Choice of the cases of a parametrized test that run by default; `make conformance` runs all. Not a test itself.
 
 ``@pytest.mark.cover(1)`` keeps cases in which every value of every parameter occurs, ``cover(2)`` those in which every
 two values of different parameters meet. ``@pytest.mark.by_default("id", 3, ...)`` lists the cases to keep, by id or

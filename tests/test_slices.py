@@ -1,4 +1,4 @@
-"""Which cases `cover` and `by_default` leave to `make conformance`."""
+"""The cases that `cover` and `by_default` leave to `make conformance`."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from slices import cover, thin
 
 
 class Item:
-    """What `thin` reads of a test."""
+    """Stand-in for a test, with the attributes that `thin` reads."""
 
     def __init__(self, nodeid, params, **marks):
         self.nodeid, self.is_slow = nodeid, False

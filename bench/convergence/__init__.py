@@ -1,1 +1,1 @@
-"""Recipes of ``make compare``, dense and Mixture-of-Experts models of equal active FLOPs, and what trains them."""
+"""Recipes of ``make compare``, dense and Mixture-of-Experts models of equal active FLOPs, and their training."""

@@ -1,4 +1,4 @@
-"""Trains every recipe with every seed, some runs at once; a second call goes on where the first ended."""
+"""Train every recipe with every seed, several runs at once; a second call continues where the first ended."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ LOG = "log.txt"
 
 @dataclass
 class Job:
-    """A run: its recipe, its folder, and the process that trains it, if one does."""
+    """A run: its recipe, its folder, and the process that trains it, if any."""
 
     name: str
     recipe_name: str
@@ -32,44 +32,49 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return Path(self.recipe.run.folder)
 
     @property
     def step(self) -> int:
-        """The last that was logged when it was last looked at; 0 for none."""
+        """Last step in the log at the last `look`; 0 for none."""
         return self.rows[-1]["step"] if self.rows else 0
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are made, and nobody is still writing."""
+        """True if all steps are completed and no process writes to the folder any more."""
         return self.process is None and self.step >= self.recipe.train.steps
 
     @property
     def loss(self) -> float | None:
-        """The last validation's."""
+        """Loss of the last validation."""
         return next((row["val/loss"] for row in reversed(self.rows) if "val/loss" in row), None)
 
     def look(self) -> None:
-        """Reads how far it is."""
+        """Read the progress of the run."""
         path = self.folder / "metrics.jsonl"
         self.rows = read_metrics(path) if path.exists() else []
 
 
-def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job]:
-    """The runs, those of one recipe side by side, so that runs at once take equally long.
+def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()) -> list[Job]:
+    """Return the runs, grouped by recipe, so that runs that train at once take equally long.
+
+    Args:
+        more: options of every run, as on the trainer's command line.
 
     Raises:
-        UserError: a recipe that cannot be, or another than that of the run which is there already.
+        UserError: a recipe is invalid, or differs from the recipe of the existing run.
     """
     jobs = []
     for recipe_name in recipes:
         for seed in seeds:
             name = f"{Path(recipe_name).stem}-seed{seed}"
-            options = ["--run.folder", str(folder / name), "--train.seed", str(seed)]
+            options = [*more, "--run.folder", str(folder / name), "--train.seed", str(seed)]
             recipe = load_recipe(recipe_name, options)
             if recipe.parallel.world_size != 1:
-                raise UserError(f"{recipe_name} is for {recipe.parallel.world_size} processes; here a run is one")
+                raise UserError(
+                    f"{recipe_name} needs {recipe.parallel.world_size} processes, but each run here is a single process"
+                )
             job = Job(name, recipe_name, options, recipe)
             _check_same(job)
             jobs.append(job)
@@ -77,7 +82,7 @@ def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Job
 
 
 def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.0) -> int:
-    """Trains what is not finished yet, the first ones first; says how far all are every so many seconds.
+    """Train the unfinished runs in order, and report the progress of all at intervals.
 
     Returns:
         0, or the exit code of a run that failed (its last lines are printed), or `EXIT_REQUEUE` after SIGTERM or
@@ -111,7 +116,7 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
         finally:
             _stop(jobs)
     if received:
-        _say("stopped; the same command goes on")
+        _say("stopped; the same command resumes")
         return EXIT_REQUEUE
     return 0
 
@@ -125,7 +130,7 @@ def _check_same(job: Job) -> None:
 
 
 def command(job: Job) -> list[str]:
-    """What trains a run, from its beginning or its newest checkpoint."""
+    """Return the command that trains a run, from its beginning or its newest checkpoint."""
     return [sys.executable, "-m", "pretrain", job.recipe_name, *job.options, "--resume", "auto"]
 
 
@@ -143,7 +148,7 @@ def _start(job: Job, threads: int) -> None:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    _say(f"{job.name}: {'goes on from the newest checkpoint' if job.step else 'begins'}, {job.folder / LOG}")
+    _say(f"{job.name}: {'resumes from the newest checkpoint' if job.step else 'begins'}, {job.folder / LOG}")
 
 
 def _running(jobs: Sequence[Job]) -> list[Job]:

@@ -1,4 +1,4 @@
-"""The memory-bound CUDA kernels of a shape: bytes that they must move at least, a second, over a copy on the device.
+"""Bandwidth of the memory-bound CUDA kernels of a shape: the bytes that they must move, per second, over a copy's.
 
 Bytes are those of docs/kernels.md: each input read once, each output written once. Shape letters: T tokens, D width, H
 hidden width, P height of the first map, E experts, K choices, N = T * K assignments.
@@ -20,7 +20,7 @@ _COPIED = 1 << 30  # bytes: more than any cache holds
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch (``place``: three).
+    """One launch (three for ``place``).
 
     Args:
         bytes_moved: read and written.
@@ -33,7 +33,7 @@ class Kernel:
 
 
 def kernels_of(problem: Problem) -> Iterator[Kernel]:
-    """Those that a layer of this shape runs, even loads, nothing dropped."""
+    """Return the kernels that a layer of this shape runs, with even loads and nothing dropped."""
     shape, dtype, device = problem.shape, problem.dtype, problem.device
     t, d, h, p, e, k = shape.tokens, shape.d_model, shape.d_hidden, shape.height, shape.num_experts, shape.top_k
     n, size = shape.rows, dtype.itemsize
@@ -59,7 +59,7 @@ def kernels_of(problem: Problem) -> Iterator[Kernel]:
 
 
 def measure(problem: Problem, label: str, rounds: int, seed: int, clock: Callable[[], float]) -> frame.Measurement:
-    """Each kernel beside a copy of a gigabyte; work is bytes, so that throughput is bytes a second."""
+    """Time each kernel next to a copy of a gigabyte; work is bytes, so that throughput is bytes per second."""
     source = torch.empty(_COPIED, dtype=torch.uint8, device=problem.device)
     target = torch.empty_like(source)
     entries = [frame.Contender(COPY, lambda: lambda: target.copy_(source), 2.0 * _COPIED)]

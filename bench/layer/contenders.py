@@ -1,8 +1,8 @@
 """Mixture-of-Experts layers to time against each other: the same weights, top-k routing, no biases.
 
-A contender's step is forward (and backward) of one batch, after which gradients are let go, as an optimizer with
-``zero_grad(set_to_none=True)`` does. Shape letters: T tokens, D width, H hidden width, E experts, K experts a token,
-N assignments.
+A contender's step is forward (and backward) of one batch, after which gradients are freed, as
+``zero_grad(set_to_none=True)`` of an optimizer does. Shape letters: T tokens, D width, H hidden width, E experts, K
+experts per token, N assignments.
 """
 
 import functools
@@ -38,9 +38,9 @@ class Layer:
     Args:
         build: the layer of a problem, a module from [T, D] to [T, D].
         needs: a package that is not installed everywhere.
-        is_dropless: every assignment is computed. Others are shown, but are no peers.
-        is_quadratic: its time grows with the square of the number of experts: it gets fewer rounds, if any.
-        takes_choices: computes the problem's given choices where it has some.
+        is_dropless: whether every assignment is computed. Others are shown, but do not count as peers.
+        is_quadratic: whether its time grows with the square of the number of experts: it gets fewer rounds, if any.
+        takes_choices: whether it uses the given choices of a problem that has them.
     """
 
     build: Callable[[Problem], nn.Module]
@@ -54,7 +54,7 @@ class Layer:
 
 
 class Router(nn.Module):
-    """Softmax, top-k, renormalised: what every peer here does. Given choices are taken instead of the best ones."""
+    """Softmax, top-k, normalization, as in every peer here. Given choices replace the best ones."""
 
     def __init__(self, problem: Problem):
         super().__init__()
@@ -81,7 +81,7 @@ class _Stacks(nn.Module):
 
 
 class SortedGroups(_Stacks):
-    """Sort and torch's grouped GEMM, with offsets on the device: what one writes by hand for a GPU."""
+    """Sort, and torch's grouped GEMM with offsets on the device: the usual hand-written layer for a GPU."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         shape = self.shape
@@ -111,7 +111,7 @@ class BruteForce(_Stacks):
 
 
 class SortedSlices(_Stacks):
-    """Sort, a GEMM a slice, scatter back: what one writes by hand."""
+    """Sort, one GEMM per slice, and scatter: the usual hand-written layer for a CPU."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         shape = self.shape
@@ -129,7 +129,7 @@ class SortedSlices(_Stacks):
 
 
 def ours(problem: Problem, gemm: str = "auto", **options) -> nn.Module:
-    """``FMoE`` of a problem, without auxiliary losses, which the peers do not compute either."""
+    """Return ``FMoE`` of a problem, without auxiliary losses, which the peers do not compute either."""
     import fmoe
 
     shape = problem.shape
@@ -153,7 +153,7 @@ def ours(problem: Problem, gemm: str = "auto", **options) -> nn.Module:
 
 
 def layers() -> dict[str, Layer]:
-    """All contenders by name, whether they are installed or not."""
+    """Return all contenders by name, whether they are installed or not."""
     from bench.layer import peers
 
     return {
@@ -169,7 +169,7 @@ def layers() -> dict[str, Layer]:
 
 
 def layers_on_cuda() -> dict[str, Layer]:
-    """Contenders on a GPU."""
+    """Return the contenders on a GPU."""
     from bench.layer import peers
 
     return {
@@ -188,7 +188,7 @@ def layers_on_cuda() -> dict[str, Layer]:
 
 
 def layer_step(layer: Layer, problem: Problem, backward: bool) -> Callable[[], None]:
-    """Setup of a contender: forward without gradients, or forward and backward, over the problem's batch."""
+    """Return the setup of a contender: forward without gradients, or forward and backward, over the problem's batch."""
     module = layer.build(problem).train()
     x_TD, grad_TD = problem.x_TD, problem.grad_TD
 

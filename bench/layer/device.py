@@ -1,7 +1,7 @@
-"""What differs between a run on the CPU and one on a GPU: the clock, the memory, whether the host had to wait.
+"""Differences between runs on the CPU and on a GPU: the clock, the memory, and waits of the host.
 
-On a GPU times are between two events on the stream, so that what the host does beside it counts only where the stream
-waits for it.
+On a GPU, times are measured between two events on the stream, so that work of the host counts only if the stream waits
+for it.
 """
 
 import time
@@ -37,16 +37,16 @@ class Cpu:
         return contenders.layers()
 
     def peak(self, name: str, problem: Problem, backward: bool, threads: int) -> int | None:
-        """Bytes that two steps add at most; None where nobody asked or the system does not tell."""
+        """Return the peak of the bytes that two steps add; None if not requested or not reported by the system."""
         return None if self.peaks is None else self.peaks(name, problem, backward, threads)
 
     def facts(self, layer: Layer, problem: Problem, backward: bool) -> dict[str, str]:
-        """What else there is to tell of a contender."""
+        """Return further facts about a contender."""
         return {}
 
 
 class EventClock:
-    """Seconds on the current stream; a call returns once the stream has come to it."""
+    """Clock of seconds on the current stream; a call returns when the stream has reached it."""
 
     def __init__(self):
         self._last: torch.cuda.Event | None = None
@@ -79,7 +79,7 @@ class Cuda:
         return contenders.layers_on_cuda()
 
     def peak(self, name: str, problem: Problem, backward: bool, threads: int) -> int | None:
-        """Bytes of torch's allocator that two steps add at most; None where nobody asked or the contender fails."""
+        """Return the peak of the bytes that two steps add in torch's allocator; None if not requested or on failure."""
         if not self.peaks:
             return None
         try:
@@ -96,12 +96,12 @@ class Cuda:
             return None
 
     def facts(self, layer: Layer, problem: Problem, backward: bool) -> dict[str, str]:
-        """How often the host waits for the GPU in a step."""
+        """Return how often the host waits for the GPU in a step."""
         return {"host syncs": str(host_syncs(layer_step(layer, problem, backward)))}
 
 
 def host_syncs(step: Step) -> int:
-    """How often the host waits for the GPU in the second call of a step (the first tunes and compiles)."""
+    """Return how often the host waits for the GPU in the second call of a step (the first one tunes and compiles)."""
     step()
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
@@ -116,7 +116,7 @@ def host_syncs(step: Step) -> int:
 
 
 def of_name(name: str, peak: bool) -> "Cpu | Cuda":
-    """The device that ``--device`` names.
+    """Return the device that ``--device`` names.
 
     Raises:
         UserError: there is no GPU.

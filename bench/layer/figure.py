@@ -1,4 +1,4 @@
-"""A sweep as a picture: a row of panels for each curve, times on the left, fractions of the limit on the right."""
+"""Picture of a sweep: a row of panels per curve, with times on the left and fractions of the limit on the right."""
 
 import io
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.layer.sweeps import SWEEPS, curve_label, order, same_curve, seconds_o
 
 
 def draw(sweep: str, rows: Sequence[Row], path: Path) -> None:
-    """Writes a PNG.
+    """Write a PNG.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -30,7 +30,7 @@ def draw(sweep: str, rows: Sequence[Row], path: Path) -> None:
             left.plot(values, [1e3 * second for second in seconds], **style)
             if name != limits.DENSE:
                 right.plot(values, [b / s for b, s in zip(bound, seconds, strict=True)], **style)
-        left.set(title=curve_label(curve), ylabel="ms a step", yscale="log")
+        left.set(title=curve_label(curve), ylabel="ms per step", yscale="log")
         right.set(ylabel="fraction of the GEMM limit", ylim=(0, None))
         for axes in (left, right):
             ticks = [row.point.value for row in curve]

@@ -1,7 +1,7 @@
-"""What this project asks of its layer, forward and backward, and whether a run has met it.
+"""Goals of this project for the layer, forward and backward, and whether a run has met them.
 
-A goal is met where the estimate is: its interval is in the table. Where the run has both of our backends the goals are
-of the native one.
+Whether a goal is met is decided by the estimate; its interval is in the table. If a run has both of our backends, the
+goals apply to the native one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ MOST_OVER_SPLIT = 1.15
 
 @dataclass(frozen=True)
 class Goal:
-    """One of them and what was measured."""
+    """A goal and the measured value."""
 
     what: str
     is_met: bool
@@ -50,7 +50,7 @@ class Goal:
 
 
 def of_shapes(rows: Sequence[Row]) -> list[Goal]:
-    """At the shapes A to D; on a GPU at G1 to G3."""
+    """Return the goals at the shapes A to D, or at G1 to G3 on a GPU."""
     asked = [row for row in rows if row.ours]
     on_host = [row for row in asked if row.point.problem.device == "cpu" and row.point.backward]
     on_cuda = [row for row in asked if row.point.problem.device != "cpu"]
@@ -58,7 +58,7 @@ def of_shapes(rows: Sequence[Row]) -> list[Goal]:
 
 
 def of_kernels(measured: Sequence[frame.Measurement]) -> list[Goal]:
-    """What kernels are asked for as fractions of a copy (`bench.layer.bandwidth`)."""
+    """Return the goals of kernels, as fractions of a copy (`bench.layer.bandwidth`)."""
     goals = []
     for row in measured:
         for name, least in OF_THE_COPY.items():
@@ -86,7 +86,7 @@ def _on_cuda(row: Row) -> Iterator[Goal]:
         own = row.saved[ours].total - row.saved[ours].router
         bytes_of_rows = 4 * shape.rows * shape.d_hidden  # the tokens are the input, which is not counted
         most = bytes_of_rows + INDEX_BYTES * shape.rows + OFFSET_BYTES * (shape.num_experts + 1)
-        kept = f"{own / 1e6:.2f} MB for backward beside its input and its router (at most {most / 1e6:.2f} MB)"
+        kept = f"{own / 1e6:.2f} MB for backward besides its input and its router (at most {most / 1e6:.2f} MB)"
         yield Goal(f"{head} saves {kept}", own <= most)
 
 
@@ -133,7 +133,7 @@ def _of_memory(row: Row, head: str) -> Iterator[Goal]:
 
 
 def of_sweep(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) -> list[Goal]:
-    """Along an axis."""
+    """Return the goals along an axis."""
     goals = []
     for curve in same_curve([row for row in rows if row.point.backward and row.ours]):
         head = f"{curve_label(curve)}: {curve[0].ours}"

@@ -1,4 +1,4 @@
-"""The experts' FLOPs as GEMMs and nothing else, into memory that is there already: what no layer can be faster than.
+"""The GEMM limits: the experts' FLOPs as plain GEMMs into allocated memory, a bound on the speed of any layer.
 
 Shape letters: N rows (assignments), D width, H hidden width, P height of the first matrix, E experts.
 """
@@ -14,13 +14,14 @@ DENSE, SPLIT = "GEMM limit", "GEMM limit over E"
 
 
 def dense(problem: Problem, backward: bool) -> Callable[[], None]:
-    """Setup of the limit: one dense expert over all rows."""
+    """Return the setup of the limit: one dense expert over all rows."""
     return _gemms(problem, backward, [problem.shape.rows])
 
 
 def split(problem: Problem, backward: bool) -> Callable[[], None]:
-    """Setup of the limit of as many weights as there are experts: one expert's GEMMs after the other's, over as even
-    rows as can be."""
+    """Return the setup of the limit over E experts: the GEMMs of one expert after the other, with rows distributed as
+    evenly as possible.
+    """
     return _gemms(problem, backward, even_counts(problem.shape.rows, problem.shape.num_experts))
 
 

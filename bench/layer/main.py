@@ -1,7 +1,7 @@
-"""``python -m bench layer``: one Mixture-of-Experts layer against the peers that are installed, and against its limits.
+"""``python -m bench layer``: one Mixture-of-Experts layer against the installed peers and against its limits.
 
-The reference of every row is the GEMM limit: the same FLOPs as dense GEMMs into memory that is there already. A
-contender's ratio is so the fraction of the limit that it reaches.
+The reference of every row is the GEMM limit: the same FLOPs as dense GEMMs into allocated memory. A contender's ratio
+is thus the fraction of the limit that it reaches.
 """
 
 import argparse
@@ -21,20 +21,19 @@ from pretrain import process
 
 _SHAPES = {device.name: device.shapes for device in (Cpu, Cuda)}
 _COLUMNS = (
-    f"`{limits.SPLIT}`: the same GEMMs over the weights of E experts, one after the other, rows as even as can be.",
-    "`saved`: what autograd keeps of the forward pass, each memory once, parameters and the input apart; "
+    f"`{limits.SPLIT}`: the same GEMMs over the weights of E experts, one after the other, rows as even as possible.",
+    "`saved`: memory that autograd saves in the forward pass, each block once, without parameters and input; "
     "T K P elements are the first matrix's outputs of all assignments.",
-    "`peak`: what two steps add at most to the resident memory of a process of their own: gradients, activations, "
-    "scratch.",
+    "`peak`: maximum that two steps add to the resident memory of a new process: gradients, activations, scratch.",
     "A row's contenders have the same weights, tokens and choices; brute force and others that are quadratic in E are "
-    f"timed apart, beside the {limits.DENSE} and ours, in 3 rounds.",
+    f"timed separately, with the {limits.DENSE} and ours, in 3 rounds.",
 )
 
 
 _ON_CUDA = (
     "Times are between events on the stream. `peak` is of torch's allocator; `host syncs` are waits of the host in a "
     "step; bytes/s of kernels count every input read and every output written once. FastMoE is not among the peers: "
-    "its package has the name of ours."
+    "its package has the same name as ours."
 )
 
 
@@ -73,35 +72,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes",
         default=None,
-        help=f"of {', '.join(SHAPES)}, by comma; A,B,C,D if not given, G1,G2,G3 on a GPU, and S for sweeps",
+        help=f"from {', '.join(SHAPES)}, separated by commas; default: A,B,C,D, on a GPU G1,G2,G3, for sweeps S",
     )
-    parser.add_argument("--sweep", nargs="+", choices=list(sweeps.SWEEPS), help="along these axes instead")
-    parser.add_argument("--values", nargs="+", type=float, help="of the sweeps, instead of their own")
-    parser.add_argument("--precision", nargs="+", choices=list(PRECISIONS), help="both on the CPU, bf16 on a GPU")
-    parser.add_argument("--passes", nargs="+", choices=list(PASSES), help="forward+backward on the CPU, both on a GPU")
-    parser.add_argument("--threads", nargs="+", type=int, default=[2], help="of the CPU; e.g. 1 2 for rows of both")
+    parser.add_argument("--sweep", nargs="+", choices=list(sweeps.SWEEPS), help="measure along these axes instead")
+    parser.add_argument("--values", nargs="+", type=float, help="values of the sweeps, instead of their defaults")
+    parser.add_argument(
+        "--precision", nargs="+", choices=list(PRECISIONS), help="default: both on the CPU, bf16 on a GPU"
+    )
+    parser.add_argument(
+        "--passes", nargs="+", choices=list(PASSES), help="default: forward+backward on the CPU, both on a GPU"
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=[2], help="numbers of CPU threads, e.g. 1 2 for rows with each"
+    )
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a row; then it has fewer rounds, at least 3")
     parser.add_argument(
-        "--patience", type=float, default=15.0, help="seconds of a step beyond which those quadratic in E are left out"
+        "--seconds", type=float, default=60.0, help="time limit per row, which then has fewer rounds, at least 3"
     )
     parser.add_argument(
-        "--peak", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory (a process for each)"
+        "--patience",
+        type=float,
+        default=15.0,
+        help="seconds per step beyond which contenders quadratic in E are left out",
+    )
+    parser.add_argument(
+        "--peak",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peak memory (one process per contender)",
     )
     return parser
 
 
 def points(sweep: str | None, arguments: argparse.Namespace) -> list[Point]:
-    """What a run is to measure.
+    """Return the points that a run measures.
 
     Raises:
-        UserError: a shape is not known, a value cannot be.
+        UserError: a shape is unknown, or a value is invalid.
     """
     for count in arguments.threads:
         if count < 1:
             raise UserError(f"--threads {count} must be at least 1")
     if arguments.values and sweep is None:
-        raise UserError("--values without --sweep: of what?")
+        raise UserError("--values needs --sweep")
     found = []
     for name in (arguments.shapes or (_SHAPES[arguments.device] if sweep is None else "S")).split(","):
         if name not in SHAPES:
@@ -123,7 +136,7 @@ def _problem(sweep: str | None, shape, dtype, value: float | None, seed: int) ->
 
 
 def _bandwidths(rows: Sequence[Row], settings: Settings) -> list[frame.Measurement]:
-    """On a GPU, of the memory-bound kernels at each shape and precision."""
+    """Measure the bandwidth of the memory-bound kernels at each shape and precision, on a GPU."""
     if settings.device.name == "cpu":
         return []
     from bench.layer import bandwidth
@@ -143,7 +156,7 @@ def write(
     others: Sequence[frame.Measurement] = (),
     interleaved: Sequence[sweeps.Along] = (),
 ) -> None:
-    """Table, JSON, and the picture of a sweep."""
+    """Write the table, the JSON, and the picture of a sweep."""
     title = "layer" if sweep is None else f"layer, sweep of {sweep}"
     if arguments.device != "cpu":
         title += f" on {arguments.device}"

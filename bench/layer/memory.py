@@ -1,8 +1,8 @@
-"""What a layer keeps for its backward pass, and the memory that a step takes.
+"""Memory that a layer saves for its backward pass, and peak memory of a step.
 
-The peak is measured in a process of its own for each contender, forked from a server that has imported everything and
-computed nothing: the high-water mark of its resident memory in two steps, over what it held before them. Weights and
-batch are there before; gradients, activations, scratch and what the allocator does not give back are in the figure.
+The peak of each contender is measured in a new process, forked from a server that has imported everything and computed
+nothing. It is the high-water mark of resident memory in two steps, minus the resident memory before them. Weights and
+batch exist before; gradients, activations, scratch and memory that the allocator keeps are in the figure.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd keeps of a forward pass, each memory once, parameters and input apart.
+    """Bytes that autograd saves in a forward pass, without parameters and input; each memory block counts once.
 
     Attributes:
         total: of the whole layer.
@@ -45,7 +45,7 @@ class Saved:
 
 
 class _Counter(saved_tensors_hooks):
-    """Within, counts what is kept, by the memory that it keeps alive: a slice counts as the whole."""
+    """Context that counts saved tensors by the memory that they keep alive: a slice counts as its whole block."""
 
     def __init__(self, others: list[Tensor]):
         self._others = {tensor.untyped_storage().data_ptr() for tensor in others}
@@ -65,7 +65,7 @@ class _Counter(saved_tensors_hooks):
 
 
 def saved_for_backward(module: nn.Module, x_TD: Tensor) -> Saved:
-    """What ``module(x)`` saves; its router is the first submodule of that name, or called gate."""
+    """Return the memory that ``module(x)`` saves; the router is the first submodule named router or gate."""
     leaf = x_TD.detach().requires_grad_()
     counter = _Counter([leaf, *module.parameters()])
     router = next((m for name, m in module.named_modules() if name.rpartition(".")[2] in ("router", "gate")), None)
@@ -82,14 +82,14 @@ def saved_for_backward(module: nn.Module, x_TD: Tensor) -> Saved:
 
 
 class Peaks:
-    """Asks for peaks, one process after the other."""
+    """Server that measures peaks, each in a new process, one after the other."""
 
     def __init__(self):
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
 
     def __call__(self, name: str, problem: Problem, backward: bool, threads: int) -> int | None:
-        """Bytes; None where the system does not tell, or the contender fails."""
+        """Return the bytes; None if the system does not report them, or the contender fails."""
         if not sys.platform.startswith("linux"):
             return None
         ours, theirs = self._context.Pipe(duplex=False)

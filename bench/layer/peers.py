@@ -1,6 +1,6 @@
-"""Other people's layers, given the problem's weights. Each is imported when it is built, and only then.
+"""Layers of other packages, with the problem's weights. Each package is imported only when its layer is built.
 
-Shape letters: T tokens, D width, E experts, K experts a token.
+Shape letters: T tokens, D width, E experts, K experts per token.
 """
 
 import os
@@ -16,7 +16,7 @@ from bench.layer.problem import Problem
 
 
 def hugging_face(implementation: str) -> Callable[[Problem], nn.Module]:
-    """transformers' own experts (Qwen3's, or Nemotron-H's where there is no gate) with one of its implementations."""
+    """Return transformers' own experts (Qwen3's, or Nemotron-H's without a gate) with one of its implementations."""
 
     class Layer(nn.Module):
         def __init__(self, problem: Problem):
@@ -63,7 +63,7 @@ class _MegatronRouter(Router):
 
 
 def megatron(problem: Problem) -> nn.Module:
-    """megatron-core's MoELayer with SequentialMLP; `start_megatron` comes first."""
+    """Return megatron-core's MoELayer with SequentialMLP; call `start_megatron` first."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -114,8 +114,9 @@ def megatron(problem: Problem) -> nn.Module:
 
 
 def start_megatron() -> None:
-    """megatron-core's layer wants its process groups, Tutel and DeepSpeed the default one. `pretrain.process.stop`
-    ends them all."""
+    """Create the process groups that megatron-core's layer needs, and the default one for Tutel and DeepSpeed.
+    `pretrain.process.stop` ends them all.
+    """
     from megatron_patch import cpu
 
     cpu.install()  # nothing where there is a GPU
@@ -127,7 +128,7 @@ def start_megatron() -> None:
 
 
 def start_process_group() -> None:
-    """A group of this process alone."""
+    """Create a group of this process alone."""
     import torch.distributed as dist
 
     from pretrain import process
@@ -137,7 +138,7 @@ def start_process_group() -> None:
 
 
 def tutel(problem: Problem) -> nn.Module:
-    """Tutel's layer with a capacity that follows the hottest expert; it draws its own weights."""
+    """Return Tutel's layer with a capacity that follows the hottest expert; it draws its own weights."""
     from tutel import moe
 
     start_process_group()
@@ -154,7 +155,7 @@ def tutel(problem: Problem) -> nn.Module:
 
 
 def deepspeed(problem: Problem) -> nn.Module:
-    """DeepSpeed's layer at capacity factor 1, beyond which it drops assignments; it draws its own weights."""
+    """Return DeepSpeed's layer at capacity factor 1, beyond which it drops assignments; it draws its own weights."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     start_process_group()
     import deepspeed
@@ -195,7 +196,7 @@ def deepspeed(problem: Problem) -> nn.Module:
 
 
 def scattermoe(problem: Problem) -> nn.Module:
-    """ScatterMoE's experts behind our router; they have no biases, and stack gate and value as we do."""
+    """Return ScatterMoE's experts behind our router; they have no biases, and stack gate and value as ours do."""
     from scattermoe.mlp import GLUMLP, MLP
 
     shape = problem.shape
@@ -210,7 +211,7 @@ def scattermoe(problem: Problem) -> nn.Module:
 
 
 def sonicmoe(problem: Problem) -> nn.Module:
-    """SonicMoE's layer; it draws its own weights."""
+    """Return SonicMoE's layer; it draws its own weights."""
     from sonicmoe import KernelBackendMoE, MoE
     from sonicmoe.enums import ActivationType
 

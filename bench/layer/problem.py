@@ -1,6 +1,6 @@
-"""What every contender is given: sizes, the same weights, the same batch, and where wanted the same choices.
+"""The problem that every contender gets: sizes, the same weights and batch, and optionally the same choices.
 
-Shape letters: T tokens, D width, H hidden width, E experts, K experts a token, P height of the first matrix.
+Shape letters: T tokens, D width, H hidden width, E experts, K experts per token, P height of the first matrix.
 """
 
 import functools
@@ -29,16 +29,16 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Assignments: T * K."""
+        """Number of assignments, T * K."""
         return self.tokens * self.top_k
 
     @property
     def height(self) -> int:
-        """Of the first weight matrix: H, twice that where it is gated."""
+        """Height of the first weight matrix: H, or 2 H if the layer is gated."""
         return self.d_hidden * (1 + self.gated)
 
     def act(self, hidden: Tensor) -> Tensor:
-        """GELU, or SwiGLU where the layer is gated."""
+        """GELU, or SwiGLU if the layer is gated."""
         if not self.gated:
             return F.gelu(hidden)
         gate, value = hidden.chunk(2, dim=-1)
@@ -110,13 +110,13 @@ class Problem:
 
     @functools.cached_property
     def expert_TK(self) -> Tensor | None:
-        """The choices, int64, where they are given."""
+        """The given choices, int64; None if the routers choose."""
         if self.skew is None:
             return None
         return forced_choices(self.shape, self.skew, self._generator(6)).to(self.device)
 
     def _draw(self, stream: int, *sizes: int) -> Tensor:
-        """Variance 1 / fan in, matrix by matrix; drawn on the device, with the same bits on every device."""
+        """Draw matrices of variance 1 / fan in, one by one, on the device, with the same bits on every device."""
         out = torch.empty(sizes, dtype=self.dtype, device=self.device)
         for number, matrix in enumerate(out if len(sizes) == 3 else out.unsqueeze(0)):
             keys = [random.key("bench", self.seed, stream, number)]
@@ -129,10 +129,11 @@ class Problem:
 
 
 def skewed_counts(shape: Shape, skew: float) -> list[int]:
-    """Assignments of each expert, T * K in all: ``skew`` times the even share for the first, equal parts for the rest.
+    """Return the number of assignments of each expert, T * K in total: ``skew`` times the even share for the first,
+    equal parts for the rest.
 
     Raises:
-        UserError: the rest would get less than nothing, or an expert more than one assignment of a token.
+        UserError: the rest would get less than nothing, or an expert more than one assignment per token.
     """
     hottest = round(skew * shape.rows / shape.num_experts)
     if skew < 1 or hottest > shape.tokens:
@@ -144,13 +145,15 @@ def skewed_counts(shape: Shape, skew: float) -> list[int]:
 
 
 def even_counts(rows: int, num_experts: int) -> list[int]:
-    """Rows of each expert where they are as even as whole numbers are."""
+    """Return the number of rows of each expert, as even as integers allow."""
     each, rest = divmod(rows, num_experts)
     return [each + (e < rest) for e in range(num_experts)]
 
 
 def forced_choices(shape: Shape, skew: float, generator: torch.Generator) -> Tensor:
-    """``expert_TK`` of different experts for each token that comes to `skewed_counts`, tokens in random order."""
+    """Return ``expert_TK`` with the loads of `skewed_counts`, different experts for each token, and tokens in random
+    order.
+    """
     counts = torch.tensor(skewed_counts(shape, skew))
     expert_N = torch.arange(shape.num_experts).repeat_interleave(counts)
     # A token's choices lie T apart in that list, an expert's are neighbours and at most T: so they differ.

@@ -1,7 +1,7 @@
 """Rows of the benchmark: all contenders at one shape, precision, pass and number of threads.
 
-Contenders whose time grows with the square of the number of experts are measured apart, beside the limit and ours, in
-few rounds, and left out where a step takes long.
+Contenders whose time grows with the square of the number of experts are measured separately, with only the limit and
+ours, in few rounds, and are left out if a step takes long.
 """
 
 import functools
@@ -28,10 +28,10 @@ _PART = 4  # the probe of a slow contender has one of so many experts, and of so
 
 @dataclass(frozen=True)
 class Point:
-    """Where to measure.
+    """A point to measure.
 
     Args:
-        value: of the sweep that it belongs to; None outside.
+        value: value in the sweep that the point belongs to; None outside of sweeps.
     """
 
     problem: Problem
@@ -52,23 +52,23 @@ class Point:
 
     @property
     def flops(self) -> int:
-        """Of the experts' GEMMs."""
+        """FLOPs of the experts' GEMMs."""
         shape = self.problem.shape
         return (6 if self.backward else 2) * shape.rows * shape.d_model * (shape.height + shape.d_hidden)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured there.
+    """The measurement at a point.
 
     Attributes:
         timed: the limits and the contenders.
-        slow: the contenders measured apart, with a limit and ours beside them.
-        dropless: the peers, of which the best is to be beaten.
-        saved: by contender, with a backward pass alone.
-        peak: bytes by contender, where they were measured.
-        told: what the device tells of a contender (`bench.layer.device`).
-        left_out: lines.
+        slow: the contenders measured separately, with a limit and ours.
+        dropless: the dropless peers, with the best of which ours is compared.
+        saved: saved memory by contender; only with a backward pass.
+        peak: bytes by contender, if measured.
+        told: facts about a contender that the device reports (`bench.layer.device`).
+        left_out: lines about contenders that were left out.
     """
 
     point: Point
@@ -82,17 +82,17 @@ class Row:
 
     @property
     def ours(self) -> str | None:
-        """The one of ours that goals are of: native or cuda, where the run has it."""
+        """Our contender to which the goals apply: native or cuda, if the run has it."""
         return next((name for name in contenders.ALL_OURS if name in self.timed.seconds), None)
 
     @property
     def best_peer(self) -> str | None:
-        """The fastest dropless one that is not ours."""
+        """The fastest dropless contender that is not ours."""
         peers = [name for name in self.dropless if name in self.timed.seconds]
         return min(peers, key=self.timed.median, default=None)
 
     def measurements(self) -> list[frame.Measurement]:
-        """For the report, with what else there is to tell as columns."""
+        """Return the measurements for the report, with further facts as columns."""
         timed = self._with_facts(self.timed, self.timed.seconds)
         if self.slow is None:
             return [timed]
@@ -118,7 +118,7 @@ class Row:
 
 
 def speedup(measured: frame.Measurement, name: str, over: str | None) -> Interval | None:
-    """Paired ratio of two contenders: time of ``over`` / time of ``name``; None where one is not there."""
+    """Return the paired ratio of two contenders, time of ``over`` / time of ``name``; None if one is missing."""
     if name not in measured.seconds or over not in measured.seconds:
         return None
     pairs = zip(measured.seconds[over], measured.seconds[name], strict=True)
@@ -131,14 +131,14 @@ def _shown(interval: Interval | None) -> str:
 
 @dataclass
 class Settings:
-    """How rows are measured.
+    """Settings of the measurement of rows.
 
     Args:
-        rounds, warmup, seed: of `frame.measure`.
-        seconds: that the rounds of a row take at most, about.
+        rounds, warmup, seed: see `frame.measure`.
+        seconds: approximate upper bound on the time of a row's rounds.
         patience: seconds of a step beyond which a slow contender is left out.
         without: contenders to leave out.
-        device: what it runs on; says how peak memory is measured, if it is.
+        device: device that runs the contenders, and measures peak memory if requested.
     """
 
     rounds: int = 10
@@ -156,7 +156,7 @@ class Settings:
 
 
 def measure(point: Point, settings: Settings) -> Row:
-    """One row, on as many threads as the point says."""
+    """Measure one row, with the point's number of threads."""
     torch.set_num_threads(point.threads)
     asked, point = point, replace(point, problem=replace(point.problem))  # whose tensors end with the row
     left_out, quick, slow = [], {}, {}
@@ -188,13 +188,13 @@ def measure(point: Point, settings: Settings) -> Row:
 
 
 def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | None:
-    """Why a contender is left out, "" where that needs no line; None where it is not."""
+    """Return why a contender is left out; "" if that needs no line, None if it is measured."""
     if name in settings.without:
         return ""
     if not layer.is_installed():
         return f"{name} is left out: {layer.needs} is not installed"
     if point.problem.skew is not None and not layer.takes_choices:
-        return f"{name} is left out where choices are given: it cannot be told them"
+        return f"{name} is left out where choices are given: it cannot use given choices"
     if not layer.is_quadratic:
         return None
     slow = _too_slow(layer, point, settings.patience)
@@ -202,7 +202,7 @@ def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | 
 
 
 def _too_slow(layer: Layer, point: Point, patience: float) -> str | None:
-    """First a part of the problem is tried, whose time is at most a `_PART`-th of the whole's."""
+    """Time a part of the problem first, which takes at most a `_PART`-th of the whole's time."""
     shape = point.problem.shape
     part = replace(
         shape,

@@ -1,7 +1,7 @@
-"""What the time does along one axis: experts at equal rows, tokens, the load of the hottest expert, experts a token.
+"""Sweeps of the time along one axis: number of experts at equal rows, tokens, skew, or experts per token.
 
-Where times at several values are compared with each other, ours is timed once more with all values interleaved: rows
-come one after the other, and a machine is not as fast in every minute.
+If times at several values are compared with each other, ours is timed again with all values interleaved: rows are
+measured one after the other, and the speed of the machine changes from minute to minute.
 """
 
 import functools
@@ -23,9 +23,9 @@ class Sweep:
     """An axis.
 
     Args:
-        title: of the axis.
-        values: by default.
-        problem: from the shape it begins with, a precision and a value.
+        title: title of the axis.
+        values: default values.
+        problem: returns the problem, given the initial shape, a precision and a value.
     """
 
     title: str
@@ -34,10 +34,10 @@ class Sweep:
     is_forced: bool = False
 
     def problem(self, shape: Shape, dtype, value: float, seed: int) -> Problem:
-        """At a value.
+        """Return the problem at a value.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no problem at this value.
         """
         if value < 1 or not (self.is_forced or float(value).is_integer()):
             raise UserError(
@@ -45,7 +45,7 @@ class Sweep:
             )
         at = self.shape_at(shape, value)
         if at.top_k > at.num_experts:
-            raise UserError(f"--values {value:g}: {at} has more experts a token than experts")
+            raise UserError(f"--values {value:g}: {at} has more experts per token than experts")
         skew = value if self.is_forced else None
         if skew is not None:
             skewed_counts(at, skew)
@@ -56,7 +56,7 @@ SWEEPS = {
     "experts": Sweep("experts", (8, 16, 32, 64, 128, 256), lambda shape, value: replace(shape, num_experts=int(value))),
     "tokens": Sweep("tokens", (256, 1024, 4096, 16384, 65536), lambda shape, value: replace(shape, tokens=int(value))),
     "skew": Sweep("load of the hottest expert over the even one", (1, 2, 4), lambda shape, _: shape, is_forced=True),
-    "top_k": Sweep("experts a token", (1, 2, 4, 8), lambda shape, value: replace(shape, top_k=int(value))),
+    "top_k": Sweep("experts per token", (1, 2, 4, 8), lambda shape, value: replace(shape, top_k=int(value))),
 }
 
 
@@ -71,7 +71,7 @@ class Line:
 
 
 def fit_line(tokens: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line with the least sum of squares of relative residuals: the shortest time weighs as much as the longest.
+    """Return the line with the least sum of squared relative residuals, so that short times weigh as much as long ones.
 
     Args:
         tokens, seconds: at least two different numbers of tokens.
@@ -91,7 +91,7 @@ def fit_line(tokens: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def same_curve(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of one sweep by what they have in common: shape, precision, pass, threads."""
+    """Group the rows of one sweep by shape, precision, pass and threads."""
     curves: dict[tuple, list[Row]] = {}
     for row in rows:
         point = row.point
@@ -101,13 +101,13 @@ def same_curve(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def curve_label(curve: Sequence[Row]) -> str:
-    """What the rows of a curve have in common."""
+    """Return the properties that the rows of a curve share."""
     point = curve[0].point
     return f"{point.problem.shape.name}, {point.precision}, {point.passes}, threads {point.threads}"
 
 
 def seconds_of(row: Row, name: str) -> float | None:
-    """Median of a contender, wherever it was timed."""
+    """Return the median of a contender, in whichever measurement it was timed."""
     for measured in (row.timed, row.slow):
         if measured is not None and name in measured.seconds:
             return measured.median(name)
@@ -116,12 +116,12 @@ def seconds_of(row: Row, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Along:
-    """One of ours at all values of a curve, interleaved.
+    """One of our backends at all values of a curve, interleaved.
 
     Attributes:
         curve: the rows it belongs to.
-        name: of the contender.
-        timed: its times; contenders are the values, the reference the first of them.
+        name: name of the contender.
+        timed: its times; contenders are the values, and the first value is the reference.
     """
 
     curve: Sequence[Row]
@@ -133,11 +133,11 @@ class Along:
         return curve_label(self.curve)
 
     def medians(self) -> Mapping[float, float]:
-        """Seconds by value."""
+        """Return the seconds by value."""
         return {row.point.value: self.timed.median(_at(row.point.value)) for row in self.curve}
 
     def over_first(self) -> Mapping[float, float]:
-        """Time over that at the first value, by value: of the paired ratios."""
+        """Return the time relative to the first value, by value, from the paired ratios."""
         return {row.point.value: 1 / self.timed.ratio(_at(row.point.value)).estimate for row in self.curve}
 
 
@@ -145,7 +145,9 @@ INTERLEAVED = ("tokens", "skew")  # whose values are compared with each other
 
 
 def along(sweep: str | None, rows: Sequence[Row], settings: Settings) -> list[Along]:
-    """Ours at all values of each curve, interleaved; nothing for a sweep whose rows are compared with limits."""
+    """Time our backends at all values of each curve, interleaved; nothing for a sweep whose rows are compared with
+    limits.
+    """
     if sweep not in INTERLEAVED:
         return []
     found = []
@@ -183,7 +185,7 @@ def _at(value: float) -> str:
 
 
 def lines(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) -> list[str]:
-    """What a sweep comes to, by contender."""
+    """Return the results of a sweep, by contender."""
     found = []
     for one in interleaved:
         head = f"* {one.label}: {one.name}, values interleaved: "
@@ -221,6 +223,6 @@ def lines(sweep: str, rows: Sequence[Row], interleaved: Sequence[Along] = ()) ->
 
 
 def order(name: str) -> int:
-    """In tables and legends: limits, ours, the others."""
+    """Order contenders for tables and legends: limits, ours, the others."""
     names = (limits.DENSE, limits.SPLIT, *contenders.ALL_OURS)
     return names.index(name) if name in names else len(names)

@@ -16,10 +16,10 @@ NATIVE, TORCH, MEGATRON = "fmoe native", "fmoe torch", "megatron-core MoELayer"
 
 
 class Contenders:
-    """Engines of a recipe, made when they are asked for. Our two backends are two ways to run the same engine.
+    """Engines of a recipe, made on first use. Our two backends are two ways to run the same engine.
 
     Attributes:
-        names: of the contenders; native on a CPU where the extension can be built.
+        names: names of the contenders; native only on a CPU for which the extension can be built.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes):
@@ -38,7 +38,7 @@ class Contenders:
         return Engine(self.recipe, self._processes, build=_megatron_moe)
 
     def engine(self, name: str) -> Engine:
-        """Ready to run with that contender's layer."""
+        """Return the engine, ready to run with that contender's layer."""
         if name == MEGATRON:
             return self._megatron
         for layer in self._ours.moe_layers:
@@ -46,7 +46,7 @@ class Contenders:
         return self._ours
 
     def step(self, name: str) -> Callable[[], object]:
-        """Training steps over random tokens, one a call."""
+        """Return a function that runs one training step over random tokens per call."""
         self.engine(name)
 
         def run() -> float:
@@ -60,7 +60,7 @@ class Contenders:
 
 
 def _megatron_moe(recipe: Recipe) -> nn.Module:
-    """The GPT of the recipe with megatron-core's MoELayer."""
+    """Return the recipe's GPT with megatron-core's MoELayer."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from pretrain.models.config import transformer_config

@@ -1,7 +1,7 @@
-"""What a faster block of experts can do for a step, and how much of it is there.
+"""Amdahl's bound on the speedup of a step by a faster block of experts, and the fraction of it that is reached.
 
-With s the share of the block (router to combine) in the step of another layer, and f how many times as fast ours is
-alone, Amdahl's law allows a step 1 / ((1 - s) + s / f) times as fast.
+Let s be the share of the block (router to combine) in the other layer's step, and let our block by itself be f times as
+fast. By Amdahl's law, a step can then be 1 / ((1 - s) + s / f) times as fast.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ LEAST = 0.9  # of what is allowed
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours with another layer.
+    """Our layer compared with another one.
 
     Attributes:
-        label: of the row.
+        label: label of the row.
         ours, other: contenders.
-        share: of the block in the other's step.
-        alone: time of the other's block / time of ours, alone.
+        share: share of the block in the other's step.
+        alone: time of the other's block / time of our block, each by itself.
         step: time of the other's step / time of ours.
     """
 
@@ -37,7 +37,7 @@ class Comparison:
         return bound(self.share, self.alone.estimate)
 
     def goal(self) -> Goal:
-        """Of the bound, as of the estimates."""
+        """The goal, as a fraction of the bound of the estimates."""
         reached = self.step.estimate / self.allowed
         return Goal(
             f"{self.label}: the step with {self.ours} {self.step} times as fast as with {self.other}; the block of "
@@ -48,5 +48,5 @@ class Comparison:
 
 
 def bound(share: float, speedup: float) -> float:
-    """Amdahl's law."""
+    """Return Amdahl's bound."""
     return 1 / ((1 - share) + share / speedup)

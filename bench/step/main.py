@@ -1,9 +1,9 @@
-"""``python -m bench step``: a whole training step, in one process and split, and where its time goes.
+"""``python -m bench step``: a whole training step, in one process and split over ranks, and its time by region.
 
-Contenders differ in the Mixture-of-Experts layer alone: ours with either backend, and megatron-core's own MoELayer with
-the same experts, top-k and capacity. Everything around them (attention, schedule, DDP, optimizer) is the same for all.
-Splits of several processes run on gloo, the machine's cores shared out; a round's time is that of the slowest rank. In
-one process on a CPU the blocks of experts are timed alone too, and the time of a step is split into regions.
+Contenders differ only in the Mixture-of-Experts layer: ours with either backend, and megatron-core's own MoELayer with
+the same experts, top-k and capacity. Everything around it (attention, schedule, DDP, optimizer) is the same for all.
+Splits over several processes run on gloo and divide the machine's cores; a round's time is that of the slowest rank. In
+one process on a CPU, the blocks of experts are also timed by themselves, and the time of a step is split into regions.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SPLITS: dict[str, dict[str, int]] = {"1": {}, "EP2": {"expert": 2}, "TP2": {"ten
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _COLUMNS = (
-    "Seconds in regions are medians over steps that were looked at apart from the timed ones, forward and backward "
+    "Seconds in regions are medians over steps that were measured separately from the timed ones, forward and backward "
     "together. `block`: router to combine and the rest of the layer. The native operation gathers and combines too: "
     "its dispatch and combine are in `experts`.",
     "`blocks alone`: forward and backward of all layers' blocks on the inputs that they had in a step, one after the "
@@ -40,7 +40,7 @@ _COLUMNS = (
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     if arguments.clock == "cpu" and arguments.threads != 1:
-        raise UserError("--clock cpu adds up the threads' times: it is for --threads 1")
+        raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
     recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # all that is wrong is met here
     rows, notes = [], []
     for name in recipes:
@@ -56,17 +56,23 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = options.parser("step", __doc__, rounds=10, warmup=2)
     parser.add_argument(
-        "--recipe", nargs="+", default=["quickstart", "gpt-64"], help="whose model and batch to take; gpt-64 is ours"
+        "--recipe",
+        nargs="+",
+        default=["quickstart", "gpt-64"],
+        help="recipes whose model and batch are measured; gpt-64 is bench/step/gpt-64.toml",
     )
     parser.add_argument("--splits", nargs="+", choices=list(SPLITS), default=["1"])
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32", "bf16"])
-    parser.add_argument("--layers", type=int, default=None, help="instead of the recipe's")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers, instead of the recipe's")
     parser.add_argument(
-        "--threads", type=int, default=None, help="of a process; by default the cores over the processes"
+        "--threads",
+        type=int,
+        default=None,
+        help="threads of each process; by default the cores divided by the processes",
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
     parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="cpu: seconds of the processor, where others use it too"
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: processor seconds, for machines that others use too"
     )
     return parser
 
@@ -82,7 +88,7 @@ def _recipe(name: str, split: str, layers: int | None = None) -> Recipe:
 
 
 def _alone(name: str, arguments) -> dict[str, list]:
-    """In this process, on its GPU where it has one."""
+    """Run in this process, on its GPU if it has one."""
     from megatron.core import parallel_state
 
     processes = process.start()
@@ -105,7 +111,7 @@ def _on_a_rank(name: str, split: str, arguments) -> dict[str, Any]:
 
 
 def _measure_split(name: str, split: str, processes: Processes, arguments) -> dict[str, list]:
-    """Rows for each precision, and lines."""
+    """Return the rows for each precision, and lines of text."""
     from megatron_patch import cpu
 
     cpu.install()

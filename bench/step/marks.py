@@ -1,4 +1,4 @@
-"""Which functions of an engine are which region of a step."""
+"""Assignment of an engine's functions to the regions of a step."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from pretrain.engine import Engine
 
 
 def marks_of(engine: Engine) -> Iterator[Mark]:
-    """Of a step of GPT whose experts are ours or megatron-core's.
+    """Return the marks of a step of a GPT whose experts are ours or megatron-core's.
 
     The native operation gathers, computes and combines in one: all of it is `experts`, and dispatch and combine are 0.
     """
@@ -31,7 +31,7 @@ def marks_of(engine: Engine) -> Iterator[Mark]:
 
 
 def blocks(engine: Engine) -> list[nn.Module]:
-    """The layers' feed-forward blocks that have experts."""
+    """Return the layers' feed-forward blocks that have experts."""
     return [layer.mlp for layer in engine.gpt.decoder.layers if hasattr(layer.mlp, "experts")]
 
 

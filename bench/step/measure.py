@@ -1,4 +1,4 @@
-"""What is measured of a row's contenders: their steps, the regions of a step, and the blocks of experts alone."""
+"""Measurements of a row's contenders: whole steps, the regions of a step, and the blocks of experts alone."""
 
 import functools
 import random
@@ -21,7 +21,7 @@ Looks = Mapping[str, Mapping[str, float]]  # by contender, by region: seconds of
 
 
 def steps(contenders: Contenders, label: str, arguments, clock: Callable[[], float]) -> frame.Measurement:
-    """Whole steps."""
+    """Time whole steps."""
     recipe = contenders.recipe
     tokens = recipe.train.global_batch * recipe.model.sequence_length
     return _measure(contenders.names, contenders.step, tokens, label, arguments, clock)
@@ -47,7 +47,9 @@ def _measure(names, setup, tokens: int, label: str, arguments, clock) -> frame.M
 
 
 def regions(contenders: Contenders, arguments, clock: Callable[[], float]) -> Looks:
-    """Seconds of each region in a step: medians over ``--looks`` steps of each contender, in shuffled order."""
+    """Return the seconds of each region in a step: medians over ``--looks`` steps of each contender, in shuffled
+    order.
+    """
     order = random.Random(arguments.seed)
     looks: dict[str, list[Mapping[str, float]]] = {name: [] for name in contenders.names}
     for _ in range(max(arguments.looks, 1)):
@@ -63,7 +65,7 @@ def regions(contenders: Contenders, arguments, clock: Callable[[], float]) -> Lo
 
 
 def facts(looks: Looks) -> dict[str, dict[str, str]]:
-    """Columns of the report."""
+    """Return columns of the report."""
     found = {}
     for name, seconds in looks.items():
         found[name] = {
@@ -75,12 +77,14 @@ def facts(looks: Looks) -> dict[str, dict[str, str]]:
 
 
 def share(seconds: Mapping[str, float]) -> float:
-    """Of the block of experts in a step."""
+    """Return the share of the block of experts in a step."""
     return sum(seconds[region] for region in BLOCK) / sum(seconds.values())
 
 
 def blocks_alone(contenders: Contenders, label: str, arguments, clock: Callable[[], float]) -> frame.Measurement:
-    """Forward and backward of all blocks, one after the other, on what they got in the first micro batch of a step."""
+    """Time forward and backward of all blocks, one after the other, on their inputs in the first micro batch of a
+    step.
+    """
     recipe = contenders.recipe
     tokens = recipe.train.micro_batch * recipe.model.sequence_length * len(recipe.model.layers_with_experts)
 
@@ -100,7 +104,7 @@ def blocks_alone(contenders: Contenders, label: str, arguments, clock: Callable[
 
 
 def _inputs(engine: Any, step: Callable[[], object]) -> list[Tensor]:
-    """The hidden states that each block gets in a step's first micro batch."""
+    """Return the hidden states that each block gets in a step's first micro batch."""
     found: dict[Any, Tensor] = {}
 
     def keep(block, args, kwargs) -> None:
@@ -114,7 +118,7 @@ def _inputs(engine: Any, step: Callable[[], object]) -> list[Tensor]:
 
 
 def comparisons(timed: frame.Measurement, alone: frame.Measurement, looks: Looks) -> Iterator[Comparison]:
-    """Of our native layer with the others, where there is one."""
+    """Return the comparisons of our native layer with the others, if it was measured."""
     for other in (TORCH, MEGATRON):
         of_step, of_block = speedup(timed, NATIVE, other), speedup(alone, NATIVE, other)
         if of_step is not None and of_block is not None:

@@ -1,10 +1,11 @@
-"""Where the time of a training step goes: to regions of the model, forward and backward, and to the optimizer.
+"""The time of a training step by region: regions of the model, forward and backward, and the optimizer.
 
-Regions are put around functions and modules from outside, for the steps that are looked at alone. Forward, a region is
-between the begin and the end of a call. Backward, nothing is called: autograd numbers its nodes in the order in which
-they are made, and on a CPU runs them in the reverse order. The nodes with numbers that were given within a region are
-its own, so it is enough to look at the clock where a node follows one of another region. Gradients that are added up
-(also into Megatron's main_grad) belong to the region whose node gave them: autograd adds them at once.
+Regions wrap functions and modules from outside, only for the steps that are measured. In the forward pass, a region
+lasts from the beginning to the end of a call. In the backward pass nothing is called: autograd numbers its nodes in the
+order in which they are made, and on a CPU runs them in the reverse order. A node whose number was given within a region
+belongs to that region, so it is enough to read the clock when a node follows a node of another region. The addition of
+gradients (also into Megatron's main_grad) belongs to the region of the node that returned them, because autograd adds
+them at once.
 """
 
 import bisect
@@ -27,15 +28,15 @@ _LAST = 2**64 - 1  # the number of all nodes that add up gradients of parameters
 
 
 class Regions:
-    """``with Regions(marks, model) as regions: ...`` counts the seconds of each region within.
+    """``with Regions(marks, model) as regions: ...`` measures the seconds of each region in the block.
 
     Args:
-        marks: functions and the regions that they are; one within another is not counted to that one.
-        model: the function whose output is what the backward pass begins with, as (what has it, its name).
-        clock: seconds.
+        marks: functions and their regions; a region inside another one does not count toward the outer one.
+        model: the function whose output begins the backward pass, as (its owner, its name).
+        clock: returns seconds.
 
     Attributes:
-        seconds: by region, in all.
+        seconds: total seconds by region.
     """
 
     def __init__(self, marks: Iterable[Mark], model: tuple[Any, str], clock: Callable[[], float] = time.perf_counter):
@@ -110,7 +111,7 @@ class Regions:
 
 
 def _nodes(last: Any) -> Iterator[tuple[int, Any]]:
-    """Nodes of a graph that are run in the reverse order of their numbers."""
+    """Return the nodes of a graph that run in the reverse order of their numbers."""
     seen, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()

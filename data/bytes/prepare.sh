@@ -24,7 +24,7 @@ if [[ ${1-} == --enwik8 ]] && (($# > 1)); then
   shift 2
 fi
 if (($# > 1)) || [[ ${1-} == -* ]]; then
-  echo "$usage     (prepare.sh --help tells more)" >&2
+  echo "$usage     (prepare.sh --help for details)" >&2
   exit 2
 fi
 

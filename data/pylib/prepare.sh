@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A corpus from nothing to tokens: the default one, or that of ../docs/prepare.sh. `--help` tells more.
+# Makes a corpus from scratch, up to tokens: the default one, or that of ../docs/prepare.sh. `--help` has the details.
 set -euo pipefail
 
 corpus=${CORPUS:-pylib}
@@ -10,7 +10,7 @@ if [[ ${1-} == -h || ${1-} == --help ]]; then
 usage: prepare.sh [OUT_DIR]
 
 Writes text (train.jsonl, validation.jsonl, test.jsonl), a tokenizer of 2,048 pieces (tokenizer.model) and the token
-files of the three splits (train.bin, .idx, .json, ...) into OUT_DIR, by default the folder out beside the script. The
+files of the three splits (train.bin, .idx, .json, ...) into OUT_DIR, by default the folder out next to the script. The
 text is the sources of Python's standard library (data/pylib), or English documentation of this machine (data/docs). A
 step whose outputs exist is skipped; delete OUT_DIR to start anew.
 
@@ -19,14 +19,14 @@ HELP
   exit 0
 fi
 if (($# > 1)) || [[ ${1-} == -* ]]; then
-  echo "usage: prepare.sh [OUT_DIR]     (prepare.sh --help tells more)" >&2
+  echo "usage: prepare.sh [OUT_DIR]     (prepare.sh --help for details)" >&2
   exit 2
 fi
 
 fmoe=${FMOE:-fmoe}
 out=${1:-$here/out}
 
-# Outputs are put in place complete, and of several the one that is tested here as the last.
+# A command puts its outputs in place when they are complete. Of several outputs, the last one is tested here.
 if [[ ! -e $out/test.jsonl ]]; then
   "$fmoe" data corpus "$corpus" --out "$out" --overwrite
 fi

@@ -190,7 +190,7 @@ def check_chosen(model: nn.Module, chosen: Collection[Found], granularity: int, 
         if len(kinds) > 1:
             raise UserError(
                 f"the weights of {name} differ in dtype or device ({', '.join(map(' on '.join, sorted(kinds)))}): "
-                "make them equal first, e.g. by model.to(torch.bfloat16)"
+                "convert them to one dtype and device first, e.g. with model.to(device, torch.bfloat16)"
             )
         if torch.finfo(block.tensors[0].dtype).bits < 16:
             raise UserError(f"the weights of {name} are {block.tensors[0].dtype}: experts need 16 bits or more")

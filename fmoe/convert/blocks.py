@@ -150,7 +150,7 @@ class Block:
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
             shapes = ", ".join(str(tuple(m.weight.shape)) for m in (*self.maps_in, self.map_out))
-            raise UserError(f"the maps of a feed-forward block have shapes {shapes}: not D -> H -> D")
+            raise UserError(f"the maps of a feed-forward block have shapes {shapes}; they must map D -> H -> D")
 
     @property
     def d_model(self) -> int:

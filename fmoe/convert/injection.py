@@ -208,7 +208,7 @@ class Injection:
         return [torch.cat(parts, -1)] if self.is_fused else parts
 
     def follows(self, activation: Activation, order: list[int], hidden: Tensor) -> bool:
-        """Return whether ``hidden`` is the activation of part ``order[0]``, if gated times part ``order[1]``."""
+        """Return whether ``hidden`` is the activation of part ``order[0]``, in gated blocks times part ``order[1]``."""
         try:
             with torch.no_grad():
                 expected = _formula(activation, [self.parts[i] for i in order])
@@ -221,7 +221,7 @@ class Injection:
         return agree(hidden, expected, size, self.weight.dtype)
 
     def keeps_slope(self, activation: Activation, order: list[int]) -> bool:
-        """Return whether the run has the derivatives of the formula, and none with respect to a parameter."""
+        """Return whether the module's derivatives equal the formula's, and no parameter affects ``hidden``."""
         parts = [part if i == order[0] else torch.ones_like(part) for i, part in enumerate(self.parts)]
         slopes, learned = [], [p for p in self.trial.owner.parameters() if not p.requires_grad]
         for parameter in learned:

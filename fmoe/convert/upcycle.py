@@ -116,7 +116,10 @@ def plan_upcycling(
     if not exact:
         share = share_T.nanmedian().item()
         if not abs(share) > 1e-6:
-            raise UserError(f"gate={gate} is not supported with upcycle=True: most tokens get {share:.3g} of the block")
+            raise UserError(
+                f"gate={gate} is not supported with upcycle=True: most tokens get {share:.3g} times the output of the "
+                "dense block"
+            )
         return Upcycling(_factor(share), False, granularity, noise)
     if (scale := _constant(share_T)) is not None:
         return Upcycling(scale, False, granularity, noise)
@@ -134,7 +137,8 @@ def plan_upcycling(
     raise UserError(
         f"upcycle=True cannot keep the model's output with gate={gate}"
         + (f" and granularity={granularity}" if granularity > 1 else "")
-        + f": {_spread(share_T)}, which no single factor makes 1; pass a gate whose weights sum to one (gate='naive'), "
+        + f": {_spread(share_T)}, which no constant factor corrects; pass a gate whose weights sum to one "
+        "(gate='naive'), "
         "or exact=False to accept a changed output"
     )
 
@@ -159,8 +163,8 @@ def _check_granularity(gate: nn.Module, granularity: int, router: Tensor | None,
     for key, value in (("num_experts", router.shape[0]), ("top_k", top_k)):
         if value % granularity:
             raise UserError(
-                f"{key}={value} is not divisible by granularity={granularity}: a copy of the dense block consists of "
-                "that many experts, and a token must get all of them"
+                f"{key}={value} is not divisible by granularity={granularity}, the number of experts that form a copy "
+                "of the dense block: a token must get all of them"
             )
 
 
@@ -219,8 +223,8 @@ def _factor(share: float) -> float:
 def _spread(share_T: Tensor) -> str:
     known_T = share_T[~share_T.isnan()]
     if len(known_T) < len(share_T):
-        return "some tokens get a value that is not a multiple of the dense block"
-    return f"a token gets from {known_T.min():.3g} to {known_T.max():.3g} of the dense block"
+        return "some tokens get a value that is not a multiple of the dense block's output"
+    return f"tokens get {known_T.min():.3g} to {known_T.max():.3g} times the dense block's output"
 
 
 def _what_drops(gate: nn.Module) -> list[tuple[str, dict]]:

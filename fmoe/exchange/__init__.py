@@ -1,4 +1,4 @@
-"""Exchanges: how rows travel to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
+"""Exchanges, which send rows to the ranks that own their experts, and back (`fmoe.exchange.base`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,16 +10,20 @@ from fmoe.exchange.all_gather import AllGatherExchange
 from fmoe.exchange.all_to_all import AllToAllExchange
 from fmoe.exchange.base import Exchange, GroupExchange
 from fmoe.exchange.collectives import PeerError
+from fmoe.exchange.deepep import DeepEPExchange
 from fmoe.exchange.hierarchical import HierarchicalExchange
 from fmoe.exchange.local import LocalExchange
 from fmoe.exchange.padded import PaddedExchange
 from fmoe.exchange.shadow import Cost
+from fmoe.exchange.symmetric import SymmetricExchange
 
 EXCHANGES: dict[str, Callable[..., GroupExchange]] = {
     "all_to_all": AllToAllExchange,
     "padded": PaddedExchange,
     "all_gather": AllGatherExchange,
     "hierarchical": HierarchicalExchange,
+    "deepep": DeepEPExchange,
+    "symmetric": SymmetricExchange,
 }
 """Factories of exchanges by name, called as ``(group, num_experts, **exchange_options)``."""
 
@@ -64,12 +68,14 @@ __all__ = [
     "AllGatherExchange",
     "AllToAllExchange",
     "Cost",
+    "DeepEPExchange",
     "Exchange",
     "GroupExchange",
     "HierarchicalExchange",
     "LocalExchange",
     "PaddedExchange",
     "PeerError",
+    "SymmetricExchange",
     "build_exchange",
     "register_exchange",
 ]

@@ -301,13 +301,13 @@ def check_consistency(group: dist.ProcessGroup, facts: Mapping[str, object], dev
             ranks = [dist.get_global_rank(group, rank) for rank, value in enumerate(column) if value != values[0]]
             raise UserError(
                 f"{rows[0].get('name')}: rank {', '.join(map(str, ranks))} has {name}={', '.join(values[1:])}, "
-                f"the others of moe_group have {values[0]}"
+                f"the other ranks of moe_group have {values[0]}"
             )
 
 
 def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, name: str) -> None:
-    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: they take
-    the experts of several ranks for replicas.
+    """Refuse torch's DistributedDataParallel and `fully_shard` around experts that are spread over ``group``: these
+    wrappers treat the experts of several ranks as replicas.
 
     Called in the forward pass, because a layer finds the wrapper only while it runs: torch reads the parameters to
     ignore from the outermost module, which a layer cannot reach, and does not notify the modules that it wraps.

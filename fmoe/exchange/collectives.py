@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -108,7 +109,7 @@ class GroupMonitor:
             self._ask(lambda store: store.delete_key("fmoe/failed"))
 
     def wait(self, work: collectives.Started, what: str, number: int) -> None:
-        """Wait for ``work``, the collective of that number, on the CPU.
+        """Wait on the CPU for ``work``, the collective with this ``number``.
 
         Raises:
             PeerError: another rank failed, is gone, or did not join within the group's timeout.
@@ -120,7 +121,7 @@ class GroupMonitor:
                 return
             except RuntimeError as error:
                 if work.is_completed() and not _has_succeeded(work):
-                    raise self._broken(error, what, number, begin) from error
+                    raise self.broken(error, what, number, begin) from error
             rest = begin + self._timeout() - time.monotonic()
             self._look(what, number, rest <= 0)
             patience = max(0.001, min(PATIENCE, rest))
@@ -143,7 +144,7 @@ class GroupMonitor:
             time.sleep(min(waited / 20, 1e-3))  # the GPU is idle for a twentieth of the wait at most
         error = work.error() if waited > _SHORT else None  # torch prints a warning at the first question
         if error is not None:
-            # The watchdog is about to end this process: no time to hear from the others, as in `_broken`.
+            # The watchdog is about to end this process: no time to hear from the others, as in `broken`.
             self._post(what, number)
             self._raise_if_failed(number)
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})") from error
@@ -172,7 +173,7 @@ class GroupMonitor:
             limit = "the group's timeout" if share == 1 else f"{share:.0%} of the group's timeout,"
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within {limit} {seconds:g} s")
 
-    def _broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
+    def broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
         """Return the error for a broken connection or the backend's own timeout. It blames the ranks that have not
         reported: ranks that have waited since ``begin`` report after `PATIENCE`."""
         seconds = self._timeout()
@@ -352,6 +353,14 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
     return Pending(monitor, work, what, 0 if group.rank() == target else value.nbytes, value)
 
 
+def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
+    """Let the stream, or the host, wait until all ranks are here: what they were given before is finished.
+
+    It also finds a rank that failed, which one-sided copies would not.
+    """
+    all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
+
+
 @contextlib.contextmanager
 def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
     """Turn the error of a connection that broke earlier into a PeerError: starting the next collective raises it."""
@@ -361,4 +370,4 @@ def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
         is_broken = "onnection" in str(error) or "imed out" in str(error)
         if not is_broken and not isinstance(error, dist.DistBackendError):
             raise
-        raise monitor._broken(error, what, monitor.started + 1, time.monotonic()) from error
+        raise monitor.broken(error, what, monitor.started + 1, time.monotonic()) from error

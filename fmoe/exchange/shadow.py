@@ -132,7 +132,7 @@ def broadcast_parameters(
 ) -> list[Tensor]:
     """Return the tensors of rank ``owner`` on every rank; differentiable, with gradients summed on the owner.
 
-    Every rank of the group calls it. Of the ``tensors`` of the other ranks only shapes and dtypes are used.
+    Every rank of the group calls it. On the other ranks, only the shapes and dtypes of ``tensors`` are used.
     """
     own = tensors if owner == group.rank() else [t.detach() for t in tensors]
     # All ranks join the backward pass, even those whose own experts are not trained.

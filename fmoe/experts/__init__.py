@@ -116,7 +116,7 @@ def build_experts(
     made_by = getattr(factory, "func", factory)
     is_ffn = isinstance(made_by, type) and issubclass(made_by, FFNExperts)
     if backend not in ("auto", "torch") and not is_ffn:
-        raise UserError(f"backend={backend!r} is for ffn, swiglu and geglu, not for expert={expert!r}")
+        raise UserError(f"backend={backend!r} supports ffn, swiglu and geglu, not expert={expert!r}")
     if backend != "auto" and is_ffn:
         options = {**options, "backend": backend}
     if tensor_group is not None:
@@ -131,7 +131,7 @@ def build_experts(
     if isinstance(expert, type) and issubclass(expert, FFNExperts):
         return expert(count, d_model, d_hidden, first_expert=local.start, seed=seed, **options)
     if options:
-        raise UserError(f"expert_options={dict(options)!r} are for experts given by name: set them on the expert")
+        raise UserError(f"expert_options={dict(options)!r} apply only to experts given by name: set them on the expert")
     if isinstance(expert, nn.Module):
         raise UserError(
             f"expert is one module, {type(expert).__name__}: pass its class, or a sequence of {num_experts} modules"

@@ -1,8 +1,9 @@
 """Feed-forward experts computed by other packages, if they are installed: ``backend="te"`` and ``"sonicmoe"``.
 
-Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.0.1).
+Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.1.2).
 Parameters stay in our own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
-adapter states the cost of converting to the layout of its package.
+adapter states the cost of converting to the layout of its package. With ``backend="auto"``, `fastest_ffn` measures them
+against our own operation.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -10,25 +11,35 @@ first map (2 H if gated, else H).
 
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.kernels.ffn import expert_ffn, gate
+from fmoe.kernels.cuda import tuning
+from fmoe.kernels.ffn import expert_ffn
+from fmoe.kernels.glu import gate
 from fmoe.kernels.rows import combine, permute
+
+logger = logging.getLogger("fmoe")
 
 Stacks = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight_in, bias_in, weight_out, bias_out
 
 BACKENDS = ("te", "sonicmoe")
 _NEEDS = {
     "te": ("transformer_engine.pytorch", "pip install --no-build-isolation 'transformer_engine[pytorch]'"),
-    "sonicmoe": ("sonicmoe.functional", "pip install git+https://github.com/Dao-AILab/sonic-moe"),
+    "sonicmoe": ("sonicmoe.functional", "pip install sonic-moe"),
 }
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_tuned = tuning.TuningCache("backends.json", lambda name: name in ("cuda", *BACKENDS))
 
 
 def check(
@@ -50,15 +61,26 @@ def check(
         raise UserError(f"backend={backend!r} has no dropout of hidden units (dropout={dropout})")
     if backend == "sonicmoe":
         if not gated or activation is not F.silu:
-            raise UserError("backend='sonicmoe' is for swiglu experts: its other activations are not exactly ours")
-        if d_model % 64 or d_model < 512 or d_hidden % 64:
+            raise UserError("backend='sonicmoe' supports only swiglu experts: its other activations differ from fmoe's")
+        if not _fits_sonic(4, d_model, d_hidden):
             raise UserError(
                 f"backend='sonicmoe' does not support d_model={d_model}, d_hidden={d_hidden}: d_model must be a "
                 "multiple of 64 and at least 512, d_hidden a multiple of 64"
             )
         if num_experts % 4:
             raise UserError(f"backend='sonicmoe' needs a multiple of 4 experts per rank, got {num_experts}")
-    _module(backend)
+    package = _module(backend)
+    if backend == "sonicmoe" and not _has_our_layout(package):
+        raise UserError("backend='sonicmoe' needs sonic-moe 0.1.2 or later: this one has no option concat_layout")
+
+
+def _fits_sonic(num_experts: int, d_model: int, d_hidden: int) -> bool:
+    return num_experts % 4 == 0 and d_model % 64 == 0 and d_model >= 512 and d_hidden % 64 == 0
+
+
+def _has_our_layout(package: ModuleType) -> bool:
+    """Return whether SonicMoE takes gate and value as two halves, as our layout has them."""
+    return "concat_layout" in inspect.signature(package.moe_general_routing_inputs).parameters
 
 
 def _module(backend: str) -> ModuleType:
@@ -88,33 +110,64 @@ def ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
-    tokens, which are gathered, computed and combined, [T, D] to [T, D]. The host waits for the counts.
+    tokens, which are gathered, computed and combined, [T, D] to [T, D].
+
+    The host waits for counts on the device: always for "te", for "sonicmoe" only if each token has as many choices as
+    there are experts.
 
     Raises:
-        UserError: the rows are not in 16 bits on a GPU.
+        UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
     """
     _check_rows(backend, rows_MD)
-    counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
-    if sum(counts) and backend == "sonicmoe":
-        return _by_sonic(rows_MD, stacks, counts, inverse_TK, weight_TK)
-    # Without any rows torch computes, so that gradients are zero and not None.
-    of_rows = _by_te if sum(counts) else _by_torch
     if perm_N is None or inverse_TK is None or weight_TK is None:
-        return of_rows(rows_MD, stacks, counts, activation, gated)
-    rows = permute(rows_MD, perm_N, inverse_TK, sum(counts))
-    return combine(of_rows(rows, stacks, counts, activation, gated), weight_TK, inverse_TK)
+        out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
+    elif backend == "sonicmoe" and inverse_TK.numel():
+        counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
+        end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
+        out = _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
+    else:
+        on_host = _on_host(counts)
+        rows = permute(rows_MD, perm_N, inverse_TK, sum(on_host))
+        out = combine(_of_rows(backend, rows, stacks, on_host, activation, gated), weight_TK, inverse_TK)
+    if out.requires_grad:
+        out.register_hook(functools.partial(_refuse_second_derivatives, backend))
+    return out
+
+
+def _on_host(counts: Tensor | Sequence[int]) -> list[int]:
+    return counts.tolist() if isinstance(counts, Tensor) else list(counts)
+
+
+def _refuse_second_derivatives(backend: str, _grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # its gradients are not part of a graph, and theirs would be wrong without an error
+        raise UserError(f"backend={backend!r} has no second derivatives (create_graph=True): use backend='cuda'")
+
+
+def _of_rows(
+    backend: str,
+    rows_MD: Tensor,
+    stacks: Stacks,
+    counts: list[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+) -> Tensor:
+    """Compute rows sorted by expert. Without any rows torch computes, so that gradients are zero and not None."""
+    if not sum(counts):
+        return expert_ffn(rows_MD, *stacks, counts, activation, gated)
+    if backend == "te":
+        return _by_te(rows_MD, stacks, counts, activation, gated)
+    end_L = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0)
+    if rows_MD.is_cuda:  # a copy from pinned memory is asynchronous
+        end_L = end_L.pin_memory().to(rows_MD.device, non_blocking=True)
+    row_M = torch.arange(rows_MD.shape[0], device=rows_MD.device, dtype=torch.int64)
+    score_M = torch.ones(rows_MD.shape[0], device=rows_MD.device, dtype=torch.float32)
+    return _by_sonic(rows_MD, stacks, score_M, row_M.int(), torch.searchsorted(end_L, row_M, right=True).int())
 
 
 def _check_rows(backend: str, rows: Tensor) -> None:
     if not rows.is_cuda or rows.dtype not in _SIXTEEN_BITS:
-        raise UserError(f"backend={backend!r} is for 16 bits on a GPU: rows are {rows.dtype} on {rows.device}")
-
-
-def _by_torch(
-    rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
-) -> Tensor:
-    return expert_ffn(rows, *stacks, counts, activation, gated)
+        raise UserError(f"backend={backend!r} needs 16-bit rows on a GPU: rows are {rows.dtype} on {rows.device}")
 
 
 def _by_te(
@@ -142,46 +195,207 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
     return _module("te").GroupedLinear(experts, width, height, **options)
 
 
-def _by_sonic(
-    rows: Tensor, stacks: Stacks, counts: list[int], inverse_TK: Tensor | None, weight_TK: Tensor | None
-) -> Tensor:
-    """Compute by SonicMoE. It alternates the rows of gate and value, which are two halves in our layout. Conversion
-    is an additional pass over the first matrices and over their gradients."""
-    package = _module("sonicmoe")
+def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires.
+
+    Their number must be known on the host. So dropped assignments stay, as rows of any expert with a score of 0. Only
+    gates that drop most assignments, with a choice per expert, are worth a wait.
+    """
+    (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
+    row_N = inverse_TK.reshape(-1)
+    index_N = torch.arange(num_tokens * top_k, device=device, dtype=torch.int64)
+    expert_N = torch.searchsorted(end_L, row_N, right=True)  # L if dropped
+    is_kept_N = expert_N < num_experts
+    score_N = torch.where(is_kept_N, weight_TK.float().reshape(-1), 0)
+    expert_N = torch.where(is_kept_N, expert_N, index_N % num_experts)
+    if top_k >= num_experts:
+        index_N = is_kept_N.nonzero().squeeze(1)
+        score_N, expert_N = score_N[index_N], expert_N[index_N]
+    return score_N, (index_N // top_k).int(), expert_N.int()
+
+
+def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
+    """Compute tokens by SonicMoE, without a wait or a copy: it reads our layout, and computes its metadata on the
+    device."""
     w_in, b_in, w_out, b_out = stacks
-    experts, device = len(counts), rows.device
-    if inverse_TK is None or weight_TK is None:
-        token = torch.arange(rows.shape[0], dtype=torch.int32, device=device)
-        expert = torch.repeat_interleave(
-            torch.arange(experts, dtype=torch.int64, device="cpu"),
-            torch.tensor(counts, dtype=torch.int64, device="cpu"),
-        ).to(device, torch.int32)
-        score = torch.ones(rows.shape[0], device=device, dtype=torch.float32)
-    else:
-        row_N = inverse_TK.reshape(-1)
-        kept = (row_N < sum(counts)).nonzero().squeeze(1)  # in the order of tokens, as SonicMoE requires
-        end_E = torch.tensor(counts, dtype=torch.int64, device="cpu").cumsum(0).to(device)
-        expert = torch.searchsorted(end_E, row_N[kept], right=True).to(torch.int32)
-        token = (kept // inverse_TK.shape[1]).to(torch.int32)
-        score = weight_TK.float().reshape(-1)[kept]
-    out, _frequency = package.moe_general_routing_inputs(
-        rows.contiguous(),
-        score,
-        token,
-        expert,
-        _interleaved(w_in).permute(1, 2, 0),
-        None if b_in is None else _interleaved(b_in),
+    out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
+        x.contiguous(),
+        score_N,
+        token_N,
+        expert_N,
+        w_in.contiguous().permute(1, 2, 0),
+        b_in,
         w_out.contiguous().permute(1, 2, 0),
         b_out,
-        experts,
-        torch.cuda.current_stream(device).cuda_stream if rows.is_cuda else 0,
+        len(w_out),
+        torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0,
         importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU,
         not torch.is_grad_enabled(),
+        concat_layout=True,
     )
     return out
 
 
-def _interleaved(stack: Tensor) -> Tensor:
-    """Return a stack [L, 2 H, ...] with the rows of its first and second half in alternation."""
-    experts, height, *rest = stack.shape
-    return stack.view(experts, 2, height // 2, *rest).transpose(1, 2).reshape(experts, height, *rest)
+def candidates(
+    rows: Tensor, w_in_LPD: Tensor, w_out_LDH: Tensor, activation: Callable[[Tensor], Tensor], gated: bool
+) -> tuple[str, ...]:
+    """Return the installed backends that ``backend="auto"`` measures for such experts: "sonicmoe" for swiglu on sm_90,
+    and "te"; both for 16 bits only, and not under torch.compile, which cannot trace them."""
+    if torch.compiler.is_compiling() or rows.dtype not in _SIXTEEN_BITS or not _architecture(rows.device):
+        return ()
+    fits = _fits_sonic(len(w_out_LDH), *w_out_LDH.shape[1:]) and gated and activation is F.silu
+    found = ["sonicmoe"] if fits and _architecture(rows.device) == 9 else []
+    return tuple(name for name in (*found, "te") if _is_installed(name))
+
+
+def _architecture(device: torch.device) -> int:
+    """Return the major version of a GPU's architecture; 0 for other devices."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@functools.cache
+def _is_installed(backend: str) -> bool:
+    return importlib.util.find_spec(_NEEDS[backend][0].partition(".")[0]) is not None
+
+
+def fastest_ffn(
+    ours: Callable[..., Tensor],
+    others: Sequence[str],
+    is_training: bool,
+    rows_MD: Tensor,
+    w_in_LPD: Tensor,
+    b_in_LP: Tensor | None,
+    w_out_LDH: Tensor,
+    b_out_LD: Tensor | None,
+    counts: Tensor | Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool = False,
+    **plan: object,
+) -> Tensor:
+    """Compute as `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size: with
+    gradients if ``is_training``, whether or not they are enabled, so that a recomputation takes what its forward pass
+    took.
+
+    A candidate whose results are wrong on this device is left out, with a warning. "te" is left out if the host does
+    not have the counts, for which it would wait in each step. While a CUDA graph is captured nothing is measured.
+    """
+    given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
+    if isinstance(counts, Tensor) and counts.device.type != "cpu":
+        others = [name for name in others if name != "te"]
+    names = [name for name in others if _wrong(name, rows_MD.device) is None]
+    operations: dict[str, Callable[..., Tensor]] = {name: functools.partial(ffn, name) for name in names}
+    operations["cuda"] = ours
+    if not names:
+        return ours(*given, counts, activation, gated, **plan)
+
+    def run(name: str) -> None:
+        _with_gradients(operations[name], is_training, given, counts, activation, gated, plan)
+
+    num_rows = rows_MD.shape[0]
+    if isinstance(inverse_TK := plan.get("inverse_TK"), Tensor):
+        num_rows = inverse_TK.numel()
+    key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names, is_training)
+    found = _tuned.get(key)
+    if found not in operations:
+        found = "cuda"
+        if num_rows and not torch.cuda.is_current_stream_capturing():
+            found, lasts = tuning.fastest([*names, "cuda"], run, key)
+            _tuned.put(key, found, lasts)
+    return operations[found](*given, counts, activation, gated, **plan)
+
+
+def _with_gradients(
+    operation: Callable[..., Tensor],
+    is_training: bool,
+    given: Sequence[Tensor | None],
+    counts: Tensor | Sequence[int],
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+    plan: dict[str, object],
+) -> list[Tensor]:
+    """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
+    gradients."""
+    device = next(t.device.type for t in given if t is not None)
+    with torch.inference_mode(False), torch.set_grad_enabled(is_training), torch.autocast(device, enabled=False):
+        *leaves, counts = (_apart(t) for t in (*given, counts))
+        plan = {name: _apart(value) for name, value in plan.items()}
+        trained = [t.requires_grad_(is_training) for t in leaves if t is not None]
+        out = operation(*leaves, counts, activation, gated, **plan)
+        return [out, *(torch.autograd.grad(out, trained, torch.ones_like(out)) if is_training else [])]
+
+
+def _apart(value: Any) -> Any:
+    """Return tensors outside of the caller's graph, and of inference mode, whose tensors autograd refuses."""
+    if isinstance(value, tuple):
+        return tuple(_apart(part) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.is_inference() else value.detach()
+
+
+def _key(rows: Tensor, num_rows: int, w_in: Tensor, w_out: Tensor, names: Sequence[str], is_training: bool) -> str:
+    """Return a key of device, versions, dtype and sizes, with rows rounded up to a power of two."""
+    bucket = 1 << max(num_rows - 1, 0).bit_length()
+    sizes = "x".join(map(str, (bucket, *w_in.shape, w_out.shape[2])))
+    versions = ", ".join([f"torch {torch.__version__}", *(f"{name} {_version(name)}" for name in names)])
+    step = "forward and backward" if is_training else "forward"
+    return f"{_device_name(rows.device)}, {versions}, {str(rows.dtype).removeprefix('torch.')}, {sizes}, {step}"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def _version(backend: str) -> str:
+    package = {"te": "transformer_engine", "sonicmoe": "sonic-moe"}[backend]
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+_checked: dict[tuple[str, torch.device], str | None] = {}
+
+
+def _wrong(backend: str, device: torch.device) -> str | None:
+    """Return why ``backend="auto"`` must not use a backend on a device; None if its results are right there.
+
+    Checked once, with a logged warning. While a CUDA graph is captured, a backend that was not checked is left out.
+    """
+    if (backend, device) not in _checked:
+        if torch.cuda.is_current_stream_capturing():
+            return "it is not checked yet"
+        try:
+            wrong = _self_check(backend, device)
+        except Exception as error:  # a package built for another torch or CUDA may raise any error
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if wrong is not None:
+            logger.warning("backend='auto' leaves out %s on %s: %s", backend, device, wrong)
+        _checked[backend, device] = wrong
+    return _checked[backend, device]
+
+
+def _self_check(backend: str, device: torch.device) -> str | None:
+    """Return the first wrong result of a small layer's experts in bfloat16, or None."""
+    experts, width, hidden, counts = 4, 512, 64, [5, 0, 17, 10]
+    sizes = {"num_experts": experts, "d_model": width, "d_hidden": hidden}
+    check(backend, F.silu, gated=True, dropout=0.0, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((sum(counts), width), (experts, 2 * hidden, width), (experts, width, hidden))
+    scales = (1.0, width**-0.5, hidden**-0.5)
+    given = [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul(scale).bfloat16()
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    results = []
+    operations = ((functools.partial(ffn, backend), device, None), (expert_ffn, "cpu", torch.float64))
+    for operation, where, dtype in operations:
+        x, w_in, w_out = (t.to(where, dtype) for t in given)
+        results.append(_with_gradients(operation, True, (x, w_in, None, w_out, None), counts, F.silu, True, {}))
+    names = ("output", "gradient of rows", "gradient of first matrices", "gradient of second matrices")
+    for name, found, expected in zip(names, *results, strict=True):
+        error = float((found.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm())
+        if not error <= 5e-2:
+            return f"the {name} is {error:.1e} off"
+    return None

@@ -18,7 +18,8 @@ from fmoe.kernels import backends
 from fmoe.kernels.cuda import ffn as cuda_ops
 from fmoe.kernels.cuda import gemm as cuda_gemm
 from fmoe.kernels.cuda import loader as cuda
-from fmoe.kernels.ffn import expert_ffn, gate, grouped_linear
+from fmoe.kernels.ffn import expert_ffn, grouped_linear
+from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
@@ -35,6 +36,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+# Activations of gated experts that also transform the second half.
+GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu_oai": SwiGLUOAI()}
 
 # Hooks of a module, which see rows or outputs between permutation and combination.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,7 +85,7 @@ class FFNExperts(Stacked):
     Args:
         num_experts: L, the number of experts of this rank.
         d_model, d_hidden: D and H.
-        activation: a name of `ACTIVATIONS` or a function of a tensor.
+        activation: a name of `ACTIVATIONS`, with ``gated`` also of `GATED_ACTIVATIONS`, or a function of a tensor.
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have biases.
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
@@ -90,8 +93,9 @@ class FFNExperts(Stacked):
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
             (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
-            native on the CPU and cuda on a GPU, where they are loaded. The constructor loads the chosen backend and
-            builds it if needed; with "auto", it loads cuda if there is a GPU, else native.
+            native on the CPU, and on a GPU the fastest of cuda, te and sonicmoe, where they are loaded or installed.
+            The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
+            GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
             "auto" for the fastest in a measurement.
         init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place, with biases zero; None for
@@ -122,9 +126,12 @@ class FFNExperts(Stacked):
         if d_hidden < 1:
             raise UserError(f"d_hidden={d_hidden} is not positive")
         if isinstance(activation, str):
-            if activation not in ACTIVATIONS:
-                raise UserError(f"activation={activation!r} is not known; there are {', '.join(ACTIVATIONS)}")
-            activation = ACTIVATIONS[activation]
+            known = ACTIVATIONS | GATED_ACTIVATIONS
+            if activation not in known:
+                raise UserError(f"activation={activation!r} is not known; there are {', '.join(known)}")
+            activation = known[activation]
+        if isinstance(activation, SwiGLUOAI) and not gated:
+            raise UserError(f"activation={activation} needs gated=True: it multiplies gates and values")
         if not callable(activation):
             raise UserError(f"activation={activation!r} is neither a name nor a function")
         if not 0 <= dropout < 1:
@@ -292,7 +299,12 @@ class FFNExperts(Stacked):
         if self.backend != "cuda" and backends.native_takes_ffn(rows_RD, self.activation, *parameters):
             return functools.partial(native_ops.expert_ffn, into_main_grad=self.into_main_grad)
         if self.backend != "native" and backends.cuda_takes_ffn(rows_RD, self.activation, *parameters):
-            return functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+            ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
+            if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
+                weights = (parameters[0], parameters[2])
+                if others := external.candidates(rows_RD, *weights, self.activation, self.gated):
+                    return functools.partial(external.fastest_ffn, ours, others, self.training)
+            return ours
         if self.backend == "cuda" or (self.backend == "native" and backends.native_is_loaded):
             self._refuse(rows_RD)
         return None
@@ -300,7 +312,7 @@ class FFNExperts(Stacked):
     def _refuse(self, rows_RD: Tensor) -> NoReturn:
         wants = "float32 and bfloat16 on the CPU" if self.backend == "native" else "float32 and 16 bits on a GPU"
         raise UserError(
-            f"backend={self.backend!r} is for {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights "
+            f"backend={self.backend!r} supports {wants}: rows are {rows_RD.dtype} on {rows_RD.device}, weights are "
             f"{self.weight_in.dtype}"
         )
 

@@ -94,7 +94,7 @@ def _number(name: str, kind: type, default: float):
     try:
         value = default if text is None else kind(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is invalid: ranks per node must be an integer, a fraction a number") from None
+        raise UserError(f"{name}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
     if value < 0 or (kind is int and value == 0):
-        raise UserError(f"{name}={text!r} is too small: ranks per node must be at least 1, a fraction at least 0")
+        raise UserError(f"{name}={text!r} must be at least {1 if kind is int else 0}")
     return value

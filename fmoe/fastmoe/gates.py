@@ -170,7 +170,7 @@ class GShardGate(NaiveGate):
         return self.limit(index_TK, self.capacity[0 if self.training else 1]), score_TK
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices with -1 for those over capacity."""
+        """Return the choices, with -1 in place of those over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0]) * self.top_k // self.tot_expert
         return keep_first(index_TK, index_TK.new_full((self.tot_expert,), max(capacity, 1)))
 
@@ -288,7 +288,7 @@ class DCGate(GShardGate):
     runs_collectives = True
 
     def limit(self, index_TK: Tensor, factor: float) -> Tensor:
-        """Return the choices with -1 for those over capacity."""
+        """Return the choices, with -1 in place of those over capacity."""
         capacity = math.ceil(factor * index_TK.shape[0])
         return limit_by_capacity(index_TK, self.num_expert, self.world_size, capacity)[2]
 

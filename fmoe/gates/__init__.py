@@ -22,6 +22,7 @@ from fmoe.gates.noisy import NoisyRouter
 from fmoe.gates.router import Choice, FixedRouter, Router, Scores, TopKRouter
 from fmoe.gates.sigmoid import SigmoidRouter
 from fmoe.gates.sinkhorn import SinkhornRouter
+from fmoe.gates.sparsemixer import SparseMixerRouter
 from fmoe.gates.swipe import SwipeRouter
 from fmoe.gates.switch import SwitchRouter
 from fmoe.gates.topology import TopologyRouter
@@ -44,6 +45,7 @@ GATES: dict[str, type[nn.Module] | Gate] = {
     "sinkhorn": SinkhornRouter,
     "sigmoid": SigmoidRouter,
     "topology": TopologyRouter,
+    "sparsemixer": SparseMixerRouter,
 }
 """Gates by name; `register_gate` adds one."""
 
@@ -74,7 +76,10 @@ def build_gate(
     if isinstance(gate, type):
         return gate(d_model, num_experts, top_k, **options)
     if options:
-        raise UserError(f"gate_options={options!r} with a ready gate, {type(gate).__name__}: set them on the gate")
+        raise UserError(
+            f"gate_options={options!r} do not apply to a gate instance, {type(gate).__name__}: set them when you "
+            "build it"
+        )
     if (own := getattr(gate, "num_experts", num_experts)) != num_experts:
         raise UserError(f"gate.num_experts={own} differs from num_experts={num_experts}")
     if top_k is not None and (own := getattr(gate, "top_k", top_k)) != top_k:
@@ -134,6 +139,7 @@ __all__ = [
     "Scores",
     "SigmoidRouter",
     "SinkhornRouter",
+    "SparseMixerRouter",
     "SwipeRouter",
     "SwitchRouter",
     "TopKRouter",

@@ -30,6 +30,7 @@ class NaiveRouter(TopKRouter):
     """
 
     routes_by_logits = True
+    is_rule_and_jitter = True
 
     def __init__(
         self,

@@ -17,8 +17,10 @@ from torch.nn.utils.parametrize import type_before_parametrizations as type_of
 from fmoe.errors import UserError
 from fmoe.exchange.collectives import all_reduce
 from fmoe.kernels import backends
+from fmoe.kernels.cuda import router as cuda_router
 from fmoe.kernels.cuda import routing
 from fmoe.kernels.cuda import rows as cuda_rows
+from fmoe.kernels.cuda.calls import TokenTiles
 from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import Routing, RoutingGroups, RoutingStats
 from fmoe.runtime.adapters import adapted
@@ -158,6 +160,9 @@ class TopKRouter(Router):
     """
 
     common_losses: tuple[str, ...] = ("balance", "z")
+    # True if `rule` and `jitter_of` describe all that the gate computes: a CUDA operation then replaces `forward`. Each
+    # class must set it for itself: the value of a base class is ignored.
+    is_rule_and_jitter = False
 
     def __init__(
         self,
@@ -214,6 +219,10 @@ class TopKRouter(Router):
         or `scores`."""
         return None
 
+    def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
+        """Return the noise of `router_input`; None for none."""
+        return None
+
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
         """Return whether `choose` and `scores` are the methods of ``cls``."""
         return type(self).choose is cls.choose and type(self).scores is cls.scores
@@ -244,6 +253,8 @@ class TopKRouter(Router):
         return Scores(x_TD, logits_TE, (logits_TE - logsumexp_T.unsqueeze(-1)).exp(), logsumexp_T)
 
     def forward(self, x_TD: Tensor, groups: RoutingGroups) -> Routing:
+        if (routing := self._by_one_operation(x_TD, groups)) is not None:
+            return routing
         if x_TD.element_size() > 2 or not self._takes_16_bits():
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -251,6 +262,34 @@ class TopKRouter(Router):
             expert_TK = leave_out_padding(choice.expert_TK, groups)
             losses = {**self._losses(scores, expert_TK, groups), **choice.losses} if self.training else {}
         return self.finish(Choice(expert_TK, choice.weight_TK, losses), entropy_T, groups)
+
+    def _by_one_operation(self, x_TD: Tensor, groups: RoutingGroups) -> Routing | None:
+        """Return the routing by the CUDA backend's operation; None where that does not apply."""
+        if not vars(type_of(self)).get("is_rule_and_jitter", False) or not groups.num_tokens:
+            return None
+        if self.bias is not None or self.balance_group is not None or groups.shards is not None:
+            return None
+        chosen, factor = self.rule(), self._factor()
+        if chosen is None or chosen[0].is_sigmoid or not backends.cuda_takes(x_TD, self.weight):
+            return None
+        has_noise = self.training and bool(getattr(self, "jitter", 0.0))
+        if has_noise and torch.compiler.is_compiling():  # the key is a tensor then
+            return None
+        if not cuda_router.fits(self.num_experts, self.top_k, chosen[0], factor is not None):
+            return None
+        tiles = TokenTiles(groups.num_tokens, groups.size, *groups.layout)
+        jitter = self.jitter_of(groups) if has_noise else None
+        with torch.autocast(x_TD.device.type, enabled=False):
+            found = cuda_router.route(x_TD, self.weight, self.top_k, chosen[0], tiles, groups.mask_T, factor, jitter)
+        losses, stats = {}, RoutingStats.of_sums(found.stats[: self.num_experts + 3])
+        if self.training:
+            losses, stats = (
+                {"z": found.z, "balance": found.balance},
+                RoutingStats.of_sums(found.stats, cuda_router.LOSSES),
+            )
+        counted = (found.expert_TK, found.tile_count) if factor is not None else None
+        passed = None if found.tokens_TD is None else (x_TD, found.tokens_TD)
+        return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed)
 
     def _takes_16_bits(self) -> bool:
         """Return whether 16-bit tokens are used by `TopKRouter.logits` only, which computes in float32 all the same."""
@@ -332,7 +371,7 @@ def leave_out_padding(expert_TK: Tensor, groups: RoutingGroups) -> Tensor:
 def routing_stats(
     expert_TK: Tensor, kept_TK: Tensor, entropy_T: Tensor, groups: RoutingGroups, num_experts: int
 ) -> RoutingStats:
-    """Return the statistics of a routing with the choices ``expert_TK``, of which capacity leaves ``kept_TK``."""
+    """Return the statistics of a routing; ``expert_TK`` are the choices before capacity, ``kept_TK`` those after it."""
     tokens = torch.full((), float(groups.num_tokens), dtype=torch.float32, device=entropy_T.device)
     if groups.mask_T is not None:
         entropy_T = entropy_T * groups.mask_T

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, MAX_EXPERTS, MAX_SEGMENTS
+from fmoe.kernels.glu import SwiGLUOAI
 
-# The activations of both backends; the index is their number in the kernels (native/src/kernels.h, cuda/activation.cu).
-ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu)
+# Activations; the index is their number in the kernels (native/src/kernels.h, cuda/activation.cu).
+ACTIVATIONS = (F.gelu, functools.partial(F.gelu, approximate="tanh"), F.relu, F.silu, SwiGLUOAI())
 
 native_is_loaded = False  # set by `fmoe.kernels.native.ops.register`
 
@@ -26,6 +27,8 @@ def activation_code(activation: Callable[[Tensor], Tensor]) -> int | None:
     """Return the index of an activation in `ACTIVATIONS`; None for an activation that no kernel computes."""
     if isinstance(activation, functools.partial) and activation.func is F.gelu and not activation.args:
         return {"none": 0, "tanh": 1}.get(activation.keywords.get("approximate", "none"))
+    if isinstance(activation, SwiGLUOAI):
+        return 4
     return 0 if activation is F.gelu else 2 if activation is F.relu else 3 if activation is F.silu else None
 
 
@@ -77,8 +80,8 @@ def cuda_takes_choices(expert_TK: Tensor, num_experts: int) -> bool:
 
 
 def cuda_takes_tokens(x_TD: Tensor, num_experts: int) -> bool:
-    """Return whether `cuda.routing` routes these tokens: float32, not too many experts, and kernels are loaded."""
-    return x_TD.dtype == torch.float32 and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
+    """Return whether CUDA kernels route these tokens, whose logits are in float32, to this many experts."""
+    return x_TD.is_floating_point() and num_experts <= MAX_EXPERTS and cuda_takes(x_TD)
 
 
 def cuda_takes_segments(receive_S: Tensor) -> bool:

@@ -34,8 +34,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # erro
 def folders() -> list[Path]:
     """Return the folders of entries in search order.
 
-    This is FMOE_CACHE if it is set. Otherwise these are the user's cache folder, and a folder in the directory for
-    temporary files, which is used if the home directory is not writable.
+    If FMOE_CACHE is set, it is the only one. Otherwise the user's cache folder comes first, followed by a folder in the
+    directory for temporary files, for users whose home directory is not writable.
     """
     named = os.environ.get("FMOE_CACHE")
     if named:
@@ -147,7 +147,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
     """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
 
     Yields:
-        Whether the lock is held. If the file system has no locks, it is not, and several processes may build the entry.
+        Whether the lock is held; False if the file system has no locks. Several processes may then build the entry.
     """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
@@ -166,7 +166,7 @@ def workplace(folder: Path, key: str, is_locked: bool) -> Path:
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Make a built library the only entry of its key; remove the key's failure and the least recently used entries."""
+    """Make a built library the only entry of its key; remove the key's failure report and the oldest entries."""
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)

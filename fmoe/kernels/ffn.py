@@ -2,8 +2,8 @@
 
 The experts run one after the other, so that the buffer after the activation has the rows of one expert and stays in the
 cache. The backward pass recomputes a known activation, so that only the pre-activations are kept. Known activations
-(GELU, SiLU, ReLU) are elementwise, without randomness and parameters, and have a kernel for the derivative. Any other
-function may be random or have parameters, so autograd records its one call.
+(GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters, and have a known derivative. Any
+other function may be random or have parameters, so autograd records its one call.
 
 Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
 height of the first map (2 H if gated, else H).
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.kernels import memory, reference
+from fmoe.kernels.glu import SwiGLUOAI, gate
 
 Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # forward(x, out=), backward(upstream, x, grad_input=)
 
@@ -59,17 +60,11 @@ def expert_ffn(
 
     An expert without rows gets zero gradients, not None.
     """
-    if _kernels(activation) is not None:
+    if isinstance(activation, SwiGLUOAI) or _kernels(activation) is not None:
         return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     active_MH = gate(activation, hidden_MP) if gated else activation(hidden_MP)
     return grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
-
-
-def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
-    """Return ``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H]."""
-    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # views that an activation may change in place
-    return activation(gates) * values
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -192,7 +187,31 @@ class _GatedBetween(_Between):
         return active.mul_(values), d_hidden
 
 
-def _between(activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor) -> _Between:
+class _ClampedBetween:
+    """`_Between` for `SwiGLUOAI`, in float32 at least."""
+
+    def __init__(self, activation: SwiGLUOAI, like: Tensor):
+        self._activation, self._dtype = activation, torch.promote_types(like.dtype, torch.float32)
+
+    def forward(self, hidden_nP: Tensor) -> Tensor:
+        """Map [n, 2 H] to [n, H]."""
+        return gate(self._activation, hidden_nP)
+
+    def backward(self, hidden_nP: Tensor, upstream_nH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of `forward`, and the gradient of ``hidden_nP``."""
+        gates, values = hidden_nP.to(self._dtype).chunk(2, dim=1)
+        first, second = self._activation(gates), self._activation.second(values)
+        first_slope, second_slope = self._activation.slopes(gates, values)
+        upstream = upstream_nH.to(self._dtype)
+        d_hidden = torch.cat([upstream * second * first_slope, upstream * first * second_slope], dim=1)
+        return (first * second).to(hidden_nP.dtype), d_hidden.to(hidden_nP.dtype)
+
+
+def _between(
+    activation: Callable[[Tensor], Tensor], gated: bool, most_rows: int, like: Tensor
+) -> _Between | _ClampedBetween:
+    if isinstance(activation, SwiGLUOAI):
+        return _ClampedBetween(activation, like)
     if (kernels := _kernels(activation)) is None:
         raise ValueError(f"activation={activation!r} has no kernels")
     return (_GatedBetween if gated else _Between)(kernels, most_rows, like)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fmoe.kernels.glu import gate
+
 
 def permute(x_TD: Tensor, perm_N: Tensor, inverse_TK: Tensor, num_rows: int) -> Tensor:
     """Return the tokens in the order of their experts, one row per assignment: [num_rows, D]."""
@@ -43,8 +45,8 @@ def expert_ffn(
 ) -> Tensor:
     """Apply the feed-forward network of each expert i to its ``counts[i]`` rows: [M, D]."""
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
-    first, *second = hidden_MP.chunk(2, dim=1) if gated else (hidden_MP,)
-    return grouped_linear(activation(first) * (second[0] if gated else 1), w_out_LDH, b_out_LD, counts)
+    active_MH = gate(activation, hidden_MP) if gated else activation(hidden_MP)
+    return grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
 
 
 def expert_ffn_of_tokens(

@@ -50,7 +50,8 @@ class DispatchPlan:
         """Return the plan that sorts the assignments of a routing by expert."""
         expert_TK = routing.expert_TK
         if backends.cuda_takes_choices(expert_TK, num_experts):
-            return cls(*cuda_rows.place(expert_TK, num_experts))
+            counted_TK, tile_count = routing.counted or (None, None)
+            return cls(*cuda_rows.place(expert_TK, num_experts, tile_count if counted_TK is expert_TK else None))
         kept_TK = expert_TK >= 0
         queue_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
         sorted_N, perm_N = queue_N.sort(stable=True)

@@ -16,7 +16,7 @@ def check(
     """Raise UserError for the first value, or NaN, outside its range."""
     for name, value in not_negative.items():
         if not float(value) >= 0:
-            raise UserError(f"{name}={value} is not 0 or more")
+            raise UserError(f"{name}={value} must be at least 0")
     decays = {"momentum": momentum} | {f"betas[{index}]": beta for index, beta in enumerate(betas)}
     for name, value in decays.items():
         if not 0 <= value < 1:

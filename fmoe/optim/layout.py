@@ -121,7 +121,8 @@ def parts_of(tensor: Tensor, blocks: Blocks, first_block: int, start: int, max_n
     numel = tensor.numel()
     if not 0 <= start <= start + numel <= blocks.numel or (blocks.count and blocks.numel % blocks.count):
         raise UserError(
-            f"elements {start} to {start + numel} do not fit a parameter of {blocks.numel} in {blocks.count} blocks"
+            f"elements {start} to {start + numel} do not fit a parameter of {blocks.numel} elements in {blocks.count} "
+            "blocks"
         )
     if not blocks.count or not numel:
         if numel:

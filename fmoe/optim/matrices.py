@@ -1,4 +1,4 @@
-"""Which parameters of a model are hidden matrices, and how a parameter divides into them: fused and stacked weights.
+"""The hidden matrices of a model, and how a fused or stacked weight divides into them.
 
 Shape letters: B blocks (experts of a stack), M rows, N columns.
 """

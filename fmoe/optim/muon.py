@@ -117,7 +117,7 @@ class Muon(Optimizer):
             lr=lr, momentum=momentum, weight_decay=weight_decay, betas=betas, eps=eps, positive={"ns_steps": ns_steps}
         )
         if scale not in ("rms", "original"):
-            raise UserError(f"scale={scale!r} is not 'rms' or 'original'")
+            raise UserError(f"scale={scale!r} must be 'rms' or 'original'")
         self._matrices, self._shards, self._plan_now = matrices, None, None
         options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "scale": scale}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps} | options)
@@ -334,7 +334,7 @@ class Muon(Optimizer):
 def _pieces(
     tensor: Tensor, group: dict[str, Any], matrices: Matrices, number: int, start: int, ranges: list[list[int]]
 ) -> Iterator[_Piece]:
-    """Yield the pieces of a tensor that holds a parameter from ``start`` on, of which ranks step these ranges."""
+    """Yield the pieces of a tensor that holds a parameter from ``start`` on, given the range that each rank steps."""
     size = matrices.block_size
     for part in parts_of(tensor, Blocks(matrices.blocks * size, matrices.blocks), 0, start, max_numel=1):
         first = part.block * size

@@ -21,9 +21,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's wrapper for dense parameters, and bucketed reduction of experts over the ranks that hold the same ones.
 
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
-    also of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of zeros, so
-    that all ranks take part in its reduction. Communication hooks (fp16, bf16, PowerSGD, post-localSGD) apply to dense
-    gradients only; gradients of experts are summed in their own dtype.
+    including those of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of
+    zeros, so that all ranks take part in its reduction. Communication hooks (fp16, bf16, PowerSGD, post-localSGD) apply
+    to dense gradients only; gradients of experts are summed in their own dtype.
 
     Args:
         module: model whose `MoE` layers use ``groups.moe_group``. Dense parameters are broadcast from the first data

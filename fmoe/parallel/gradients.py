@@ -55,7 +55,7 @@ def average_gradients(
     if groups is not None:
         group, expert_data_group = groups.data_group, groups.expert_data_group
     if group is None:
-        raise UserError("average_gradients needs the data parallel group: group= or groups=")
+        raise UserError("average_gradients needs the data parallel group: pass group= or groups=")
     ownership.refresh()
     trained = [p for p in model.parameters() if p.requires_grad]
     dense = [p for p in trained if not has_mark(p) and p.grad is not None]

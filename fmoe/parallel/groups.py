@@ -130,7 +130,7 @@ def init(
     if world % ep:
         raise UserError(f"ep={ep} does not divide the number of processes, {world}")
     if dp is not None and dp * ep != world:
-        raise UserError(f"dp={dp} times ep={ep} is {dp * ep}, not the number of processes, {world}")
+        raise UserError(f"dp={dp} x ep={ep} is {dp * ep}, which differs from the {world} processes of the job")
     return ParallelGroups.from_mesh(init_device_mesh(device_type, (world // ep, ep), mesh_dim_names=("dp", "ep")))
 
 

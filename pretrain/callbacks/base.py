@@ -119,7 +119,7 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
         for option, value in given.items():
             if known is not None and option not in known:
                 raise UserError(
-                    f"run.callback_options.{name}.{option}={value} is not an option of it; "
+                    f"run.callback_options.{name}.{option}={value} is not an option of {name}; "
                     f"{known_names(option, [other for other in known if other != 'recipe'])}"
                 )
         try:

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a global tensor whose elements are contiguous in the data of the region it was cut from."""
+    """A block of a global tensor; its elements are contiguous in the data of the region that it was cut from."""
 
     offset: Shape  # in the global tensor
     shape: Shape
@@ -64,7 +64,7 @@ class Region:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none without data."""
+        """Disjoint boxes in the order of the region's data: at most ``2 * len(block) - 1``, none of them empty."""
         boxes, position = [], self.start
         for corner, shape in _boxes_of_range(self.block, self.start, self.stop):
             boxes.append(

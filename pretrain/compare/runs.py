@@ -9,7 +9,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
-from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
+from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
 
 # Keys that do not define an experiment: the seed, and keys that change a run's losses by rounding at most.
 OF_NO_EFFECT = (
@@ -182,7 +182,7 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
 
 def _run_info(folder: Path) -> dict[str, Any]:
     """Return ``run.json``, with the fields that a comparison uses checked; empty if it is missing."""
-    info, path = read_told(folder), folder / TOLD
+    info, path = read_run_info(folder), folder / RUN_INFO
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

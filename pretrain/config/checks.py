@@ -37,6 +37,7 @@ LIMITS = {
     "model.num_experts": 2**20,
     "model.num_shared_experts": 2**20,
     "model.sequence_length": 2**28,
+    "model.memory_length": 2**28,
     "model.capacity_factor": 2.0**20,
     "model.eval_capacity_factor": 2.0**20,
     "data.noise_density": 0.99,
@@ -108,7 +109,7 @@ NOT_NEGATIVE = {
     "data": ("prefetch",),
     "model": (
         *("num_experts", "num_shared_experts", "bias_step", "balance_loss", "z_loss", "init_std", "mtp_layers"),
-        "rope_mscale_all_dim",
+        *("rope_mscale_all_dim", "memory_length"),
     ),
     "optimizer": (
         "min_lr",
@@ -153,7 +154,7 @@ def check_values(recipe: Any) -> None:
         for name in names:
             value = getattr(getattr(recipe, part), name)
             if value is not None and not value >= 0:  # NaN too
-                raise UserError(f"{part}.{name}={value} is not 0 or more")
+                raise UserError(f"{part}.{name}={value} must be at least 0")
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -24,12 +24,15 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
         total += max(model.sequence_length, decoder_length) * width
     if model.position == "relative":
         total += 2 * _RELATIVE_BUCKETS * model.num_heads
+    if model.position == "transformer_xl":  # of each layer: projection of distances, and two biases per head
+        total += model.num_layers * (width + 2) * model.num_heads * model.head_width
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
     total += model.mtp_layers * 3 * _norm(model, width)  # of the hidden state, the embedding and the output
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
         total += model.segment_types * width
+    total += model.vocab_size if model.output_bias else 0
     if model.kind == "t5" and model.tie_embeddings and model.tied_output_bias:
         total += model.vocab_size
     return total
@@ -43,11 +46,14 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     over the tokens of both stacks."""
     width, length = model.hidden_size, model.sequence_length
     heads = model.num_heads * (model.head_width + model.value_width)
+    far = 0 if model.sliding_window is None else max(0, length - model.sliding_window)  # tokens outside a window
     layers = [matrices for matrices, _ in _layers(model, model.top_k)]
     output = model.vocab_size * width + (width * width if model.kind == "bert" else 0)
     if model.kind != "t5":
         depth = len(model.layer_numbers)
-        return 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * depth * heads * length
+        scores = depth * length - len(model.layers_with_window) * far
+        flops = 6.0 * (sum(layers) + (1 + model.mtp_layers) * output) + 6.0 * heads * scores
+        return flops + (_relative_flops(model) if model.position == "transformer_xl" else 0)
     encoder, decoder = sum(layers[: model.num_layers]), sum(layers[model.num_layers :])
     keys_and_values = model.decoder_layers * width * heads  # of the encoder's output
     flops = 6.0 * ((encoder + keys_and_values) * length + (decoder - keys_and_values + output) * decoder_length)
@@ -55,11 +61,22 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
     return (flops + 6.0 * heads * scores) / (length + decoder_length)
 
 
+def _relative_flops(model: ModelConfig) -> float:
+    """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory, which
+    is projected to keys and values again for each sequence, without a gradient of its own."""
+    memory, length, width = model.memory_length, model.sequence_length, model.head_width
+    by_distance = 6.0 * model.num_heads * width * (length + memory)
+    by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
+    projections = 4.0 * 2 * model.hidden_size * model.query_groups * width * memory / length
+    return model.num_layers * (by_distance + by_content + projections)
+
+
 def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
     """Return the number of matrix parameters and of other parameters, without norms, of each layer."""
     sparse = _experts(model, experts) if model.layers_with_experts else (0, 0)
     dense = (_block(model, model.dense_width), 0)
     biases = model.head_width * (model.num_heads + 2 * model.query_groups) if model.qkv_bias else 0
+    biases += model.hidden_size * model.attention_output_bias + model.num_heads * model.attention_sinks
     layers = []
     for number in model.layer_numbers:
         matrices, others = sparse if number in model.layers_with_experts else dense

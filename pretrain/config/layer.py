@@ -105,7 +105,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     options = _from_table("loss", "model.loss_weights", model.loss_weights, model.gate, known)
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise UserError(f"model.loss_weights.{name}={value} is not 0 or more")
+            raise UserError(f"model.loss_weights.{name}={value} must be at least 0")
     return {"balance": model.balance_loss, "z": model.z_loss, **options}
 
 
@@ -146,7 +146,7 @@ def _from_table(
         if name in homes:
             why = homes[name].removeprefix("none: ")
             why = f"use the key {why}" if why == homes[name] else f"it is {why}"
-            raise UserError(f"{table}.{name}={value} is not an option of a recipe's table: {why}")
+            raise UserError(f"{table}.{name}={value} is not supported: {why}")
         if known is not None and name not in known:
             free = [other for other in known if other not in homes]
             raise UserError(f"{table}.{name}={value} is not an option of {owner}; {known_names(name, free)}")
@@ -178,7 +178,7 @@ def build_layer(model: ModelConfig, *, init_methods: tuple[Callable[[Tensor], ob
 
     Args:
         init_methods: the first fills the gate's matrix and the experts' input matrices, the second their output
-            matrices; empty for the layer's own.
+            matrices; empty for the layer's defaults.
         more: further options of `fmoe.build.Spec`.
 
     Raises:

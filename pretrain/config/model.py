@@ -39,6 +39,16 @@ class ModelConfig:
     norm=rms."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
+    attention_output_bias: bool = False
+    """Add a bias to the output of attention (needs model.kind=gpt)."""
+    attention_sinks: bool = False
+    """Add a learned score per head to the denominator of attention's softmax, initially 0 (GPT-OSS, arXiv 2508.10925;
+    needs model.kind=gpt)."""
+    sliding_window: int | None = None
+    """Number of last tokens, its own included, that a token of `sliding_layers` attends to; None for all earlier ones
+    (needs model.kind=gpt)."""
+    sliding_layers: tuple[int, ...] = ()
+    """Numbers of the layers with `sliding_window`, from 1; empty for all."""
     kv_lora_rank: int | None = None
     """Width of the vector into which multi-latent attention (DeepSeek-V2, arXiv 2405.04434) compresses the keys and
     values of a token; None for standard attention. Needs qk_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -59,15 +69,21 @@ class ModelConfig:
     """Tokens per training sequence; for t5, those of the encoder."""
     vocab_size: int = 2048
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
-    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
+    """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1;
+    swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g) of a gate g, at most 7, and a value v,
+    clamped to -7 .. 7."""
     gated: bool = False
     """Gated feed-forward blocks: with activation silu, SwiGLU."""
     linear_bias: bool = False
     """Biases of the linear maps of attention and feed-forward blocks, for a bert without experts."""
-    position: Literal["rope", "learned_absolute", "relative"] = "rope"
+    position: Literal["rope", "learned_absolute", "relative", "transformer_xl"] = "rope"
     """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
-    tokens, added to the scores of all layers of a stack."""
+    tokens, added to the scores of all layers of a stack. transformer_xl, for gpt only: projected sinusoids of the
+    distance, and two biases per head (Transformer-XL, arXiv 1901.02860)."""
+    memory_length: int = 0
+    """Hidden states per layer that a sequence sees of those before it in its stream (Transformer-XL). With more than 0,
+    each epoch is read as global_batch contiguous streams. Needs position=transformer_xl."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
@@ -115,6 +131,8 @@ class ModelConfig:
     """Bias of a t5's output layer with tie_embeddings, as in Megatron-core; T5 (arXiv 1910.10683) has none."""
     output_scale: bool = False
     """Multiply a t5's last hidden states by hidden_size^-0.5 before the output layer, as T5 (arXiv 1910.10683) does."""
+    output_bias: bool = False
+    """Add a bias to the logits (needs model.kind=gpt)."""
     mtp_layers: int = 0
     """Number of further tokens that each position predicts in training, with one more layer each (multi-token
     prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
@@ -182,7 +200,7 @@ class ModelConfig:
 
     @property
     def objective(self) -> str:
-        """What the model predicts, as a kind: gpt, t5 or bert. Registered kinds predict what a GPT does."""
+        """Kind whose prediction task the model has: gpt, t5 or bert; gpt for registered kinds."""
         return self.kind if self.kind in ("t5", "bert") else "gpt"
 
     @property
@@ -255,6 +273,11 @@ class ModelConfig:
         found = self.moe_layers or tuple(n for n in range(1, last + 1) if n % self.moe_every == 0)
         return (*found, *self.mtp_numbers) if last in found else found
 
+    @property
+    def layers_with_window(self) -> tuple[int, ...]:
+        """Numbers of the layers whose attention is limited to `sliding_window`."""
+        return () if self.sliding_window is None else self.sliding_layers or tuple(range(1, self.num_layers + 1))
+
     def check(self) -> None:
         """Raise UserError for the first invalid value or pair of values of the section."""
         self._check_latent()
@@ -280,9 +303,13 @@ class ModelConfig:
             raise UserError("model.qkv_bias=true is not supported with model.kind=t5: its cross attention has no bias")
         if self.position == "relative" and self.kind != "t5":
             raise UserError(f"model.position=relative needs model.kind=t5, not {self.kind}")
+        self._check_transformer_xl()
         for name, value in (("linear_bias", "true"), ("segment_types", self.segment_types)):
             if getattr(self, name) and self.kind != "bert":
                 raise UserError(f"model.{name}={value} needs model.kind=bert, not {self.kind}")
+        for name in ("attention_output_bias", "output_bias"):
+            if getattr(self, name) and self.kind != "gpt":
+                raise UserError(f"model.{name}=true needs model.kind=gpt, not {self.kind}")
         if self.linear_bias and self.qkv_bias:
             raise UserError("model.qkv_bias=true is not supported with model.linear_bias=true, which includes it")
         if self.linear_bias and self.num_experts:
@@ -301,6 +328,9 @@ class ModelConfig:
         if self.position != "rope" and self.rope_theta != ModelConfig.rope_theta:
             raise UserError(f"model.rope_theta={self.rope_theta} needs model.position=rope, not {self.position}")
         self._check_rotary_fraction()
+        self._check_local_attention()
+        if self.activation == "swiglu_oai" and not self.gated:
+            raise UserError("model.activation=swiglu_oai needs model.gated=true: it multiplies gates and values")
         self._check_yarn()
         for name in ("rope_theta", "norm_eps", "routed_scale", "attention_scale", *GPT_SCALES):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
@@ -328,6 +358,20 @@ class ModelConfig:
             raise UserError(f"model.jitter={self.jitter} is not in [0, 1)")
         self._check_mtp()
 
+    def _check_transformer_xl(self) -> None:
+        if self.position != "transformer_xl":
+            if self.memory_length:
+                name = f"model.memory_length={self.memory_length}"
+                raise UserError(f"{name} needs model.position=transformer_xl, not {self.position}")
+            return
+        if self.kind != "gpt":
+            raise UserError(f"model.position=transformer_xl needs model.kind=gpt, not {self.kind}")
+        if self.hidden_size % 2:
+            raise UserError(f"model.hidden_size={self.hidden_size} must be even with model.position=transformer_xl")
+        if self.mtp_layers:
+            name = f"model.mtp_layers={self.mtp_layers}"
+            raise UserError(f"{name} is not supported with model.position=transformer_xl: use 0")
+
     def _check_rotary_fraction(self) -> None:
         if self.rotary_fraction == 1:
             return
@@ -342,6 +386,34 @@ class ModelConfig:
             or not elements
         ):
             raise UserError(f"{key} must be in (0, 1] and give an even number of a head's {self.head_width} elements")
+
+    def _check_local_attention(self) -> None:
+        """Raise UserError for an invalid combination of the keys of windows and sinks."""
+        named = ["attention_sinks=true"] if self.attention_sinks else []
+        named += [] if self.sliding_window is None else [f"sliding_window={self.sliding_window}"]
+        if named and self.kind != "gpt":
+            raise UserError(f"model.{named[0]} needs model.kind=gpt, not {self.kind}")
+        if named and self.kv_lora_rank is not None:
+            raise UserError(f"model.{named[0]} is not supported with model.kv_lora_rank={self.kv_lora_rank}")
+        if named and self.position == "transformer_xl":
+            raise UserError(f"model.{named[0]} is not supported with model.position=transformer_xl")
+        if self.sliding_window is None:
+            if self.sliding_layers:
+                raise UserError(f"model.sliding_layers={self.sliding_layers} needs model.sliding_window")
+            return
+        if self.sliding_window < 1:
+            raise UserError(f"model.sliding_window={self.sliding_window} must be at least 1, or none for no window")
+        if self.mtp_layers:
+            raise UserError(
+                f"model.sliding_window={self.sliding_window} is not supported with model.mtp_layers={self.mtp_layers}"
+            )
+        for number in self.sliding_layers:
+            if self.sliding_layers.count(number) > 1:
+                raise UserError(f"model.sliding_layers={self.sliding_layers} has {number} twice")
+            if not 1 <= number <= self.num_layers:
+                raise UserError(
+                    f"model.sliding_layers has {number}; layers are 1 to model.num_layers={self.num_layers}"
+                )
 
     def _check_yarn(self) -> None:
         """Raise UserError for an invalid combination of the keys of scaled rotary positions."""
@@ -416,8 +488,9 @@ class ModelConfig:
             raise UserError(f"model.qk_norm=true is not supported with {key}, which normalizes the compressed vectors")
         if self.attention_scale is not None:
             raise UserError(f"model.attention_scale={self.attention_scale} is not supported with {key}: use none")
-        if self.qkv_bias:
-            raise UserError(f"model.qkv_bias=true is not supported with {key}: its projections have no bias")
+        for name in ("qkv_bias", "attention_output_bias"):
+            if getattr(self, name):
+                raise UserError(f"model.{name}=true is not supported with {key}: its projections have no bias")
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise UserError(f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even")
 

@@ -50,8 +50,8 @@ class ParallelConfig:
     overlap_shared_experts: bool = False
     """On a GPU, compute shared experts on a second stream, beside the exchange and the routed experts."""
     exchange: str = "all_to_all"
-    """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical
-    (docs/parallelism.md), or a registered one; does not change results."""
+    """Communication scheme that brings tokens to their experts: all_to_all, padded, all_gather, hierarchical, deepep,
+    symmetric (docs/parallelism.md), or a registered one; does not change results."""
     chunks: int = 1
     """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None
@@ -140,6 +140,8 @@ class ParallelConfig:
             divides("parallel.tensor", self.tensor, "model.sequence_length", model.sequence_length)
         if self.context > 1:
             self._check_context(model)
+        if model.position == "transformer_xl":
+            self._check_transformer_xl(model)
         if model.kind == "t5" and self.pipeline > 1:
             raise UserError(f"parallel.pipeline={self.pipeline} is not supported with model.kind=t5: use 1")
         if self.virtual_pipeline is not None and self.pipeline == 1:
@@ -176,6 +178,21 @@ class ParallelConfig:
                         f"parallel.{key}={getattr(self, key)} needs whole experts, parallel.expert_tensor=1, not "
                         f"{self.expert_tensor}"
                     )
+
+    def _check_transformer_xl(self, model: ModelConfig) -> None:
+        if self.context > 1:
+            raise UserError(
+                f"parallel.context={self.context} is not supported with model.position=transformer_xl: use 1"
+            )
+        if not model.memory_length:
+            return
+        if self.is_sequence_parallel:
+            divides("parallel.tensor", self.tensor, "model.memory_length", model.memory_length)
+        if self.recompute == "full" and self.pipeline > 1:
+            raise UserError(
+                f"parallel.recompute=full is not supported with parallel.pipeline={self.pipeline} and "
+                f"model.memory_length={model.memory_length}, whose layers hold one memory at a time: use selective"
+            )
 
     def _check_mtp(self, model: ModelConfig) -> None:
         if self.context > 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fmoe.errors import UserError
+from fmoe.exchange.deepep import MOST_CHOICES, MULTIPLE
 from pretrain.config import counts
 from pretrain.config.batches import Batches
 from pretrain.config.checks import check_values, divides
@@ -52,6 +53,11 @@ class Recipe:
         return self.spans.targets if self.model.kind == "t5" else 0
 
     @property
+    def streams(self) -> int:
+        """Number of contiguous streams that are read side by side; 0 for sequences in random order."""
+        return self.train.global_batch if self.model.memory_length else 0
+
+    @property
     def tokens_per_sequence(self) -> int:
         """Number of tokens of a sample that enter the model."""
         return self.model.sequence_length + self.decoder_length
@@ -61,7 +67,7 @@ class Recipe:
         return counts.num_params(self.model, self.model.num_experts, self.decoder_length)
 
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses: those of ``model.top_k`` routed experts per layer instead of all."""
+        """Number of parameters that a token uses, counting only ``model.top_k`` routed experts per layer."""
         return counts.num_params(self.model, self.model.top_k, self.decoder_length)
 
     def flops_per_token(self) -> float:
@@ -80,6 +86,7 @@ class Recipe:
             raise UserError(
                 "parallel.overlap_parameters=true needs optimizer.distributed=true and parallel.overlap_gradients=true"
             )
+        self._check_deepep()
         optimizer.check()
         optimizer.check_precision(self.train.precision)
         if optimizer.name == "adafactor" and parallel.tensor > 1:
@@ -108,6 +115,25 @@ class Recipe:
         if not self.data.train:
             raise UserError("data.train is empty: set at least one .bin/.idx prefix")
 
+    def _check_deepep(self) -> None:
+        model, parallel = self.model, self.parallel
+        if parallel.exchange != "deepep" or parallel.expert == 1:
+            return
+        sent = parallel.wire or self.train.precision
+        if sent != "bf16":
+            raise UserError(
+                f"parallel.exchange=deepep sends rows in bf16, not {sent}: set parallel.wire=bf16 or "
+                "train.precision=bf16"
+            )
+        if model.hidden_size % MULTIPLE:
+            raise UserError(
+                f"model.hidden_size={model.hidden_size} must be a multiple of {MULTIPLE} with parallel.exchange=deepep"
+            )
+        if model.chosen_experts > MOST_CHOICES:
+            raise UserError(
+                f"model.top_k={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
+            )
+
     def _check_kind(self) -> None:
         """Raise UserError for the first value that is invalid for the kind of model or the blend of corpora."""
         model, data = self.model, self.data
@@ -121,6 +147,8 @@ class Recipe:
                 f"data.document_mask=true is not supported with model.mtp_layers={model.mtp_layers}: further tokens "
                 "would be tokens of the next document"
             )
+        if model.memory_length:
+            self._check_memory()
         if not 0 < data.noise_density < 1:
             raise UserError(f"data.noise_density={data.noise_density} is not between 0 and 1")
         if not 1 <= data.mean_span < math.inf:
@@ -143,6 +171,20 @@ class Recipe:
                 whole_weights(data.weights)
             except UserError as error:
                 raise UserError(f"data.{error}") from error
+
+    def _check_memory(self) -> None:
+        """Raise UserError for the first value that does not go with streams read in order."""
+        data, train, key = self.data, self.train, f"model.memory_length={self.model.memory_length}"
+        if data.document_mask:
+            raise UserError(f"data.document_mask=true is not supported with {key}")
+        if data.weights:
+            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use one corpus, or []")
+        if train.ramp_batch is not None:
+            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: streams must not change")
+        if data.validation:
+            of = f"train.validation_sequences={train.validation_sequences}"
+            if train.validation_sequences % train.global_batch:
+                raise UserError(f"train.global_batch={train.global_batch} does not divide {of}, as {key} needs")
 
     def _check_batches(self) -> None:
         parallel, train = self.parallel, self.train

@@ -238,11 +238,13 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
             raise UserError(f"{_option(next(iter(given)))} needs --dataset")
         return paths
     if paths:
-        raise UserError(f"--dataset {names[0]} and INPUT {paths[0]} exclude each other: pass one kind")
+        raise UserError(f"--dataset {names[0]} and INPUT {paths[0]} are mutually exclusive: pass one or the other")
     if arguments.text_key != "text":
-        raise UserError(f"--text-key {arguments.text_key} is for INPUT: with --dataset, pass --columns")
+        raise UserError(f"--text-key {arguments.text_key} applies only to INPUT: with --dataset, pass --columns")
     if arguments.format != "auto":
-        raise UserError(f"--format {arguments.format} is for INPUT: --dataset {arguments.format} --data-files FILE")
+        raise UserError(
+            f"--format {arguments.format} applies only to INPUT: pass --dataset {arguments.format} --data-files FILE"
+        )
     each: dict[str, list] = {}
     for option in ("split", "columns", "data_files"):
         values = given.pop(option, None)

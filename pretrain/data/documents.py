@@ -120,7 +120,7 @@ def iter_documents(
 
 
 def read_source(source: Source | Stream, text_key: str = "text", on_error: OnError = stop) -> Iterator[Piece]:
-    """Yield the pieces of one source. A file of text or bytes is one document, as is each line, item or row of others.
+    """Yield the pieces of one source. A text or bytes file is one document; otherwise each line, item or row is one.
 
     A UTF-8 byte order mark at the beginning of a file is skipped.
 

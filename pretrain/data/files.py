@@ -22,7 +22,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
     """Open a temporary file next to each path for the block to write; put all of them in place at its end.
 
     Files are synced, then renamed in the given order, by one process at a time. The last path is the commit record: its
-    old file is removed before the first rename, so while it exists, all paths are complete and of one run. An error in
+    old file is removed before the first rename, so while it exists, all are complete and from one run. An error in
     the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``, which the
     next writer of these paths removes.
 

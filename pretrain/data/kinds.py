@@ -10,7 +10,7 @@ from pretrain.data.blend import Blend
 from pretrain.data.indexed import IndexedCorpus
 from pretrain.data.masking import Masking
 from pretrain.data.packing import DocumentMask
-from pretrain.data.samples import Blocks, GPTSamples, Samples
+from pretrain.data.samples import Blocks, GPTSamples, Samples, Segments
 from pretrain.data.spans import SpanCorruption
 from pretrain.data.tokenizers import Tokenizer
 
@@ -31,6 +31,8 @@ def build_samples(
         UserError: a corpus is too short, or the tokenizer lacks a special piece.
     """
     model, data = recipe.model, recipe.data
+    if recipe.streams:
+        return Segments(GPTSamples(corpora, model.sequence_length, seed, streams=recipe.streams))
     blocks = _blocks(corpora, block_length(recipe), seed, weights)
     if model.kind == "t5":
         end, start = tokenizer.end_of_document, tokenizer.role("pad")

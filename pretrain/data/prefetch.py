@@ -10,8 +10,8 @@ from pretrain.models.batch import Batch
 class Prefetch:
     """Thread that builds the batches of ``ahead`` steps beyond the requested one.
 
-    A process is not needed: numpy releases the GIL while it copies and while pages are read from disk, and without the
-    thread the rest would run within the step. There is no state to save: the step is the run's data position, and a
+    A thread is enough: numpy releases the GIL while it copies and while pages are read from disk, and the remaining
+    work would otherwise be done within the step. There is no state to save: the step is the run's data position, and a
     resumed run builds the batches again.
 
     Args:

@@ -142,7 +142,7 @@ def prepare(
         if not writer.num_documents:
             names = shorten(source.name for source in sources)
             skipped = f"; {skips.count} are unreadable, the first: {skips.first[0]}" if skips.count else ""
-            raise UserError(f"no document with text in {names} ({counts.empty_documents} empty ones){skipped}")
+            raise UserError(f"no document with text in {names} ({counts.empty_documents} empty documents){skipped}")
         writer.describe(
             fmoe=__version__,
             tokenizer={

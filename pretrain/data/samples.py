@@ -61,16 +61,25 @@ class GPTSamples:
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.
+        streams: more than 0 cuts the documents of an epoch, in their order, into this many contiguous streams of equal
+            length. Sample n of an epoch is then block ``n // streams`` of stream ``n % streams``.
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``.
+        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, with
+            streams rounded down to a multiple of them.
 
     Raises:
-        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total.
+        UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total or L per stream.
     """
 
     def __init__(
-        self, corpora: Sequence[IndexedCorpus], sequence_length: int, seed: int, *, shuffle: bool = True
+        self,
+        corpora: Sequence[IndexedCorpus],
+        sequence_length: int,
+        seed: int,
+        *,
+        shuffle: bool = True,
+        streams: int = 0,
     ) -> None:
         names = ", ".join(str(corpus.prefix) for corpus in corpora)
         num_tokens = sum(corpus.num_tokens for corpus in corpora)
@@ -88,7 +97,15 @@ class GPTSamples:
         self.sequence_length = sequence_length
         self.seed = seed
         self.shuffle = shuffle
+        self.streams = streams
         self.samples_per_epoch = (num_tokens - 1) // sequence_length
+        if streams:
+            if self.samples_per_epoch < streams:
+                raise UserError(
+                    f"{streams} streams of sequence_length={sequence_length} need {streams * sequence_length + 1} "
+                    f"tokens; there are {num_tokens} in {names}"
+                )
+            self.samples_per_epoch -= self.samples_per_epoch % streams
         self._flats = [corpus.flat for corpus in corpora]
         self._first_documents = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])  # per corpus
         lengths = [corpus.lengths for corpus in corpora]
@@ -128,7 +145,28 @@ class GPTSamples:
         else:
             order = np.arange(len(self._lengths))
             blocks = np.arange(self.samples_per_epoch)
+        if self.streams:
+            blocks = np.arange(self.samples_per_epoch).reshape(self.streams, -1).T.ravel()
         return _Epoch(number, order, np.cumsum(self._lengths[order]), blocks)
+
+
+class Segments:
+    """Samples of a GPT with memory, whose consecutive segments of a stream are a number of streams apart.
+
+    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 if its stream begins with it.
+
+    Args:
+        blocks: blocks of streams.
+    """
+
+    def __init__(self, blocks: GPTSamples):
+        self.samples_per_epoch, self._blocks = blocks.samples_per_epoch, blocks
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        """Return sample ``n``."""
+        block = self._blocks[n]
+        is_start = n % self.samples_per_epoch < self._blocks.streams
+        return {"tokens": block[:-1], "labels": block[1:], "starts": np.array([is_start], dtype=np.int64)}
 
 
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:

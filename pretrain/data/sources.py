@@ -126,7 +126,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
                 yield block, offset
                 offset += len(block)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{source.shown} is not a whole gzip file: {error}") from error
+        raise UserError(f"{source.shown} is truncated, damaged or not a gzip file: {error}") from error
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:

@@ -62,7 +62,7 @@ class Spans:
         if longest.inputs != sequence_length or longest.block - longest.noise < longest.count:
             raise UserError(
                 f"sequence_length={sequence_length} is too short, or data.noise_density={density} too high, for spans "
-                f"of data.mean_span={mean_span}: each needs a sentinel and a kept token before it"
+                f"of data.mean_span={mean_span}: each span needs a sentinel, and a kept token before it"
             )
         return longest
 
@@ -94,8 +94,8 @@ class SpanCorruption:
     def __init__(self, blocks: Blocks, spans: Spans, sentinels: tuple[int, ...], end: int, start: int, seed: int):
         if len(sentinels) < spans.count:
             raise UserError(
-                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each; "
-                f"the tokenizer has {len(sentinels)}"
+                f"the {spans.count} spans of a sample of {spans.inputs} tokens need a sentinel each, and "
+                f"the tokenizer has {len(sentinels)}: train one with --sentinels {spans.count}"
             )
         self.samples_per_epoch = blocks.samples_per_epoch
         self._blocks, self._spans, self._seed = blocks, spans, seed

@@ -69,7 +69,7 @@ class Stream:
 
     Attributes:
         name: names of the datasets, for records such as ``PREFIX.json``.
-        num_bytes: size of the local files; None if it is unknown, or unknown how much of them is read.
+        num_bytes: size of the local files; None if the size, or the share that is read, is unknown.
         provenance: JSON values that describe the mixture.
     """
 
@@ -174,7 +174,7 @@ def _check(mixture: Mixture) -> None:
         if len(weights) != len(datasets):
             raise UserError(f"weights={weights} must have {len(datasets)} numbers, one for each dataset")
         if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise UserError(f"weights={weights} must be greater than 0: leave out the datasets without weight")
+            raise UserError(f"weights={weights} must all be greater than 0: to exclude a dataset, leave it out")
         if abs(sum(weights) - 1) > _TOLERANCE:
             raise UserError(f"weights={weights} must sum to 1, not {sum(weights):g}")
     if mixture.stopping_strategy not in STOPPING_STRATEGIES:
@@ -203,7 +203,8 @@ def _open(datasets, dataset: Dataset) -> _Opened:
     is_builder = _is_builder(dataset.name)
     if is_builder and not dataset.data_files:
         raise UserError(
-            f"dataset={dataset.name!r} is a builder and needs data_files; a folder of this name is ./{dataset.name}"
+            f"dataset={dataset.name!r} is a builder and needs data_files; for a folder of this name, pass "
+            f"./{dataset.name}"
         )
     if not is_builder and path.exists():
         facts["name"] = printable(path.resolve().name)

@@ -23,7 +23,7 @@ class _Stream(io.RawIOBase):
             data = self._stream.read(len(buffer))
         except (OSError, ValueError, self._error) as error:
             what = " ".join(str(error).split())[:200]
-            raise UserError(f"{self._path} is not a whole zstd file: {what}") from error
+            raise UserError(f"{self._path} is truncated, damaged or not a zstd file: {what}") from error
         buffer[: len(data)] = data
         return len(data)
 

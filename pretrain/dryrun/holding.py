@@ -47,9 +47,11 @@ class Holding:
         experts: number of experts per layer with experts.
         parameters: number of parameters in its modules, replicated ones included.
         weights, gradients, masters, moments: bytes.
+        memories: bytes of the memory of its training streams (``model.memory_length``).
         distinct: number of parameters of all ranks with these layers together, each counted once, without the copy of
             the embedding on a pipeline's last stage.
-        saved: bytes that the weights, masters and moments of these distinct parameters take in a checkpoint.
+        saved: bytes that the weights, masters and moments of these distinct parameters, and the memory of all streams
+            in these layers, take in a checkpoint.
     """
 
     layers: tuple[int, ...]
@@ -59,13 +61,14 @@ class Holding:
     gradients: int
     masters: int
     moments: int
+    memories: int
     distinct: int
     saved: int
 
     @property
     def total(self) -> int:
         """Total bytes."""
-        return self.weights + self.gradients + self.masters + self.moments
+        return self.weights + self.gradients + self.masters + self.moments + self.memories
 
 
 def groups() -> Groups:
@@ -95,6 +98,8 @@ def hold(engine: Engine) -> Holding:
     found = list(shards(engine.optimizer))
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     own = [(p, _parts(p)) for p in parameters if not getattr(p, "shared", False)]
+    memory = sum(memory.length * len(memory.layers) for memory in engine.memories)  # hidden states of one stream
+    memory *= engine.recipe.model.hidden_size * engine.config.params_dtype.itemsize * engine.recipe.streams
     layers = sorted(layer.layer_number + offset for layer, offset in _layers(engine))
     return Holding(
         layers=tuple(layers),
@@ -104,8 +109,9 @@ def hold(engine: Engine) -> Holding:
         gradients=sum(_bytes(buffer.grad_data) for buffer in buffers),
         masters=sum(_bytes(shard.main) for shard in found if shard.has_master),
         moments=sum(map(_state_bytes, optimizers(engine.optimizer))),
+        memories=memory // engine.data_group.size(),
         distinct=sum(p.numel() * parts for p, parts in own),
-        saved=sum(_saved_bytes(p, engine) * parts for p, parts in own),
+        saved=sum(_saved_bytes(p, engine) * parts for p, parts in own) + memory,
     )
 
 

@@ -35,8 +35,8 @@ class RankKind:
 
     Attributes:
         stages: pipeline stages of this kind, from 0.
-        rank: the first rank of this kind. Optimizer shards of other data parallel ranks differ from its shards by the
-            alignment of parameters and by padding at the end; with Muon, its state is that of the largest shards.
+        rank: the first rank of this kind. The optimizer shards of other data parallel ranks differ only by the
+            alignment of parameters and by padding at the end; with Muon, the state of the largest shards is counted.
         count: number of ranks.
         holding: memory of `rank`.
     """

@@ -52,6 +52,8 @@ def summary(plan: Plan) -> str:
         f"  optimizer (masters and moments) {size_of(held.masters + held.moments)}, total {size_of(held.total)} "
         f"({held.total:,} bytes)",
     ]
+    if held.memories:
+        lines.append(f"  of it, memory of its streams {size_of(held.memories)}")
     if plan.recipe.optimizer.cpu_offload:
         lines.append(
             f"optimizer.cpu_offload={plan.recipe.optimizer.cpu_offload:g}: at least this share of the moments, with "

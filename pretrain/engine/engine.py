@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_patch import MegatronMoE, bf16_linear, mtp
 from megatron_patch.layer import drop_tracked_losses
 from megatron_patch.loss_scale import grad_scaler
 from megatron_patch.optimizer import build_optimizer, clip_gradients
+from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
 from pretrain.data.samples import Samples
 from pretrain.engine import rng
@@ -87,8 +88,8 @@ class Engine:
     """The model, its optimizer and its learning rate, split as in the recipe.
 
     Args:
-        recipe: checked.
-        processes: joined already, and `init_parallel` called.
+        recipe: a recipe that passed `Recipe.check`.
+        processes: this process, in its process group; `init_parallel` has been called.
         build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
 
     Attributes:
@@ -97,9 +98,10 @@ class Engine:
         model: the chunks as the schedule runs them: wrapped for precision and data parallelism.
         asks_to_stop: set on any rank, e.g. by a signal; the next `StepResult` of all ranks reports it.
         on_progress: called at the beginning of each micro batch, in training and validation.
-        last_loss: this rank's loss in the last training step: the mean of its sequences, or the share of its slices of
-            them under context parallelism; zero before the last pipeline stage.
+        last_loss: this rank's loss in the last training step: the mean over its sequences; under context parallelism,
+            its slices' share of that mean. Zero on all pipeline stages but the last.
         grad_scaler: for fp16; None in other precisions.
+        memories: memory of the training streams, one object per chunk; empty without ``model.memory_length``.
     """
 
     def __init__(self, recipe: Recipe, processes: Processes, build: Callable[..., nn.Module] = build_model):
@@ -120,6 +122,7 @@ class Engine:
             make_optimizer(recipe),
             use_gloo_process_groups=dist.get_backend() == "gloo",
         )
+        self.memories = self._new_memories()
         self.grad_scaler = grad_scaler(self.optimizer)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
@@ -215,6 +218,8 @@ class Engine:
         dist.all_reduce(sums)
         loss_sum, norm_sum, asks_to_stop, *mtp_sums = sums.tolist()
         mean_loss, grad_norm = loss_sum / self._num_losses, norm_sum / self.processes.world_size
+        if not math.isfinite(mean_loss):
+            self.memories = self._new_memories()  # the step's hidden states may not be finite either
         has_overflowed = found_inf and can_fall
         reason: str | None
         if has_overflowed and scaler is not None:
@@ -310,7 +315,8 @@ class Engine:
             This rank's loss, as `last_loss`.
         """
         train = self.recipe.train
-        iterators = self._micro_batches(samples, first, count, step)
+        memories = self.memories if step is not None else self._new_memories()
+        iterators = self._micro_batches(samples, first, count, step, memories)
         results = self._run_schedule(
             forward_step_func=self._forward_step,
             data_iterator=iterators,
@@ -320,6 +326,8 @@ class Engine:
             micro_batch_size=train.micro_batch,
             forward_only=step is None,
         )
+        for memory in memories:
+            memory.leave()
         if not results:
             return torch.zeros((), device=self.processes.device, dtype=torch.float32)
         return torch.stack([result["loss"] for result in results]).mean()
@@ -342,25 +350,43 @@ class Engine:
 
     def _collate(self, samples: Samples, first: int, count: int) -> list[Batch]:
         size, vocab_size = self.recipe.train.micro_batch, self.recipe.model.vocab_size
-        return [collate([samples[first + begin + i] for i in range(size)], vocab_size) for begin in self._begins(count)]
+        return [collate([samples[first + begin + i] for i in range(size)], vocab_size) for begin in self.begins(count)]
 
-    def _begins(self, count: int) -> range:
+    def begins(self, count: int) -> range:
         """Return the starts of this rank's micro batches among ``count`` samples."""
         size = self.recipe.train.micro_batch
         return range(self.data_group.rank() * size, count, self.data_group.size() * size)
 
+    def _new_memories(self) -> list[StreamMemory]:
+        """Return an empty memory for each chunk of the model; no object without ``model.memory_length``."""
+        length, streams = self.recipe.model.memory_length, self.recipe.streams
+        return [StreamMemory(chunk, length, streams) for chunk in self.chunks] if length else []
+
     def _micro_batches(
-        self, samples: Samples | list[Batch], first: int, count: int, step: int | None
+        self,
+        samples: Samples | list[Batch],
+        first: int,
+        count: int,
+        step: int | None,
+        memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
         """This rank's share of samples ``first ... first + count - 1``, once per chunk of the model, since the schedule
         interleaves chunks; each batch sets the position of noise if ``step`` is given."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
-        begins = self._begins(count)
-        return [self._in_position(begins, batches, step, index) for index in range(len(self.chunks))]
+        begins = self.begins(count)
+        return [
+            self._in_position(begins, batches, step, index, memories[index] if memories else None)
+            for index in range(len(self.chunks))
+        ]
 
     def _in_position(
-        self, begins: Iterable[int], batches: Iterable[Batch], step: int | None, chunk: int
+        self,
+        begins: Iterable[int],
+        batches: Iterable[Batch],
+        step: int | None,
+        chunk: int,
+        memory: StreamMemory | None,
     ) -> Iterator[Batch]:
         # Stages hold different layers of the same tokens: their dropout must differ.
         stream = chunk * self.recipe.parallel.pipeline + parallel_state.get_pipeline_model_parallel_rank()
@@ -369,6 +395,8 @@ class Engine:
             if step is not None:
                 first_token = begin * self.recipe.model.sequence_length
                 random.set_position(self.recipe.train.seed, step, first_token, stream=stream)
+            if memory is not None:
+                memory.enter(begin, "starts" in batch and bool(batch["starts"].any()))
             yield to_device(context_slice(batch, self.context_group), self.processes.device)
 
     def _forward_step(self, batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable]:

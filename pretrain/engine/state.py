@@ -25,7 +25,7 @@ from pretrain.engine import rng
 from pretrain.engine.engine import Engine
 from pretrain.engine.optimizer import StateTensor, restored_state, saved_state
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"  # prefixes of tensor names in a checkpoint
+_MODEL, _OPTIMIZER, _MEMORY = "model/", "optimizer/", "memory/"  # prefixes of tensor names in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,35 @@ def pieces(engine: Engine) -> Iterator[Piece]:
                     continue
                 data = value.reshape(-1)[start - shard.start : stop - shard.start]
                 yield location.piece(f"{_OPTIMIZER}{entry.name}/", data, start - location.begin, stop - location.begin)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:  # the ranks of the group have the same memory
+        yield from _memory_pieces(engine)
+
+
+def _memory_pieces(engine: Engine) -> Iterator[Piece]:
+    """Yield this rank's memory of streams (Transformer-XL), each layer's of shape [streams, hidden states, width]."""
+    for memory in engine.memories:
+        for stream, states in memory.states.items():
+            for layer, state in zip(memory.layers, states, strict=True):
+                block = state.transpose(0, 1)
+                shape, offset = (memory.streams, *block.shape[1:]), (stream, 0, 0)
+                yield Piece(f"{_MEMORY}layers.{layer.layer_number}", shape, offset, tuple(block.shape), block)
+
+
+def _load_memories(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Load the memory of this rank's streams; none if the checkpoint has none, as before the first step."""
+    size, names = engine.recipe.train.micro_batch, set(checkpoint.names())
+    for memory in engine.memories:
+        memory.states.clear()
+        layers = [f"{_MEMORY}layers.{layer.layer_number}" for layer in memory.layers]
+        for stream in engine.begins(memory.streams) if names.issuperset(layers) else ():
+            memory.states[stream] = [
+                checkpoint.read(name, (stream, 0, 0), block)
+                .view(block)
+                .transpose(0, 1)
+                .to(engine.processes.device, copy=True)
+                for name in layers
+                for block in [(size, *checkpoint.shape(name)[1:])]
+            ]
 
 
 def _factor_views(
@@ -227,6 +256,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.grad_scaler.load_state_dict(checkpoint.state["optimizer"]["loss_scale"])
     # The rule is the recipe's, which may have changed; the progress comes from the checkpoint.
     engine.scheduler.step(increment=checkpoint.state["schedule"]["num_steps"] - engine.scheduler.num_steps)
+    _load_memories(engine, checkpoint)
     _load_rank_state(engine, checkpoint)
 
 

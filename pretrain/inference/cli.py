@@ -107,14 +107,20 @@ def evaluate(argv: list[str]) -> int:
         metavar="S",
         help="tokens from one window to the next, for a GPT on --data (default: the window's length)",
     )
+    parser.add_argument(
+        "--memory-length",
+        type=int,
+        metavar="M",
+        help="hidden states of the memory of a model with model.memory_length (default: its own)",
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
     arguments = parser.parse_args(argv)
-    for name in ("max_sequences", "stride"):
+    for name in ("max_sequences", "stride", "memory_length"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError("--stride needs --data: without it, the sequences are those of the run's own validation")
+        raise UserError("--stride needs --data: without --data, the sequences are those of the run's own validation")
     return _evaluate(arguments)
 
 
@@ -153,8 +159,14 @@ def _generate(arguments: argparse.Namespace) -> int:
             begin = [tokenizer.role("pad")]
             # Learned positions, if the model has any, end there.
             max_tokens = min(arguments.max_tokens, max(recipe.model.sequence_length, recipe.decoder_length))
+        elif recipe.model.memory_length:
+            if arguments.no_cache:
+                raise UserError(f"--no-cache is not supported with model.memory_length={recipe.model.memory_length}")
+            decoder = decoding.MemoryDecoder(model, recipe.model.memory_length)
+            begin, max_tokens = ids, arguments.max_tokens
         else:
-            decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=not arguments.no_cache)
+            keeps = not arguments.no_cache and recipe.model.position != "transformer_xl"
+            decoder = decoding.GPTDecoder(model, recipe.model.sequence_length, keeps=keeps)
             begin, max_tokens = ids, arguments.max_tokens
         steps = decoding.generate(
             decoder,
@@ -305,6 +317,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         if (place := trained.checkpoint.path.resolve()) in seen:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(place)
+        if arguments.memory_length is not None and not trained.recipe.model.memory_length:
+            raise UserError(f"--memory-length {arguments.memory_length}: {trained.name} has model.memory_length=0")
     sources = [
         report.open_source(
             trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format
@@ -320,6 +334,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
                     model,
                     trained.recipe,
                     source.samples,
+                    streams=source.streams,
+                    memory_length=arguments.memory_length,
                     byte_lengths=_byte_lengths(trained),
                     device=processes.device,
                     on_progress=on_progress,

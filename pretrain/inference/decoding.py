@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fmoe.errors import UserError
 from fmoe.gates.expert_choice import ExpertChoiceRouter
+from megatron_patch.transformer_xl import StreamMemory
 from pretrain.inference.sampling import Sampling, distribution, draw
 
 
@@ -65,6 +66,29 @@ class GPTDecoder:
         # Causal attention makes its own mask.
         options = {"inference_context": self._context, "runtime_gather_output": True} if self._keeps else {}
         return self._model(tokens_NS, positions, None, **options)[:, -1].float()
+
+
+class MemoryDecoder:
+    """Decoder of a GPT with memory: the prompt is a segment, then each token is one.
+
+    A token is thus predicted from the last ``length`` tokens and itself, at any length of the text.
+
+    Args:
+        model: a GPT with relative positions, without expert capacity limits (``load_model(..., drops=False)``).
+        length: hidden states of the memory.
+    """
+
+    def __init__(self, model: nn.Module, length: int):
+        refuse_expert_choice(model)
+        self._model, self._memory = model, StreamMemory(model, length, streams=1)
+        self._end = 0  # tokens so far
+
+    def __call__(self, tokens_NS: Tensor) -> Tensor:
+        new_NS = tokens_NS[:, self._end :]
+        self._end = tokens_NS.shape[1]
+        self._memory.enter(0)
+        positions = torch.arange(new_NS.shape[1], device=new_NS.device, dtype=torch.int64).expand_as(new_NS)
+        return self._model(new_NS, positions, None)[:, -1].float()
 
 
 def window(count: int, length: int) -> int:

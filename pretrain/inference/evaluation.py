@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fmoe.metrics import LayerReport, counting, metrics
+from megatron_patch.transformer_xl import StreamMemory
 from pretrain.config import Recipe
 from pretrain.inference.windows import Sample
 from pretrain.models import kind_of
@@ -63,6 +64,8 @@ def evaluate(
     recipe: Recipe,
     samples: Iterable[Sample | np.ndarray],
     *,
+    streams: int = 1,
+    memory_length: int | None = None,
     byte_lengths: np.ndarray | None = None,
     device: torch.device | str = "cpu",
     on_progress: Callable[[int], None] = lambda sequences: None,
@@ -72,13 +75,20 @@ def evaluate(
     Args:
         model: the model, in evaluation mode.
         samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
+        streams: number of streams that the samples take turns in, for a model with memory.
+        memory_length: hidden states of its memory; None for ``model.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
     forward = kind_of(recipe).forward
     result = Evaluation(bytes=None if byte_lengths is None else 0)
+    length = recipe.model.memory_length if memory_length is None else memory_length
+    size = recipe.train.micro_batch
+    memory = StreamMemory(model, length, streams) if length else None
     with counting(model):
-        for batch in batches(samples, recipe.train.micro_batch, recipe.model.vocab_size):
+        for batch in batches(samples, size if memory is None else min(size, streams), recipe.model.vocab_size):
+            if memory is not None:
+                memory.enter(result.sequences, "starts" in batch and bool(batch.pop("starts").any()))
             labels, mask = batch.pop("labels"), batch.pop("loss_mask", None)
             logits_BSV = forward(model, to_device(batch, device))
             for logits_SV, labels_S, mask_S in zip(

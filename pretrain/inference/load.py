@@ -17,7 +17,7 @@ from pretrain.config.imports import import_plugins, import_stored
 from pretrain.data.inputs import open_tokenizer
 from pretrain.data.tokenizers import Tokenizer
 from pretrain.process import Processes
-from pretrain.tracking.folder import CHECKPOINTS, CONFIG, TOLD, read_told
+from pretrain.tracking.folder import CHECKPOINTS, CONFIG, RUN_INFO, read_run_info
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def _open(path: Path, step: int | None) -> Checkpoint:
 def _run_data(checkpoint: Path) -> dict[str, Any]:
     """Return the ``data`` record of a checkpoint's run from its ``run.json``; empty without the file."""
     run = checkpoint.parent.parent
-    if checkpoint.parent.name != CHECKPOINTS or not (info := read_told(run)):
+    if checkpoint.parent.name != CHECKPOINTS or not (info := read_run_info(run)):
         return {}
     if not isinstance(data := info.get("data"), dict):
-        raise UserError(f"{run / TOLD} is invalid: data is not a JSON object")
+        raise UserError(f"{run / RUN_INFO} is invalid: data is not a JSON object")
     return data
 
 

@@ -25,11 +25,13 @@ class Source:
         paths: paths as spelled by the user or in the recipe.
         count: number of sequences; None if unknown before the text is read.
         samples: iterator over the sequences.
+        streams: number of streams that the sequences take turns in, for a model with memory.
     """
 
     paths: tuple[str, ...]
     count: int | None
     samples: Iterator
+    streams: int = 1
 
 
 def open_source(
@@ -63,9 +65,14 @@ def open_source(
         num = recipe.train.validation_sequences
         if max_sequences is not None:
             num = min(max_sequences, samples.samples_per_epoch)
-        return Source(recipe.data.validation, num, (samples[n] for n in range(num)))
+        return Source(recipe.data.validation, num, (samples[n] for n in range(num)), recipe.streams or 1)
     if stride is not None and model.objective != "gpt":
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
+    if stride is not None and model.memory_length:
+        raise UserError(
+            f"--stride {stride} is not supported with model.memory_length={model.memory_length}: {trained.name} has "
+            "its memory for context"
+        )
     if stride is not None and stride > model.sequence_length:
         raise UserError(
             f"--stride {stride} exceeds model.sequence_length={model.sequence_length}: it would skip tokens"

@@ -27,7 +27,7 @@ def config_of(family: Family, model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None) -> tuple[Family, ModelConfig]:
-    """Return the family and the ``[model]`` of a config.json, and of the folder that has it.
+    """Return the family and the ``[model]`` of a config.json; ``folder``, if given, contains its weights.
 
     Raises:
         UserError: a value is missing, invalid or not supported; the message names the key.
@@ -42,7 +42,7 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
         value = config.get(only.theirs)
         if not any(value == one and type(value) is type(one) for one in only.values):
             can_be = " or ".join(toml(one) for one in only.values if one is not None) or "none"
-            raise UserError(f"{only.theirs}={toml(value)} is not supported: only {can_be} is")
+            raise UserError(f"{only.theirs}={toml(value)} is not supported: it must be {can_be}")
     if config.get("num_key_value_heads", 0) is None:  # means num_attention_heads
         config["num_key_value_heads"] = config.get("num_attention_heads")
     config = {key: value for key, value in config.items() if value is not None}
@@ -53,7 +53,7 @@ def model_of(config: Mapping[str, Any], folder: HuggingFaceFolder | None = None)
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out values that equal what our keys' None means."""
+    """Leave out the values that our keys express as None."""
     values = dict(values)
     if values.get("num_query_groups") == values["num_heads"]:
         del values["num_query_groups"]

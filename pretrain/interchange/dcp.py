@@ -284,12 +284,12 @@ def _tensor_in(archive: zipfile.ZipFile, dtype: torch.dtype) -> Tensor:
 
 
 def pickle_in(archive: zipfile.ZipFile) -> Any:
-    """Return the parsed pickle of a file that ``torch.save`` wrote; raise ValueError if it is none."""
+    """Return the parsed pickle of a file that ``torch.save`` wrote; raise ValueError if there is none."""
     return parse(bytes(member(archive, "data.pkl")))
 
 
 def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytearray | bytes:
-    """Return a file of the archive, whose names begin with a folder, and compare it with its CRC-32."""
+    """Return the file ``name`` in the archive's only folder, after comparing it with its CRC-32."""
     found = [info for info in archive.infolist() if info.filename.partition("/")[2] == name]
     if not found:
         if default is None:

@@ -102,7 +102,7 @@ def num_dense(model: ModelConfig) -> int:
 
 
 def is_dense_first(model: ModelConfig) -> bool:
-    """Return whether no layer with experts comes before one without, and the last layer has experts."""
+    """Return whether the layers without experts are the first ones, and the last layer has experts."""
     return model.layers_with_experts == tuple(model.layer_numbers)[num_dense(model) :] and model.num_experts > 0
 
 
@@ -199,7 +199,7 @@ def _read_deepseek_v2(config: Mapping[str, Any]) -> dict[str, Any]:
     if method == "group_limited_greedy":
         values["gate_options"] = read_groups(config, 1, 1)
     elif method != "greedy":
-        raise UserError(f"topk_method={toml(method)} is not supported: only greedy or group_limited_greedy is")
+        raise UserError(f"topk_method={toml(method)} is not supported: it must be greedy or group_limited_greedy")
     return values
 
 
@@ -243,7 +243,7 @@ DEEPSEEK_V3_TABLE = (*DEEPSEEK_V2_TABLE, *CHOICE_BIAS, *MTP)
 
 
 def sums_weights(model: ModelConfig) -> bool:
-    """Return whether the sigmoid gate makes a token's weights sum to one: not that of a single expert."""
+    """Return whether the sigmoid gate makes a token's weights sum to one, which it does not for a single expert."""
     return model.normalize is not False and model.top_k > 1
 
 
@@ -271,7 +271,7 @@ def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str,
     """
     normalize = read_bool(config, "norm_topk_prob", True)
     if normalize and config.get("num_experts_per_tok") == 1:
-        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: only false is")
+        raise UserError("norm_topk_prob=true is not supported with num_experts_per_tok=1: it must be false")
     values = DROPLESS | {"gate": "sigmoid", "normalize": normalize, "gate_options": read_groups(config, groups, kept)}
     return values | read_mtp(config)
 
@@ -285,7 +285,7 @@ def read_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of layers of multi-token prediction.
 
     Raises:
-        UserError: it is not an integer from 0.
+        UserError: it is not an integer of at least 0.
     """
     layers = read_int(config, "num_nextn_predict_layers", 0, least=0)
     return {"mtp_layers": layers}

@@ -25,7 +25,10 @@ class Twice:
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         doubled = ours * 2
         if not doubled.isfinite().all():
-            raise UserError(f"an output matrix of shared experts has values above the half of {ours.dtype}'s maximum")
+            raise UserError(
+                f"an output matrix of the shared experts exceeds half of {ours.dtype}'s maximum, and the export "
+                "doubles it"
+            )
         return (doubled,)
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:

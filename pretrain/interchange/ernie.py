@@ -1,6 +1,6 @@
 """ERNIE 4.5 (``ernie4_5_moe``): a choice by softmax and a bias, and rotary positions of interleaved pairs.
 
-transformers divides weights by their sum, but at least by 1e-12; ours by at least 1e-20.
+Both divide weights by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from pretrain.interchange.tensors import Entry, QueryKeyValue, Sizes
 
 
 class PairedQueryKeyValue:
-    """`QueryKeyValue` where their rotary positions pair elements 2i and 2i + 1 of a head, and ours i and i + d / 2."""
+    """`QueryKeyValue` for rotary positions that pair elements 2i and 2i + 1 of a head; ours pair i and i + d / 2."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         query, key, value = QueryKeyValue().split(ours, sizes)
@@ -114,7 +114,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{name}={toml(value)} must be from {low} to {high}")
     start, end, interval, shared = (value for value, _, _ in values.values())
     if config["moe_k"] == 1:
-        raise UserError("moe_k=1 is not supported: only 2 or more is")
+        raise UserError("moe_k=1 is not supported: it must be at least 2")
     found = _range(start, layers - 1 if end == -1 else end, interval)
     if not found:
         raise UserError(f"moe_layer_start_index={start}, moe_layer_end_index={end} leave no layer with experts")

@@ -8,19 +8,21 @@ from pretrain.interchange.deepseek_moe import DEEPSEEK_MOE
 from pretrain.interchange.ernie import ERNIE4_5_MOE
 from pretrain.interchange.family import Family, toml
 from pretrain.interchange.glm4 import GLM4_MOE
+from pretrain.interchange.gpt_oss import GPT_OSS
 from pretrain.interchange.granite import GRANITE_MOE
 from pretrain.interchange.llama import MIXTRAL, QWEN3_MOE
 from pretrain.interchange.olmoe import OLMOE
 from pretrain.interchange.own import FMOE
+from pretrain.interchange.phimoe import PHIMOE
 from pretrain.interchange.qwen2 import QWEN2_MOE
 from pretrain.interchange.t5 import SWITCH, T5
 
 _TRANSFORMERS = (
-    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE),
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GRANITE_MOE, PHIMOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_MOE, GLM4_MOE, ERNIE4_5_MOE, GPT_OSS),
     *(SWITCH, T5, MEGATRON_BERT),
 )
-# In the order in which "auto" tries them; the last is taken for what transformers does not have.
+# In the order in which "auto" tries them; the last one is for models that transformers does not have.
 FAMILIES = {family.name: family for family in (*_TRANSFORMERS, FMOE)}
 
 
@@ -28,12 +30,13 @@ def family_for(model: ModelConfig, name: str = "auto") -> Family:
     """Return the family to export a model as; "auto" picks the first that fits, `FMOE` last.
 
     Raises:
-        UserError: no family fits; the message names the nearest, and the first key that differs with its allowed
-            values.
+        UserError: no family fits; the message names the nearest, `FMOE` for a GPT, and the first key that differs with
+            its allowed values.
     """
     if name == "auto":
         family = _nearest(model)
-        family = FMOE if family.misfits(model) and not FMOE.misfits(model) else family
+        # `FMOE` takes most GPTs; if it does not take this one, its reason is the one to name.
+        family = FMOE if family.misfits(model) and model.kind == "gpt" else family
     elif name in FAMILIES:
         family = FAMILIES[name]
     else:

@@ -60,7 +60,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Only:
-    """Values of a key of config.json, None for a missing one, outside which a model is not supported."""
+    """The supported values of a key of config.json; None stands for a missing key."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -91,7 +91,7 @@ class Family:
         notes: returns lines about an export for the user.
         left_out: beginning of the names of tensors in a checkpoint that an export leaves out; empty for none.
         copies: tensors that a folder may have as copies of others: their names, and the names of the others.
-        adapt: returns config.json where the weights of a folder decide what a key means.
+        adapt: returns config.json, changed where the weights of the folder decide the meaning of a key.
     """
 
     name: str
@@ -140,7 +140,7 @@ def read_int(config: Mapping[str, Any], key: str, default: int | None = None, le
     """Return an integer of config.json; ``default`` for a missing one.
 
     Raises:
-        UserError: it is no integer, or less than ``least``.
+        UserError: it is not an integer, or less than ``least``.
     """
     value = config.get(key, default)
     if type(value) is not int or value < least:

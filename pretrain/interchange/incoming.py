@@ -62,7 +62,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
     try:
         files = {} if tokenizer == NO_TOKENIZER else files_from(source if tokenizer is None else Path(tokenizer))
     except UserError as error:
-        raise UserError(f"{error}; pass another file, or none, with --tokenizer") from error
+        raise UserError(f"{error}; pass --tokenizer FILE with another file, or --tokenizer none") from error
     path = out / "tokenizer" / next(iter(files)) if files else None
     recipe = Recipe(
         run=RunConfig(folder=str(out)),
@@ -77,7 +77,12 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
         recipe.check()
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    nbytes = sum(prod(shape) for place in found if place.ours for shape in place.theirs.values())
+    nbytes = sum(
+        prod(shape) * (2 if place.dtype == torch.uint8 else 1)  # a byte has two weights
+        for place in found
+        if place.ours
+        for shape in place.theirs.values()
+    )
     nbytes *= dtype.itemsize
     state: dict[str, Any] = {"step": 0, "recipe": asdict(recipe), "weights_only": True}  # --resume is refused
     if path is not None:
@@ -116,10 +121,10 @@ def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> lis
         if copy not in left:
             continue
         if folder.tensors[copy].shape != wanted[name] or not torch.equal(folder.read(copy), folder.read(name)):
-            raise UserError(f"{folder.path}: {copy} differs from {name}, which a {family.name} shares")
+            raise UserError(f"{folder.path}: {copy} differs from {name}, but a {family.name} model shares them")
         left.remove(copy)
     if left:
-        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name}")
+        raise UserError(f"{folder.path} has the tensor {left[0]}, which is not part of a {family.name} model")
     return found
 
 
@@ -145,13 +150,14 @@ def _pieces(
             if not tensor.isfinite().all():
                 raise UserError(f"{folder.path}: {name} has non-finite values")
             if not place.ours and tensor.any():
-                raise UserError(f"{folder.path}: {name} must be zero in a {family.name}")
+                raise UserError(f"{folder.path}: {name} must be zero in a {family.name} model")
         if not place.ours:
             continue
         try:
             ours = place.transform.join(theirs, sizes)
         except UserError as error:
             raise UserError(f"{folder.path}: {next(iter(place.theirs))}: {error}") from error
+        ours = ours.to(dtype) if place.dtype == torch.uint8 else ours
         if place.expert is None:
             yield Piece(place.ours, tuple(ours.shape), (0,) * ours.dim(), tuple(ours.shape), ours)
         else:

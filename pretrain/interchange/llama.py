@@ -144,7 +144,7 @@ DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": No
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json that all descendants have."""
+    """Return the keys of config.json that all descendants of Llama have."""
     return {
         "hidden_act": "silu",
         "head_dim": model.head_width,
@@ -156,21 +156,21 @@ def write_llama(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the head's width, and check that attention is not limited.
+    """Return the width of a head; check that attention has no window.
 
     Raises:
         UserError: a value is not supported.
     """
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != "full_attention" for kind in kinds)):
-        raise UserError(f"layer_types={toml(kinds)} is not supported: only full_attention is")
+        raise UserError(f"layer_types={toml(kinds)} is not supported: all must be full_attention")
     return {"head_dim": read_int(config, "head_dim") if "head_dim" in config else None}
 
 
 def refuse_window(config: Mapping[str, Any]) -> None:
-    """Raise UserError: attention is limited to a sliding window."""
+    """Raise UserError for attention that is limited to a sliding window."""
     window = toml(config.get("sliding_window"))
-    raise UserError(f"sliding_window={window} is not supported: only full attention is")
+    raise UserError(f"sliding_window={window} is not supported: attention must be full")
 
 
 _EVERY_LAYER = "experts in every layer (qwen3_moe allows dense layers, and needs model.qk_norm=true)"
@@ -187,9 +187,12 @@ EVERY_LAYER = (
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config.get("sliding_window") is not None:
-        refuse_window(config)
-    return read_llama(config) | DROPLESS | {"normalize": True}
+    window = {"sliding_window": read_int(config, "sliding_window")} if "sliding_window" in config else {}
+    return read_llama(config) | DROPLESS | {"normalize": True} | window
+
+
+def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
+    return write_llama(model) | {"sliding_window": model.sliding_window}
 
 
 MIXTRAL = Family(
@@ -209,12 +212,13 @@ MIXTRAL = Family(
         *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
+        Demand("sliding_layers", lambda m: len(m.layers_with_window) in (0, m.num_layers), "none: all layers"),
     ),
-    varies=("head_dim", *YARN),
-    constants={"router_jitter_noise": 0.0, "sliding_window": None},
+    varies=("head_dim", "sliding_window", *YARN),
+    constants={"router_jitter_noise": 0.0},
     only=ONLY,
     read=_read_mixtral,
-    write=write_llama,
+    write=_write_mixtral,
 )
 
 

@@ -1,7 +1,7 @@
 """GGUF files for llama.cpp, written by llama.cpp's own converter from an exported folder.
 
-The converter recognizes byte-level tokenizers by a hash of token ids, so none that is trained here. It reads
-sentencepiece models for some families only. `convert` runs it with both.
+The converter recognizes byte-level tokenizers by a hash of token ids, and so refuses those that are trained here. It
+reads sentencepiece models for some families only. `convert` makes it accept both.
 """
 
 import importlib
@@ -59,6 +59,8 @@ def check_convertible(
         key = "gate" if model.gate == "switch" else "normalize"
         value = str(getattr(model, key)).lower()
         raise UserError(f"model.{key}={value} is not supported with --llama-cpp: there, weights of experts sum to one")
+    if model.sliding_window is not None:
+        raise UserError(f"model.sliding_window={model.sliding_window} is not supported with --llama-cpp: use none")
     if model.rope_scaling is not None:
         raise UserError(f"model.rope_scaling={model.rope_scaling} is not supported with --llama-cpp: use none")
     if tokenizer is None:

@@ -27,7 +27,7 @@ from pretrain.interchange.pickled import Made
 
 COMMON = "common.pt"
 _IN_LAYER = re.compile(r"(?P<stack>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
-# Tensors that a run of Megatron-LM saves beside the model's: of its optimizers.
+# Tensors of optimizers, which a run of Megatron-LM saves in addition to the model's.
 _NOT_THE_MODELS = re.compile(r"(optimizer|chained_\d+)\..*|.*\._extra_state(/.*)?")
 # The same norm, as a module of its own or within the linear layer after it, as Transformer Engine has it.
 _SAME_NORMS = (
@@ -61,7 +61,8 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
     """Return the model's tensors under our names, without the optimizer's.
 
     Args:
-        wanted: names of the recipe's model, which decide how many layers there are and where norms are.
+        wanted: names of the tensors of the recipe's model, which determine the number of layers and the location of
+            norms.
 
     Raises:
         UserError: a tensor is empty, or has another number of layers than the recipe's model.
@@ -80,7 +81,7 @@ def rename(folder: DcpFolder, wanted: Collection[str]) -> list[Renamed]:
             raise UserError(f"{folder.path}: {theirs} has no axis of layers")
         count = layers.get(match["stack"], 0)
         if match["number"] is None and tensor.shape[0] != count:
-            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but {count} by the recipe")
+            raise UserError(f"{folder.path}: {theirs} has {tensor.shape[0]} layers, but the recipe's model has {count}")
         rows = [None] if match["number"] is not None else list(range(tensor.shape[0]))
         shape = tensor.shape if match["number"] is not None else tensor.shape[1:]
         for row in rows:
@@ -157,7 +158,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Spell a parsed value for a message: plain ones and flat tuples; of others, which may have no end, the type."""
+    """Spell a parsed value for a message: plain values, flat tuples, else only the type, as others may be endless."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"
@@ -210,7 +211,16 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "swiglu", _swiglu(model, arguments), f"{key('gated')}, {key('activation')}"
     for name in ("squared_relu", "quick_geglu"):
         yield name, False, key("activation")
-    yield "window_size", None, "attention to all earlier tokens"
+    yield "window_size", None if model.sliding_window is None else (model.sliding_window - 1, 0), key("sliding_window")
+    if model.sliding_window is not None:
+        which = arguments.get("window_attn_skip_freq")
+        if isinstance(which, list | tuple):
+            near = tuple(n for n, has_window in enumerate(which, start=1) if has_window)
+        else:  # the n-th layers have none
+            every = which if isinstance(which, int) and which > 0 else model.num_layers + 1
+            near = tuple(n for n in range(1, model.num_layers + 1) if n % every)
+        yield "window_attn_skip_freq", which if near == model.layers_with_window else "other", key("sliding_layers")
+    yield "softmax_type", "learnable" if model.attention_sinks else "vanilla", key("attention_sinks")
     yield "qk_l2_norm", False, "no L2 norm of queries and keys"
     yield "no_rope_freq", None, "the same positions in every layer"
     yield "apply_residual_connection_post_layernorm", False, "residual connections around the norms"

@@ -23,8 +23,10 @@ from transformers.utils.generic import can_return_tuple
 from fmoe import collect_losses
 from fmoe.errors import UserError
 from fmoe.experts import FFNExperts, truncated_normal_
-from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.gates import ExpertChoiceRouter, Router
+from fmoe.kernels import glu
+from fmoe.kernels.attention import causal_attention
 from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
@@ -101,7 +103,11 @@ class _Attention(nn.Module):
         self.index, self.dropout = index, model.dropout
         self.scale = model.head_width**-0.5 if model.attention_scale is None else model.attention_scale
         self.scale *= score_factor(model)
-        self.linear_proj = _Linear(model, model.num_heads * model.value_width, model.hidden_size, is_output=True)
+        values, bias = model.num_heads * model.value_width, model.attention_output_bias
+        self.linear_proj = _Linear(model, values, model.hidden_size, bias=bias, is_output=True)
+        self.window = model.sliding_window if index + 1 in model.layers_with_window else None
+        sinks = {"softmax_offset": nn.Parameter(torch.zeros(model.num_heads))} if model.attention_sinks else {}
+        self.core_attention = nn.ParameterDict(sinks)  # named as in a checkpoint
 
     def project(self, x_BSD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
@@ -111,13 +117,13 @@ class _Attention(nn.Module):
         query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
         if cache is not None:
             keys, values = cache.update(keys, values, self.index)
-        y = F.scaled_dot_product_attention(
+        y = causal_attention(
             *(query, keys, values),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and query.shape[2] > 1,
             scale=self.scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
+            window=self.window,
+            sinks_H=self.core_attention.get("softmax_offset"),
+            seen=mask,
+            dropout=self.dropout if self.training else 0.0,
         )
         return self.linear_proj(y.transpose(1, 2).flatten(2))
 
@@ -204,16 +210,13 @@ class DenseMLP(nn.Module):
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.activation, self.gated = ACTIVATIONS[model.activation], model.gated
+        self.activation, self.gated = (ACTIVATIONS | GATED_ACTIVATIONS)[model.activation], model.gated
         self.linear_fc1 = _Linear(model, model.hidden_size, model.dense_width * (1 + model.gated))
         self.linear_fc2 = _Linear(model, model.dense_width, model.hidden_size, is_output=True)
 
     def forward(self, x_BSD: Tensor, mask_BS: Tensor | None = None) -> Tensor:
         hidden = self.linear_fc1(x_BSD)
-        if not self.gated:
-            return self.linear_fc2(self.activation(hidden))
-        gate, value = hidden.chunk(2, dim=-1)
-        return self.linear_fc2(self.activation(gate) * value)
+        return self.linear_fc2(glu.gate(self.activation, hidden) if self.gated else self.activation(hidden))
 
 
 class DecoderLayer(nn.Module):
@@ -249,9 +252,9 @@ class DecoderLayer(nn.Module):
 class FMoEForCausalLM(TransformersModel, GenerationMixin):
     """A GPT with experts, with the logits of `fmoe evaluate` and the greedy texts of `fmoe generate`.
 
-    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with it, the output for a token
-    would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise and
-    dropout in training are as in the recipe, but not keyed by step and token.
+    `generate` lifts the limit of ``eval_capacity_factor``, as `fmoe generate` does: with the limit, the output for a
+    token would depend on later tokens. The balance losses of the recipe are added to the loss in training mode. Noise
+    and dropout in training are as in the recipe, but not keyed by step and token.
     """
 
     decoder: Any  # the type of nn.ModuleDict lacks its modules' types
@@ -276,7 +279,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
                 "final_layernorm": _norm(model, model.hidden_size),
             }
         )
-        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.output_layer = nn.Linear(model.hidden_size, model.vocab_size, bias=model.output_bias)
         self.post_init()
 
     @torch.no_grad()
@@ -287,6 +290,9 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             module.init_method(module.weight)
             if module.bias is not None:
                 module.bias.zero_()
+        elif isinstance(module, nn.ParameterDict):
+            for value in module.values():
+                value.zero_()
         else:
             super()._init_weights(module)
 
@@ -311,7 +317,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             position_ids: [B, S]; by default, the number of tokens before that are not padding.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
             labels: [B, S], the tokens themselves; -100 is not predicted.
-            use_cache: return a cache; by default, that of the configuration where no token depends on later ones.
+            use_cache: return a cache; by default, the configuration's value, or False if a token depends on later ones.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
@@ -324,7 +330,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if (reason := self.looks_ahead()) and (past or use_cache):
-            raise UserError(f"use_cache=True is not supported with {reason}; generate() needs no limit and lifts it")
+            raise UserError(f"use_cache=True is not supported with {reason}; only generate() lifts this limit")
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if wants_cache and past_key_values is None and not reason:

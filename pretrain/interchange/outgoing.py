@@ -137,7 +137,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe, given: str | None) ->
     try:
         return open_tokenizer(recipe, given, checkpoint.state.get("data", {}).get("tokenizer"))
     except UserError as error:
-        raise UserError(f"{error}; pass its file, or none, with --tokenizer") from error
+        raise UserError(f"{error}; pass --tokenizer FILE with its new path, or --tokenizer none") from error
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place]) -> torch.dtype:
@@ -147,7 +147,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     known = [name for name in known if not (family.left_out and name.startswith(family.left_out))]
     for name in known:
         if name not in ours:
-            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name}")
+            raise UserError(f"{checkpoint.path} has the tensor {name}, which is not part of a {family.name} model")
     for name, place in ours.items():
         shape = checkpoint.shape(name)
         whole = shape if place.expert is None else shape[1:]
@@ -156,7 +156,7 @@ def _check_tensors(checkpoint: Checkpoint, family: Family, found: Sequence[Place
     dtypes = {checkpoint.dtype(name) for name, place in ours.items() if place.dtype is None}
     if len(dtypes) > 1:
         raise UserError(
-            f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: must be of one dtype"
+            f"{checkpoint.path} has weights of {' and '.join(sorted(map(name_of, dtypes)))}: all must have one dtype"
         )
     return dtypes.pop()
 

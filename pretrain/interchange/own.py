@@ -26,7 +26,7 @@ def without_mtp(model: ModelConfig) -> ModelConfig:
 
 
 def tensors(model: ModelConfig) -> Iterator[Place]:
-    """Yield every tensor of a model. Names are those of Megatron-core's modules, and mostly of a checkpoint."""
+    """Yield every tensor of a model, under the names of Megatron-core's modules, most of which a checkpoint has too."""
     model = without_mtp(model)
     for name, shape in _shapes(model):
         ours, layer = name, None
@@ -59,6 +59,8 @@ def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _norm(model, "decoder.final_layernorm", width)
     if not model.tie_embeddings:
         yield "output_layer.weight", (model.vocab_size, width)
+    if model.output_bias:
+        yield "output_layer.bias", (model.vocab_size,)
 
 
 def _norm(model: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -75,6 +77,10 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
         yield f"{name}.linear_qkv.weight", (rows, width)
         if model.qkv_bias:
             yield f"{name}.linear_qkv.bias", (rows,)
+        if model.attention_output_bias:
+            yield f"{name}.linear_proj.bias", (width,)
+        if model.attention_sinks:
+            yield f"{name}.core_attention.softmax_offset", (heads,)
         for part, number in (("q", heads), ("k", model.query_groups)) if model.qk_norm else ():
             yield from _norm(model, f"{name}.{part}_layernorm", head * (number if model.qk_norm_over == "all" else 1))
         return
@@ -146,6 +152,7 @@ FMOE = Family(
     keys=(),
     fixed={"kind": "gpt"},
     demands=(
+        Demand("position", lambda m: m.position != "transformer_xl", "another position than Transformer-XL's"),
         Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
         Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate whose choice depends on the tokens' values"),
         Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),

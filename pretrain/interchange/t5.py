@@ -1,7 +1,8 @@
 """Encoder-decoders: T5 (arXiv 1910.10683) and the Switch Transformer (arXiv 2101.03961).
 
-T5 does not scale attention scores by d^-0.5 for heads of width d, and our models do. A conversion multiplies the query
-matrices by d^0.5 or divides them by it, which is exact if d is a power of 4.
+T5 does not scale attention scores by d^-0.5 for heads of width d, and our models do, unless ``attention_scale`` is 1.
+An import of other widths than powers of 4, such as T5-3B's, sets it. Without it, a conversion multiplies the query
+matrices by d^0.5 or divides them by it, which is exact for powers of 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pretrain.config import ModelConfig
 from pretrain.interchange.family import DENSE_ONLY, Demand, Family, Key, Only, read_int, toml
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.llama import drops_in_evaluation, weights_sum_to_one
-from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack
+from pretrain.interchange.tensors import Entry, Halves, QueryKeyValue, Sizes, Stack, Transform
 
 SHARED, HEAD = "shared.weight", "lm_head.weight"
 
@@ -30,7 +31,10 @@ def _times(tensor: Tensor, factor: float) -> Tensor:
     product = tensor * factor
     if not torch.equal(product / factor, tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"queries times {factor}, by which T5's scores differ, are not exact in {dtype}: use float32")
+        raise UserError(
+            f"queries cannot be multiplied by {factor}, as T5's scores require, without rounding in {dtype}: use "
+            "float32"
+        )
     return product
 
 
@@ -54,6 +58,15 @@ class ScaledQueryKeyValue(QueryKeyValue):
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         query, key, value = theirs
         return super().join((Query().join((query,), sizes), key, value), sizes)
+
+
+def _queries(entry: Entry) -> tuple[Entry, Entry]:
+    """Return an entry of queries for models with T5's scores, and one with their transform for models with ours."""
+    scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
+    return (
+        replace(entry, when=lambda model: model.attention_scale is not None),
+        replace(entry, transform=scaled, when=lambda model: model.attention_scale is None),
+    )
 
 
 class KeyValue:
@@ -80,11 +93,13 @@ def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
             {f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "32 Q"},
         ),
         Entry("layer", f"{ours}.self_attention.linear_qkv.layer_norm_weight", {f"{theirs}.0.layer_norm.weight": "D"}),
-        Entry(
-            "layer",
-            f"{ours}.self_attention.linear_qkv.weight",
-            {f"{attention}.q.weight": "Qd D", f"{attention}.k.weight": "Qd D", f"{attention}.v.weight": "Qd D"},
-            ScaledQueryKeyValue(),
+        *_queries(
+            Entry(
+                "layer",
+                f"{ours}.self_attention.linear_qkv.weight",
+                {f"{attention}.q.weight": "Qd D", f"{attention}.k.weight": "Qd D", f"{attention}.v.weight": "Qd D"},
+                QueryKeyValue(),
+            )
         ),
         Entry("layer", f"{ours}.self_attention.linear_proj.weight", {f"{attention}.o.weight": "D Qd"}),
         Entry("layer", f"{ours}.mlp.linear_fc1.layer_norm_weight", {f"{last}.layer_norm.weight": "D"}),
@@ -122,7 +137,7 @@ _CROSS_ATTENTION = (
         {"decoder.block.{layer}.layer.1.layer_norm.weight": "D"},
         stack="decoder",
     ),
-    Entry("layer", f"{_CROSS}.linear_q.weight", {f"{_THEIR_CROSS}.q.weight": "Qd D"}, Query(), stack="decoder"),
+    *_queries(Entry("layer", f"{_CROSS}.linear_q.weight", {f"{_THEIR_CROSS}.q.weight": "Qd D"}, stack="decoder")),
     Entry(
         "layer",
         f"{_CROSS}.linear_kv.weight",
@@ -163,10 +178,14 @@ def _is_power_of_4(number: int) -> bool:
     return number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
-HEAD_DIM = Demand(
-    "head_dim",
-    lambda m: _is_power_of_4(m.head_width),
-    "a power of 4, such as 64: T5's scores lack the factor head_dim^-0.5, which must be exact in the query matrices",
+SCORES = (
+    Demand("attention_scale", lambda m: m.attention_scale in (None, 1.0), "1.0, or none"),
+    Demand(
+        "head_dim",
+        lambda m: m.attention_scale is not None or _is_power_of_4(m.head_width),
+        "a power of 4, such as 64, or model.attention_scale=1: T5's scores lack the factor head_dim^-0.5, which must "
+        "be exact in the query matrices",
+    ),
 )
 ONLY = (
     Only("is_encoder_decoder", (True, None)),
@@ -187,11 +206,12 @@ IGNORED = (".EncDecAttention.relative_attention_bias.weight",)
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the depth of the decoder, and check the width of heads."""
-    width, depth = config.get("d_kv", 64), read_int(config, "num_decoder_layers", config["num_layers"])
-    if not _is_power_of_4(width):
-        raise UserError(f"d_kv={width} is not supported: only powers of 4, such as 64, by which scores scale exactly")
-    return {"num_decoder_layers": None if depth == config["num_layers"] else depth}
+    """Return the depth of the decoder, and the factor of scores."""
+    depth = read_int(config, "num_decoder_layers", config["num_layers"])
+    return {
+        "num_decoder_layers": None if depth == config["num_layers"] else depth,
+        "attention_scale": None if _is_power_of_4(config.get("d_kv", 64)) else 1.0,
+    }
 
 
 # Values of feed_forward_proj: our activation, and whether blocks are gated; the first of equal ones is exported.
@@ -213,7 +233,7 @@ _BLOCKS = {
 def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
     block = config.get("feed_forward_proj", "relu")
     if not isinstance(block, str) or block not in _BLOCKS:
-        raise UserError(f"feed_forward_proj={toml(block)} is not supported: only {', '.join(_BLOCKS)} are")
+        raise UserError(f"feed_forward_proj={toml(block)} is not supported: it must be one of {', '.join(_BLOCKS)}")
     activation, gated = _BLOCKS[block]
     name = "gelu_new" if block == "gated-gelu" else block.removeprefix("gated-")
     for key, value in (("dense_act_fn", name), ("is_gated_act", gated)):  # older releases write these too
@@ -265,7 +285,7 @@ T5 = Family(
     fixed=FIXED | {"num_experts": 0},
     demands=(
         *DENSE_ONLY,
-        HEAD_DIM,
+        *SCORES,
         Demand("tied_output_bias", lambda m: not (m.tie_embeddings and m.tied_output_bias), "false"),
     ),
     varies=("num_decoder_layers", "activation", "gated", "tie_embeddings", "output_scale"),
@@ -306,12 +326,12 @@ def _read_switch(config: Mapping[str, Any]) -> dict[str, Any]:
         layers += [total + n + 1 for n in _with_experts(depth, step)]
         total += depth
     if not layers:
-        raise UserError("no layer has experts by encoder_sparse_step and decoder_sparse_step")
+        raise UserError("encoder_sparse_step and decoder_sparse_step leave no layer with experts")
     every = next((n for n in range(1, total + 1) if list(range(n, total + 1, n)) == layers), None)
     activation = config.get("dense_act_fn", "relu")
     names = [name for name, (_, gated) in _BLOCKS.items() if not gated]
     if activation not in names:
-        raise UserError(f"dense_act_fn={toml(activation)} is not supported: only {', '.join(names)} are")
+        raise UserError(f"dense_act_fn={toml(activation)} is not supported: it must be one of {', '.join(names)}")
     capacity = read_int(config, "expert_capacity", 64)
     return _read(config) | {
         "activation": _BLOCKS[activation][0],
@@ -353,7 +373,7 @@ SWITCH = Family(
     fixed=FIXED | {"gated": False, "top_k": 1, "tie_embeddings": True, "tied_output_bias": False, "output_scale": True},
     demands=(
         Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
-        HEAD_DIM,
+        *SCORES,
         Demand("gate", lambda m: m.gate in ("switch", "naive"), "switch, or naive with model.normalize=false"),
         Demand("normalize", lambda m: not weights_sum_to_one(m), "false, or model.gate=switch"),
         Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),

@@ -4,7 +4,8 @@ A family of models has a table of `Entry` (docs/interchange.md has an example). 
 the embedding, D width, Q query heads and G key/value heads of width d, F hidden units of a dense block, H hidden units
 of an expert, S of all shared experts, E experts, P positions, T types of segments. In latent attention, C is the width
 of compressed queries, R that of compressed keys and values, K that of the latter and the rotary key; a head has values
-of width v, and M is the width of a key without position and a value. "2H D" is a matrix of 2 * H rows and D columns.
+of width v, and M is the width of a key without position and a value. X and Y are D and H in blocks of 32. "2H D" is a
+matrix of 2 * H rows and D columns.
 """
 
 import re
@@ -40,6 +41,8 @@ def sizes_of(model: ModelConfig) -> Sizes:
         "v": model.value_width,
         "P": model.sequence_length,
         "T": model.segment_types,
+        "X": model.hidden_size // 32,
+        "Y": model.ffn_hidden_size // 32,
     }
 
 
@@ -80,7 +83,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class OfOne:
-    """Another transform, of the only element of a stack."""
+    """Another transform, applied to the only element of a stack."""
 
     transform: Transform
 
@@ -92,7 +95,7 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three of them.
+    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three tensors.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """
@@ -117,12 +120,12 @@ class Entry:
     """A line of a family's table.
 
     Attributes:
-        where: scope of the entry. "model" is once; "output" is once, if the output layer is untied; "layer" is every
-            layer; "dense" is every layer without experts; "moe" is every layer with experts; "expert" is every expert
-            of those layers, where ours is the expert's slice of a stack; "mtp" is every module of multi-token
-            prediction, whose transformer layer has the entries of a layer.
+        where: scope of the entry. "model": once; "output": once, if the output layer is untied; "layer": every layer;
+            "dense": every layer without experts; "moe": every layer with experts; "expert": every expert of those
+            layers, where ours is the expert's slice of a stack; "mtp": every module of multi-token prediction, whose
+            transformer layer has the entries of a layer.
         ours: name in a checkpoint; ``{layer}`` counts from 0, ``{depth}`` from the first module of multi-token
-            prediction. Empty for tensors of zeros that only theirs has.
+            prediction. Empty for tensors of zeros that only their format has.
         theirs: names and sizes, in the order of the transform; ``{expert}`` counts from 0.
         transform: conversion from ours to theirs, and back.
         dtype: dtype of a buffer, on both sides; None for a weight.

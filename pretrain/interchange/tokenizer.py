@@ -195,8 +195,8 @@ def _compare(tokenizer: Tokenizer, data: bytes) -> None:
         found, expected = exported.encode(text), tokenizer.encode(text)
         if found != expected and not are_equally_likely(tokenizer, found, expected):
             raise UserError(
-                f"the tokenizer {tokenizer.path} is not supported: as {TOKENIZER} it tokenizes {text!r} differently; "
-                "pass another file, or none, with --tokenizer"
+                f"the tokenizer {tokenizer.path} is not supported: converted to {TOKENIZER}, it tokenizes {text!r} "
+                "differently; pass --tokenizer FILE with another file, or --tokenizer none"
             )
 
 

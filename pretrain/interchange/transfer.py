@@ -39,8 +39,9 @@ from pretrain.tracking.folder import CHECKPOINTS, CONFIG
 RECIPE = "recipe.toml"
 # Files of Megatron-core beside .metadata, and of Megatron-LM in the folder of all iterations.
 MEGATRON, LATEST = "metadata.json", "latest_checkpointed_iteration.txt"
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, MEMORY = "model/", "optimizer/", "memory/"
 SLICE_BYTES = 1 << 30
+PRECISIONS = {torch.float32, torch.bfloat16, torch.float16}
 # Keys of a run's state that resuming reads, beside its recipe, and their types.
 _RESUMING_READS: dict[str, dict[str, Any]] = {
     "optimizer": {"step": int | float},
@@ -185,7 +186,7 @@ def find_megatron(path: Path) -> Path | None:
         raise UserError(f"{settings} is damaged: it has no sharded_backend") from error
     if backend != "torch_dist":
         spelled = repr(backend) if isinstance(backend, str) else f"a {type(backend).__name__}"
-        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: only torch_dist is")
+        raise UserError(f"{settings}: sharded_backend={spelled} is not supported: it must be torch_dist")
     return path
 
 
@@ -259,18 +260,20 @@ def _layouts(recipe: Recipe) -> dict[str, Layout]:
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
     """Raise UserError unless the tensors, without the optimizer's, are the recipe's model.
 
-    A floating-point tensor may have another precision than the recipe's.
+    A weight may have another precision than the recipe's.
     """
     for name, (shape, dtype) in wanted.items():
         if name not in layouts:
             raise UserError(f"{source} has no tensor {name}, which the model of the recipe has")
         found, found_dtype = layouts[name]
         if found != shape:
-            raise UserError(f"{source}: {name} has shape {list(found)}, but {list(shape)} by the recipe")
-        if found_dtype != dtype and not (found_dtype.is_floating_point and dtype.is_floating_point):
-            raise UserError(f"{source}: {name} has dtype {name_of(found_dtype)}, but {name_of(dtype)} by the recipe")
+            raise UserError(f"{source}: {name} has shape {list(found)}, but the recipe's model has {list(shape)}")
+        if found_dtype != dtype and not {found_dtype, dtype} <= PRECISIONS:
+            raise UserError(
+                f"{source}: {name} has dtype {name_of(found_dtype)}, but the recipe's model has {name_of(dtype)}"
+            )
     for name in layouts:
-        if name not in wanted and not name.startswith(OPTIMIZER):
+        if name not in wanted and not name.startswith((OPTIMIZER, MEMORY)):
             raise UserError(f"{source} has the tensor {name}, which the model of the recipe does not have")
 
 

@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import init_method_normal
 
 from fmoe.experts import truncated_normal_
-from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
+from fmoe.kernels.glu import SwiGLUOAI
 from megatron_patch.qk_norm import AllHeadsRMSNorm
 from pretrain.config import ModelConfig, Recipe
 from pretrain.models.yarn import prepare_yarn
@@ -102,6 +103,17 @@ def _latent_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _local_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of windows and sinks, and of swiglu_oai in layers without experts."""
+    fields: dict[str, Any] = {"softmax_type": "learnable"} if model.attention_sinks else {}
+    if model.sliding_window is not None:
+        fields["window_size"] = (model.sliding_window - 1, 0)
+        fields["window_attn_skip_freq"] = [int(n in model.layers_with_window) for n in range(1, model.num_layers + 1)]
+    if model.activation == "swiglu_oai":
+        fields |= {"activation_func_clamp_value": SwiGLUOAI.limit, "glu_linear_offset": 1.0}
+    return fields
+
+
 def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -> TransformerConfig:
     is_latent = model.kv_lora_rank is not None
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
@@ -116,7 +128,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         layernorm_epsilon=model.norm_eps,
         # For the dense blocks; `pretrain.engine.model` sets the width of experts.
         ffn_hidden_size=model.dense_width,
-        activation_func=ACTIVATIONS[model.activation],
+        activation_func=(ACTIVATIONS | GATED_ACTIVATIONS)[model.activation],
         gated_linear_unit=model.gated,
         add_bias_linear=model.linear_bias,
         add_qkv_bias=model.qkv_bias,
@@ -141,6 +153,7 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_local_fields(model),
         **(_latent_fields(model) if is_latent else {}),
         **options,
     )

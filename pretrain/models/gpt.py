@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from fmoe import random
 from megatron_patch import patches
 from megatron_patch.attention import SDPAttention
+from megatron_patch.biases import BiasedRowParallelLinear, add_output_bias
 from megatron_patch.context import slice_rotary_positions
 from megatron_patch.initialization import key_output_layer, keyed_layer_spec
 from megatron_patch.latent_attention import LatentAttention
 from megatron_patch.mtp import MTPModel, mtp_block_spec
+from megatron_patch.transformer_xl import RecurrentLayer, RelativeAttention
 from pretrain.config import Recipe
 from pretrain.models.batch import Batch
 from pretrain.models.config import norm_class, own_norms, transformer_config
@@ -31,6 +33,9 @@ def build(
     layer_spec = get_gpt_layer_local_spec(multi_latent_attention=is_latent)
     if is_latent:
         layer_spec.submodules.self_attention.module = LatentAttention
+    if recipe.model.position == "transformer_xl":
+        layer_spec.module = RecurrentLayer
+        layer_spec.submodules.self_attention.module = RelativeAttention
     return build_gpt(
         recipe,
         transformer_config(recipe),
@@ -55,6 +60,8 @@ def build_gpt(
     stage the modules of multi-token prediction. `keyed_layer_spec` describes ``without_mlp``."""
     layer_spec.submodules.self_attention.submodules.core_attention = SDPAttention
     own_norms(layer_spec, recipe.model)
+    if recipe.model.attention_output_bias:
+        layer_spec.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
     seed = recipe.train.seed
     keyed_spec, mtp = keyed_layer_spec(layer_spec, seed, without_mlp=without_mlp), {}
     if recipe.model.mtp_layers:
@@ -67,7 +74,8 @@ def build_gpt(
             vocab_size=recipe.model.vocab_size,
             max_sequence_length=recipe.model.sequence_length,
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
-            position_embedding_type=recipe.model.position,
+            # Transformer-XL's attention has its positions.
+            position_embedding_type=recipe.model.position if recipe.model.position != "transformer_xl" else "none",
             rotary_base=recipe.model.rope_theta,
             rotary_percent=recipe.model.rotary_fraction,
             vp_stage=vp_stage,
@@ -78,6 +86,8 @@ def build_gpt(
         scale_positions(model, recipe.model)
     slice_rotary_positions(model)
     key_output_layer(model, seed)
+    if recipe.model.output_bias:
+        add_output_bias(model)
     return model
 
 

@@ -99,7 +99,7 @@ def _groups(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
     record, points, cells = run.record, CURVE_POINTS // num_runs, LOAD_CELLS // num_runs
-    versions = run.told.get("versions")
+    versions = run.run_info.get("versions")
     layers = sorted({int(name.split("/")[0]) for name in record.layers.names} | set(_sizes(record.loads)))
     return {
         "name": run.name,
@@ -122,9 +122,9 @@ def _run(run: RunFolder, arrays: Arrays, num_runs: int) -> dict[str, Any]:
 def summary(run: RunFolder) -> dict[str, float | int | None]:
     """Return a run's figures: the last finite values, or means for metrics that `_is_averaged` selects. Figures that
     are unknown or were never finite are omitted."""
-    record, told = run.record, run.told
-    values: dict[str, Any] = {name: told.get(name) for name in ("params", "active_params", "flops_per_token")}
-    values |= {"world_size": told.get("world_size"), "step": record.step, "total_steps": run.total_steps}
+    record, info = run.record, run.run_info
+    values: dict[str, Any] = {name: info.get(name) for name in ("params", "active_params", "flops_per_token")}
+    values |= {"world_size": info.get("world_size"), "step": record.step, "total_steps": run.total_steps}
     values |= {name: value for name, (_, value) in record.last_finite.items()}
     if record.best is not None:
         values |= {"best_step": record.best[0], "best_val_loss": record.best[1]}

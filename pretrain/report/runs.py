@@ -11,7 +11,7 @@ from typing import Any
 from fmoe.errors import UserError
 from pretrain.report.record import Record
 from pretrain.tracking.events import EVENTS, read_events
-from pretrain.tracking.folder import CONFIG, METRICS, TOLD, read_told
+from pretrain.tracking.folder import CONFIG, METRICS, RUN_INFO, read_run_info
 
 # The start of a line as `JsonlTracker` writes it.
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -114,7 +114,7 @@ class RunFolder:
         name: name of the run in the report.
         record: aggregate of its metrics.
         recipe: ``section.key`` -> value of the resolved recipe; empty without a recipe.
-        told: content of ``run.json``; empty if it does not exist yet.
+        run_info: content of ``run.json``; empty if it does not exist yet.
         events: events of ``events.jsonl``, and events derived from metrics.
 
     Raises:
@@ -128,7 +128,7 @@ class RunFolder:
         self._metrics = MetricsFile(folder / METRICS)
         self._seen: dict[str, tuple[int, int] | None] = {}
         self.recipe: dict[str, Any] = {}
-        self.told: dict[str, Any] = {}
+        self.run_info: dict[str, Any] = {}
         self._logged: list[dict[str, Any]] = []
 
     @property
@@ -144,8 +144,8 @@ class RunFolder:
         is_new = self._metrics.refresh()
         if self._has_changed(CONFIG):
             self.recipe, is_new = _read_recipe(self.folder / CONFIG), True
-        if self._has_changed(TOLD):
-            self.told, is_new = read_told(self.folder), True
+        if self._has_changed(RUN_INFO):
+            self.run_info, is_new = read_run_info(self.folder), True
         if self._has_changed(EVENTS):
             self._logged, is_new = read_events(self.folder / EVENTS), True
         return is_new
@@ -160,8 +160,8 @@ class RunFolder:
     @property
     def events(self) -> list[dict[str, Any]]:
         """Events in order of steps. ``lost`` marks an event after which the run was resumed from an earlier step."""
-        told = {(event["kind"], event["step"]) for event in self._logged}
-        found = [e for e in self.record.events if (e["kind"], e["step"]) not in told]
+        logged = {(event["kind"], event["step"]) for event in self._logged}
+        found = [e for e in self.record.events if (e["kind"], e["step"]) not in logged]
         events: list[dict[str, Any]] = []
         for event in self._logged:
             if event["kind"] in ("resume", "start"):

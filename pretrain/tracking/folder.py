@@ -6,23 +6,23 @@ from typing import Any
 
 from fmoe.errors import UserError
 
-CONFIG, METRICS, TOLD = "config.toml", "metrics.jsonl", "run.json"
+CONFIG, METRICS, RUN_INFO = "config.toml", "metrics.jsonl", "run.json"
 CHECKPOINTS, STACKS = "checkpoints", "stacks"
 
 
-def read_told(folder: Path) -> dict[str, Any]:
+def read_run_info(folder: Path) -> dict[str, Any]:
     """Return ``run.json`` of a run folder; empty if it does not exist yet.
 
     Raises:
         UserError: the file is damaged.
     """
-    path = folder / TOLD
+    path = folder / RUN_INFO
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        info = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(info, dict):
         raise UserError(f"{path} cannot be read: it does not hold a JSON object")
-    return told
+    return info

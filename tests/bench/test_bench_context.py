@@ -20,6 +20,7 @@ def test_a_table_compares_what_is_kept_at_equal_length():
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_a_slice_of_every_sequence(forks):
     arguments = SimpleNamespace(**SMALL)
     kept = {}

@@ -111,7 +111,7 @@ def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
     thread.start()
     assert study.train(jobs, at_once=2, threads=1) == EXIT_REQUEUE
     thread.join()
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert all(job.process is None for job in jobs)
     assert any(len(found) < 5 for found in steps(folder).values())
     stand_in()
@@ -142,19 +142,31 @@ def test_bad_input(recipes, stand_in, tmp_path):
     write(recipes[0], 2)
     with pytest.raises(UserError, match="dense-seed1 holds a run of another recipe than "):
         study.plan(recipes, [1], folder)
+    plain = study.plan(recipes[1:], [1], tmp_path / "rates", ["--optimizer.lr=1e-2"])
+    assert plain[0].recipe.optimizer.lr == 1e-2 and plain[0].options[0] == "--optimizer.lr=1e-2"
     two = write(tmp_path / "two.toml", 2, parallel=ParallelConfig(expert=2))
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "two.toml")
     for argv, said in [
-        ([two], "is for 2 processes"),
+        ([two], "needs 2 processes"),
         ([two, other], "two recipes have one name"),
         ([other, "--seeds", "1", "1"], "--seeds 1 1 names one twice"),
         ([other, "--at-once", "0"], "--at-once=0 is not positive"),
         ([other, "--threads", "-1"], "--threads=-1 is not positive"),
+        ([other, "--set", "optimizer.lr"], "--set optimizer.lr is not KEY=VALUE"),
+        ([other, "--set", "optimizer.rate=1"], "optimizer.rate"),
     ]:
         with pytest.raises(UserError, match=said):
             convergence.main([*argv, "--folder", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
+
+
+def test_the_quickstart_spends_what_its_earlier_model_did():
+    found, earlier = load_recipe("quickstart"), load_recipe(str(convergence.HERE / "switch.toml"))
+    assert found.flops_per_token() == pytest.approx(earlier.flops_per_token(), rel=0.005)
+    assert found.num_params() == pytest.approx(earlier.num_params(), rel=0.005)
+    for section in ("data", "train"):
+        assert getattr(found, section) == getattr(earlier, section)
 
 
 def test_recipes_spend_the_same_on_a_token():

@@ -41,7 +41,7 @@ def test_a_check_that_fails_does_not_stop_the_others(capsys, monkeypatch):
     assert bench(["gpu", "smoke", "--rehearse"]) == 1
     out = capsys.readouterr().out
     assert "FAILED   the router multiplies 16 bits into float32: RuntimeError: an illegal memory access and more" in out
-    assert "FAILED   batches travel in one transfer: AssertionError: relative error" in out
+    assert "FAILED   batches are copied in one transfer: AssertionError: relative error" in out
     assert "ok       switch: forward and backward" in out and out.endswith("2 checks failed\n")
 
 

@@ -19,7 +19,7 @@ SWIGLU = Shape("D", 24, 16, 16, 8, 3, gated=True)
 
 
 def differences(shape, skew):
-    """Of outputs and gradients of the input, by contender, from brute force's; and failures of the others."""
+    """Return errors of outputs and input gradients relative to brute force, by contender; and the failures."""
     asked = Problem(shape, torch.float32, skew)
     found = {}
     for name, layer in layers().items():
@@ -36,6 +36,7 @@ def differences(shape, skew):
     }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("skew", [None, 2.0], ids=["routed", "told"])
 @pytest.mark.parametrize("shape", [GELU, SWIGLU], ids=["gelu", "swiglu"])
 def test_all_contenders_compute_the_same(shape, skew, forks):
@@ -217,7 +218,7 @@ def test_a_sweep(tiny, tmp_path):
         (["--values", "2"], "--values without --sweep"),
         (["--without", "fmoe torc"], "--without 'fmoe torc': there are fmoe torch, .*did you mean 'fmoe torch'"),
         (["--sweep", "tokens", "--values", "2.5"], "--values 2.5 is not a positive whole number"),
-        (["--sweep", "top_k", "--values", "9"], "--values 9: S .* more experts a token than experts"),
+        (["--sweep", "top_k", "--values", "9"], "--values 9: S .* more experts per token than experts"),
         (["--sweep", "skew", "--values", "0.5"], "--values 0.5 is not at least 1"),
         (["--sweep", "skew", "--values", "5"], "skew=5 must be from 1 to num_experts / top_k = 4"),
     ],
@@ -343,7 +344,7 @@ def test_goals_on_a_gpu():
     found = [(goal.is_met, str(goal).split("forward, cuda: ")[1]) for goal in goals.of_shapes([row])]
     assert [is_met for is_met, _ in found] == [True, False, True, True]
     assert "of the GEMM limit (at least 0.45)" in found[0][1] and "HF grouped_mm (at least 1.2)" in found[1][1]
-    assert found[3][1] == "fmoe cuda saves 0.01 MB for backward beside its input and its router (at most 0.01 MB)"
+    assert found[3][1] == "fmoe cuda saves 0.01 MB for backward besides its input and its router (at most 0.01 MB)"
     copied = replace(row.timed, work={limits.DENSE: 10.0, "fmoe cuda": 10.0}, label="k")
     assert goals.of_kernels([copied]) == []
     copied = replace(copied, seconds={"copy": [1.0], "gather": [1.1], "combine": [2.0]}, reference="copy")

@@ -23,6 +23,7 @@ def test_equal_stages_that_send_for_nothing_give_the_formula(stages):
     assert all(line.endswith("| 1.00 |") for line in lines[2:5])
 
 
+@pytest.mark.slow
 def test_a_small_run_gives_a_row_for_each(forks):
     sizes = {"layers": 2, "hidden_size": 48, "sequence_length": 16, "stages": 2}
     arguments = SimpleNamespace(rounds=2, warmup=0, micro_batches=[4, 2], **sizes)

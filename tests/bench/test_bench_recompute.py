@@ -27,7 +27,7 @@ def tiny():
 def test_recomputation_keeps_less(forks):
     ((facts, timed, failures),) = values(forks.run(1, tiny))
     assert not failures and timed == sorted(recompute.MODES)
-    none, selective, full = (float(facts[mode]["kept, bytes a token"].replace(",", "")) for mode in recompute.MODES)
+    none, selective, full = (float(facts[mode]["kept, bytes per token"].replace(",", "")) for mode in recompute.MODES)
     assert full < selective < none
     # Full: the input of each layer, and what lies before and after the layers: embeddings, logits.
     assert full >= 2 * 32 * 4

@@ -26,6 +26,7 @@ FACTORS = {
         "sinkhorn",
         "sigmoid",
         "topology",
+        "sparsemixer",
     ],
     "experts": ["ffn", "swiglu", "modules"],
     "optimizer": ["sgd", "adamw"],
@@ -42,7 +43,7 @@ Factors = dict[str, list]
 
 
 def is_possible(case: Case) -> bool:
-    """Whether a case, or a part of one, asks for nothing that there is not."""
+    """Return whether a case, or a part of one, is possible."""
 
     def has(factor: str, *levels: object) -> bool:
         return factor in case and case[factor] in levels
@@ -104,14 +105,14 @@ def possible_pairs(factors: Factors, possible: Callable[[Case], bool]) -> set:
 
 
 def _can_end(case: Case, factors: Factors, possible: Callable[[Case], bool]) -> bool:
-    """Whether the factors left have levels that make the case possible. Conflicts are between pairs alone."""
+    """Return whether the remaining factors have levels that make the case possible; only pairs conflict."""
     return possible(case) and all(
         any(possible({**case, name: level}) for level in levels) for name, levels in factors.items() if name not in case
     )
 
 
 def _gain(missing: set, names: list[str], case: Case, uses: collections.Counter, name: str, level: object):
-    """What a level is worth: pairs that it covers, then how little it was used."""
+    """Return the value of a level: the pairs that it covers, then how rarely it was used."""
     return sum(_pair(names, (name, level), item) in missing for item in case.items()), -uses[name, level]
 
 

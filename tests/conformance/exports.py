@@ -69,7 +69,7 @@ def small(recipe: Recipe) -> Recipe:
 
 
 def needs_no_drops(recipe: Recipe) -> bool:
-    """Whether a family holds the model only without its capacity in evaluation."""
+    """Return whether a family fits the model only without its capacity in evaluation."""
     try:
         family_for(recipe.model)
     except UserError as error:
@@ -99,7 +99,7 @@ def random_run(recipe: Recipe, path: Path, batch: dict[str, Tensor]) -> tuple[An
         for name, tensor in state._tensors([model]):
             if "norm" in name and name.endswith("weight"):
                 tensor.uniform_(0.5, 1.5)
-            elif "norm" in name or name.endswith(("bias", "bias_E")):
+            elif "norm" in name or name.endswith(("bias", "bias_E", "bias_in", "bias_out", "softmax_offset")):
                 tensor.uniform_(-0.3, 0.3)
             elif ".gate." in name:
                 tensor.normal_(0, 0.5)
@@ -145,7 +145,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def same_bits(one: Path, other: Path) -> bool:
-    """Whether two folders have the same tensors."""
+    """Return whether two folders have the same tensors."""
     first, second = weights(one), weights(other)
     return first.keys() == second.keys() and all(
         first[name].dtype == value.dtype and torch.equal(first[name], value) for name, value in second.items()

@@ -1,4 +1,4 @@
-"""What ranks do in the fault tests: each run in processes of its own, with a short timeout of their group."""
+"""Actions of ranks in the fault tests; each runs in new processes, with a short timeout of their group."""
 
 import datetime
 import os

@@ -47,7 +47,7 @@ FACTORS = {
 
 
 def is_possible(case: Case) -> bool:
-    """Whether a case, or a part of one, asks for nothing that there is not."""
+    """Return whether a case, or a part of one, is possible."""
     layout = LAYOUTS.get(case.get("layout"))
     if layout is not None and "sequence" in case and (case["sequence"] == "-") == ("tensor" in layout):
         return False

@@ -161,7 +161,7 @@ def engine_of(recipe: Recipe):
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one rank: figures, the same on all; what it holds of tensors, as (name, offset, block) -> values."""
+    """Result of one rank: figures, equal on all ranks; and its parts of tensors, (name, offset, block) -> values."""
 
     figures: dict
     held: dict

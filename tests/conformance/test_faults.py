@@ -9,6 +9,8 @@ from pathlib import Path
 
 import faults
 import pytest
+import torch
+from exchange_libraries import with_libraries
 from forks import values
 from patience import within
 from rank_pool import DIED
@@ -21,7 +23,7 @@ EXCHANGES = ["all_to_all", "padded", "all_gather", "hierarchical"]
 def test_another_width_on_one_rank_is_named(forks, exchange):
     for kind, message, seconds in values(forks.run(2, faults.differing_width, exchange)):
         assert kind == "UserError" and seconds < within(5)
-        assert "rank 1 has d_model=20, the others of moe_group have 16" in message
+        assert "rank 1 has d_model=20, the other ranks of moe_group have 16" in message
 
 
 @pytest.mark.by_default("hierarchical-1")
@@ -64,6 +66,23 @@ def test_an_error_in_an_expert_is_everyones(forks, exchange):
     assert "an expert of rank 1 is broken" in first[1] and first[2] < within(5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["deepep", "symmetric"])
+def test_exchanges_over_stand_ins(forks, exchange):
+    """As above, with stand-ins for the exchange's library."""
+    (first, usable), (second, _) = values(forks.run(2, with_libraries, torch.float32, faults.broken_gate, exchange))
+    assert first[0] == "PeerError" and "rank 1 failed" in first[1] and "the gate of rank 1 is broken" in first[1]
+    assert second[:2] == ("ValueError", "the gate of rank 1 is broken") and usable is True
+    first, second = values(forks.run(2, with_libraries, torch.float32, faults.broken_expert, exchange))
+    assert second[:2] == ("ValueError", "an expert of rank 1 is broken")
+    assert first[0] == "PeerError" and "rank 1 failed in the layer, forward pass 1" in first[1] and first[2] < within(5)
+    results = forks.run(2, with_libraries, torch.float32, faults.signalled, exchange, signal.SIGKILL, 5, 1)
+    assert results.pop(1) == DIED
+    for kind, message, seconds in values(results):
+        assert kind == "PeerError" and seconds < within(10), (kind, message, seconds)
+        assert "rank 1 did not answer" in message and "the layer, forward pass 3" in message
+
+
 def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
     first, second = values(forks.run(2, faults.broken_before_the_gates_exchange))
     assert second[0] == "ValueError"
@@ -72,7 +91,7 @@ def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
     )
 
 
-@pytest.mark.by_default(1, 3)
+@pytest.mark.by_default(3)
 @pytest.mark.parametrize(
     ("pool", "exchange", "options"),
     [
@@ -90,7 +109,7 @@ def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
     assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
 
 
-@pytest.mark.by_default(1)
+@pytest.mark.by_default(2)
 @pytest.mark.parametrize(
     ("fault", "timeout", "limit", "told"),
     [

@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 class AlwaysShadow(Cost):
-    """Whether rows travel or experts do is not to change what is computed: here the hottest always do."""
+    """Sending experts instead of rows must not change the result: here the hottest experts are always sent."""
 
     def seconds(self, loads_WE, num_local, shadows):
         return -len(shadows)
@@ -123,7 +123,7 @@ def finish_gradients(model, wrapper, groups):
 
 
 def whole(tensor):
-    """Of a parameter or gradient that may be sharded."""
+    """Return the whole of a parameter or gradient that may be sharded."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 

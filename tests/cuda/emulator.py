@@ -72,7 +72,7 @@ class Library:
         return self._library.allocate(ctypes.c_size_t(num_bytes), ctypes.c_size_t(gap), name.encode())
 
     def release(self, address: int) -> bool:
-        """Whether nothing was written beside it."""
+        """Return whether nothing was written next to it."""
         return bool(self._library.release(ctypes.c_void_p(address)))
 
     def launch(self, name: str, grid: tuple, block: tuple, shared: int, values: list, seed: int) -> str | None:

@@ -14,7 +14,7 @@ def rows(num_rows: int, width: int, at_once: int, shared_a_warp: int = 0) -> tup
 
 
 def warps(fixed: int, each: int) -> int:
-    """How many warps fit into shared memory."""
+    """Return the number of warps that fit into shared memory."""
     return max(1, min(8, (SHARED - fixed) // max(each, 1)))
 
 
@@ -23,10 +23,19 @@ def route_items(num_experts: int) -> int:
     return next((items for items in (1, 2, 4, 8) if 32 * items >= num_experts), 0)
 
 
-def route(num_tokens: int, num_experts: int, top_k: int, groups: int, items: int) -> tuple:
-    each = 4 * (top_k + groups + (0 if items else num_experts))
-    w = warps(4 * num_experts, each)
-    return max(1, min(-(-num_tokens // w), 1024)), 32 * w, 4 * num_experts + w * each
+def tiles(num_tokens: int, group_size: int, tile: int) -> int:
+    """Tiles of the tokens of routing groups."""
+    return max(1, -(-num_tokens // group_size)) * -(-group_size // tile)
+
+
+def route(
+    num_tokens: int, num_experts: int, top_k: int, groups: int, items: int, num_tiles: int = 1, counted: int = 0
+) -> tuple:
+    """``counted``: the choices that are counted apart, 0 for none."""
+    each = 4 * (top_k + groups + 3 + (num_experts if counted else 0) + (0 if items else num_experts))
+    fixed = 4 * num_experts * counted
+    w = warps(fixed, each)
+    return num_tiles, 32 * w, fixed + w * each
 
 
 def route_backward(num_tokens: int, num_experts: int) -> tuple:
@@ -35,13 +44,21 @@ def route_backward(num_tokens: int, num_experts: int) -> tuple:
 
 
 def place(num_tiles: int, num_experts: int) -> tuple:
-    w = warps(4 * (num_experts + 1), 4 * (num_experts + 2))
-    return num_tiles, 32 * w, 4 * ((w + 1) * (num_experts + 1) + w)
+    w = warps(8 * (num_experts + 1), 4 * (num_experts + 2))
+    return num_tiles, 32 * w, 4 * ((w + 2) * (num_experts + 1) + w)
 
 
-def drop(num_groups: int, num_experts: int) -> tuple:
-    w = warps(0, 4 * (num_experts + 1))
-    return max(1, num_groups), 32 * w, 4 * w * (num_experts + 1)
+def count_choices(num_tiles: int, top_k: int, num_experts: int) -> tuple:
+    return (num_tiles, top_k), 256, 4 * (num_experts + 1)
+
+
+def queue(num_groups: int, num_experts: int) -> tuple:
+    return (-(-num_experts // 32), max(1, num_groups)), (32, 16), 12 * 32 * 16
+
+
+def drop(num_tiles: int, top_k: int, num_experts: int) -> tuple:
+    w = min(warps(0, 4 * num_experts), top_k)
+    return num_tiles, 32 * w, 4 * w * num_experts
 
 
 def segment_order(num_segments: int, num_rows: int) -> tuple:

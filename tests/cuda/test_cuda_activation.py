@@ -10,8 +10,10 @@ from emulator import InOut, Output
 from kernel_list import NAMES
 from torch.nn import functional as F
 
+from fmoe.kernels.glu import SwiGLUOAI, gate
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-ACTIVATIONS = [F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu, F.silu]
+ACTIVATIONS = [F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu, F.silu, SwiGLUOAI()]
 
 
 class Case:
@@ -19,8 +21,8 @@ class Case:
 
     def __init__(self, seed):
         self.draw, self.g = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.number, self.gated = seed % 4, bool(seed // 4 % 2)
-        self.dtype = list(NAMES)[seed // 8 % 3]
+        self.number, self.gated = seed % 5, bool(seed // 5 % 2) or seed % 5 == 4
+        self.dtype = list(NAMES)[seed // 10 % 3]
         self.experts, self.hidden = self.draw.choice([1, 3, 8]), self.draw.choice([1, 5, 16, 33, 64, 200, 520, 1048])
         self.counts = torch.randint(0, self.draw.choice([1, 4, 9]), (self.experts,), generator=self.g)
         self.kept = int(self.counts.sum())
@@ -37,19 +39,16 @@ class Case:
 
     def active(self, hidden):
         act = ACTIVATIONS[self.number]
-        if not self.gated:
-            return act(hidden)
-        first, second = hidden.chunk(2, -1)
-        return act(first) * second
+        return gate(act, hidden) if self.gated else act(hidden)
 
     def geometry(self, shared_a_warp=0):
         return geometry.rows(self.rows, self.hidden, self.at_once, shared_a_warp)
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(60))
 def test_activate(launch, seed):
     case = Case(seed)
-    before = case.normal(case.rows, case.height, scale=2)
+    before = case.normal(case.rows, case.height, scale=4)
     before[case.kept :] = torch.nan
     bias = case.normal(case.experts, case.height) if seed % 3 else None
     end = case.counts.cumsum(0).int() if bias is not None else None
@@ -68,10 +67,10 @@ def test_activate(launch, seed):
     assert not active[case.kept :].any()
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(60))
 def test_activate_backward(launch, seed):
     case = Case(seed)
-    hidden, d_active = case.normal(case.rows, case.height, scale=2), case.normal(case.rows, case.hidden)
+    hidden, d_active = case.normal(case.rows, case.height, scale=4), case.normal(case.rows, case.hidden)
     hidden[case.kept :] = d_active[case.kept :] = torch.nan
     order = torch.randperm(case.rows, generator=case.g) if seed % 5 else None
     weight = torch.rand(case.rows, generator=case.g) if seed % 7 else None

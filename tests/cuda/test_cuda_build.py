@@ -127,7 +127,7 @@ def test_key(tmp_path, monkeypatch):
 
 
 def test_without_nvrtc(monkeypatch, caplog):
-    """What was built ahead is found, whatever compiled it; else it is one line."""
+    """Kernels that were built in advance are found, whichever NVRTC built them; otherwise the error is one line."""
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "find", missing_nvrtc)
         assert build.cached("sm_90") is None

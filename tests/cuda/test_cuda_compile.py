@@ -17,7 +17,7 @@ TUNED = "13.0"  # NVRTC's version that the kernels are held against; others allo
 
 
 def instances(source):
-    """What is compiled in every run."""
+    """Return the cases that every run compiles."""
     return [name for name in KERNELS[source] if "<" not in name or name.partition("<")[2].startswith("fmoe::bf16")]
 
 
@@ -34,7 +34,7 @@ def compiler():
 
 
 def compile_all(chosen):
-    """What each file becomes for each architecture, side by side."""
+    """Compile each file for each architecture, in parallel."""
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8)) as pool:
         return {
             (arch, source): pool.submit(compiled, arch, source, chosen(arch, source))

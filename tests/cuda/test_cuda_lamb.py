@@ -165,7 +165,7 @@ def test_the_same_bits_wherever_tensors_lie(kernels):
 
 
 def test_blocks_without_chunks(launch):
-    """What has no gradient in this step: norms of zero, and no ratio is written."""
+    """Tensors without a gradient in this step have norms of zero, and no ratio is written."""
     (squares,) = launch(
         "fmoe::lamb_norms", (1, 256, 0), torch.ones(3, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 3]), 3,
         Output((2, 3), torch.float64),

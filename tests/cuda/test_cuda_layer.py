@@ -127,7 +127,7 @@ def test_larger_than_a_tile(on):
     """The plan in several blocks."""
     x = torch.randn(1400, 24, generator=torch.Generator().manual_seed(2))
     assert_same({"top_k": 3, "gate": "gshard", "gate_options": {"random_routing": False}}, x)
-    assert on.names() >= {"count_tiles", "scan_tiles", "drop_over_capacity"}
+    assert on.names() >= {"count_tiles", "count_choices", "queue", "drop_over_capacity"}
 
 
 def test_recomputation_is_bit_for_bit(on):
@@ -170,9 +170,9 @@ def test_what_cannot_be(on):
         layer_of("cuda", expert_options={"activation": torch.tanh})
     with pytest.raises(UserError, match="backend='cuda' has no dropout of hidden units"):
         layer_of("cuda", expert_options={"dropout": 0.1})
-    with pytest.raises(UserError, match="backend='cuda' is for ffn, swiglu and geglu"):
+    with pytest.raises(UserError, match="backend='cuda' supports ffn, swiglu and geglu"):
         fmoe.FMoE(d_model=24, num_experts=4, expert=torch.nn.Identity, backend="cuda")
-    with pytest.raises(UserError, match=r"backend='cuda' is for float32 and 16 bits on a GPU: rows are torch\.float64"):
+    with pytest.raises(UserError, match=r"backend='cuda' supports .* rows are torch\.float64"):
         layer_of("cuda").double()(X.double())
     with pytest.raises(UserError, match="gemm='cublas' is not one of auto, grouped, loop"):
         layer_of("cuda", expert_options={"gemm": "cublas"})

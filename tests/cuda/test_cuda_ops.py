@@ -277,7 +277,7 @@ class OnCuda(torch.Tensor):
 
 
 def fresh():
-    """What a new process knows."""
+    """State of a new process."""
     return TuningCache("gemms.json", lambda variant: variant in gemm.VARIANTS[1:])
 
 
@@ -322,6 +322,23 @@ def test_gemm_is_measured_once(choosing, monkeypatch):
     assert choosing("grouped", width=33) == "loop"  # rows of 132 bytes
 
 
+def test_gemm_under_capture_does_not_wait_if_triton_is_right(choosing, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for checked, architecture, dtype, width, expected in (
+        ({}, 9, torch.bfloat16, 16, "grouped"),
+        ({}, 8, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: "wrong"}, 8, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: None}, 8, torch.bfloat16, 16, "triton"),
+        ({OnCuda.device: None}, 9, torch.bfloat16, 16, "grouped"),
+        ({OnCuda.device: None}, 9, torch.float16, 16, "triton"),
+        ({OnCuda.device: None}, 9, torch.bfloat16, 33, "triton"),
+    ):
+        monkeypatch.setattr(gemm, "_checked", checked)
+        monkeypatch.setattr(gemm, "_architecture", lambda device, major=architecture: major)
+        assert choosing(width=width, dtype=dtype) == expected, (checked, architecture, dtype, width)
+    assert not choosing.measured
+
+
 def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
     (tmp_path / "gemms.json").write_text('{"a": "loop", "b": "no variant", "c": 3}')
@@ -342,7 +359,7 @@ def test_tuning_caches_of_several_processes(monkeypatch, tmp_path):
 
 
 def test_what_is_not_a_multiple_of_16_bytes_is_not_grouped(monkeypatch):
-    """Where gate and value together are one and each alone is not, too."""
+    """Also where gate and value together fill a multiple, and each alone does not."""
     x, w_in, w_out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((4, 16), (2, 24, 16), (2, 16, 12)))
     assert gemm.choose("grouped", "forward", x, 4, w_in, w_out, None) == "loop"
     assert gemm.choose("grouped", "forward", x, 4, w_in, torch.zeros(2, 16, 24), None) == "grouped"

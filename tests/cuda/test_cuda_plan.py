@@ -9,11 +9,11 @@ from cpu_launcher import on_cpu
 from emulator import InOut, Output
 
 from fmoe.exchange.hops import segment_order
-from fmoe.gates.router import count_by_group, drop_over_capacity
+from fmoe.gates.router import drop_over_capacity
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing, RoutingGroups
 
-INT64, INT32, BOOL = torch.int64, torch.int32, torch.bool
+INT64, INT32, BOOL, FLOAT = torch.int64, torch.int32, torch.bool, torch.float32
 
 
 def choices(seed, draw):
@@ -37,18 +37,15 @@ def test_place(launch, seed):
     n = expert_TK.numel()
     tile = draw.choice([32, 96, 100, 256]) if seed % 4 else max(n, 1)
     tiles = max(1, -(-n // tile))
-    count = total = None
+    count = None
     if tiles > 1 or seed % 8 == 0:
         (count,) = launch(
             "fmoe::count_tiles", (tiles, 256, 4 * (experts + 1)), expert_TK, n, experts, tile,
-            Output((experts + 1, tiles), INT32),
+            Output((tiles, experts + 1), INT32),
         )  # fmt: skip
-        count, total = launch(
-            "fmoe::scan_tiles", (experts + 1, 256, 32), InOut(count), tiles, Output((experts + 1,), INT32)
-        )
     has_all = draw.random() < 0.8
     order, place, *kept, counts, end, num_kept = launch(
-        "fmoe::place", geometry.place(tiles, experts), expert_TK, n, experts, tile, count, total,
+        "fmoe::place", geometry.place(tiles, experts), expert_TK, n, experts, tile, count,
         Output((n,), INT64), Output(expert_TK.shape, INT64), Output(expert_TK.shape, BOOL) if has_all else None,
         Output((experts,), INT64), Output((experts,), INT32), Output((1,), INT64),
     )  # fmt: skip
@@ -58,14 +55,6 @@ def test_place(launch, seed):
     assert torch.equal(end, plan.count_E.cumsum(0).int())
     assert num_kept.item() == plan.count_E.sum()
     assert not kept or torch.equal(kept[0], plan.kept_TK)
-
-
-def test_scan_of_more_tiles_than_threads(launch):
-    g = torch.Generator().manual_seed(0)
-    count = torch.randint(0, 9, (3, 700), generator=g, dtype=INT32)
-    before, total = launch("fmoe::scan_tiles", (3, 256, 32), InOut(count), 700, Output((3,), INT32))
-    assert torch.equal(before, count.cumsum(1).int() - count)
-    assert torch.equal(total, count.sum(1).int())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -85,16 +74,29 @@ def test_drop_over_capacity(launch, seed):
     if mask_T is not None:
         expert_TK[~mask_T] = -1
     factor = draw.choice([0.5, 1.0, 1.1, 1.25, 4.0])
-    is_limited = bool(seed % 5)
-    by_sequence = sequence_first and sequences > 1
-    kept, load = launch(
-        "fmoe::drop_over_capacity", geometry.drop(groups.count, experts), expert_TK, mask_T, tokens, top_k, experts,
-        groups.size, sequences if by_sequence else 1, tokens // sequences if by_sequence else max(tokens, 1),
-        factor if is_limited else 0.0, Output(expert_TK.shape, INT64), Output((groups.count, experts), INT64),
+    tile, plan_tile = draw.choice([8, 16, 40]), draw.choice([1, 32, 100])
+    per_group, (by_sequence, length) = -(-groups.size // tile), groups.layout
+    tiles = geometry.tiles(tokens, groups.size, tile)
+    shape = (groups.size, by_sequence, max(length, 1), tile)
+    count, sums = launch(
+        "fmoe::count_choices", geometry.count_choices(tiles, top_k, experts), expert_TK, mask_T, tokens, top_k, experts,
+        *shape, Output((tiles, top_k, experts), INT32), Output((tiles, 3), FLOAT),
     )  # fmt: skip
-    expected = drop_over_capacity(expert_TK, groups, experts, factor) if is_limited else expert_TK
+    num_tiles, num_groups = max(1, -(-expert_TK.numel() // plan_tile)), max(1, groups.count)
+    zeros = Output((num_tiles, experts + 1), INT32)
+    count, limit, plan_count = launch(
+        "fmoe::queue", geometry.queue(groups.count, experts), InOut(count), None, sums, num_groups, per_group, top_k,
+        experts, top_k, factor, Output((num_groups,), INT64), zeros, num_tiles * (experts + 1), *[None] * 7,
+    )  # fmt: skip
+    kept, plan_count = launch(
+        "fmoe::drop_over_capacity", geometry.drop(tiles, top_k, experts), expert_TK, tokens, top_k, experts, *shape,
+        count, limit, plan_tile, Output(expert_TK.shape, INT64), InOut(plan_count),
+    )  # fmt: skip
+    expected = drop_over_capacity(expert_TK, groups, experts, factor)
     assert torch.equal(kept, expected)
-    assert torch.equal(load, count_by_group(expert_TK, groups, experts).view(groups.count, experts))
+    flat_N = torch.where(expected < 0, experts, expected).flatten()
+    index_N = torch.arange(len(flat_N)) // plan_tile * (experts + 1) + flat_N
+    assert torch.equal(plan_count.flatten().long(), torch.bincount(index_N, minlength=plan_count.numel()))
 
 
 @pytest.mark.parametrize("seed", range(20))

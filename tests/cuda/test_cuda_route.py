@@ -7,15 +7,16 @@ import geometry
 import pytest
 import torch
 from compare import assert_close
-from emulator import Output
+from emulator import InOut, Output
 from kernel_list import NAMES, ROUTE_ITEMS
 from torch import Tensor
 
 from fmoe.gates import GShardRouter, NaiveRouter, SigmoidRouter, SwitchRouter
-from fmoe.gates.router import Scores
+from fmoe.gates.router import Scores, count_by_group, drop_over_capacity
+from fmoe.losses import load_balancing_loss, router_z_loss
 from fmoe.routing import RoutingGroups
 
-FLOAT, INT64 = torch.float32, torch.int64
+FLOAT, INT64, INT32 = torch.float32, torch.int64, torch.int32
 
 
 class Top(NamedTuple):
@@ -93,13 +94,31 @@ class Case:
         return score, Scores(x, x, score, logsumexp_T)
 
     def route(self, launch, wants_all=True):
+        """Choices and weights; then scores, logsumexp and entropy, or None."""
         t, e, k = self.tokens, self.experts, self.top_k
-        outputs = [Output((t, e), FLOAT), Output((t,), FLOAT), Output((t,), FLOAT), Output((e,), INT64, zeroed=True)]
+        tile = self.draw.choice([1, 8, 40])
+        outputs = [Output((t, e), FLOAT), Output((t,), FLOAT), Output((t,), FLOAT)]
         return launch(
-            f"fmoe::route<{self.name}, {self.items}>", geometry.route(t, e, k, self.groups, self.items), self.logits,
-            self.bias_E, self.mask_T, t, e, k, *self.how, self.scale, self.groups, self.kept_groups, self.best_of,
-            Output((t, k), INT64), Output((t, k), FLOAT), *(outputs if wants_all else [None] * 4),
+            f"fmoe::route<{self.name}, {self.items}>",
+            geometry.route(t, e, k, self.groups, self.items, geometry.tiles(t, max(t, 1), tile)), *self.inputs(),
+            max(t, 1), 1, 1, tile, 0, *self.outputs(), *(outputs if wants_all else [None] * 3), *[None] * 4,
         )  # fmt: skip
+
+    def inputs(self):
+        flags = (*self.how, self.scale, self.groups, self.kept_groups, self.best_of)
+        return self.logits, self.bias_E, self.mask_T, self.tokens, self.experts, self.top_k, *flags
+
+    def outputs(self):
+        return Output((self.tokens, self.top_k), INT64), Output((self.tokens, self.top_k), FLOAT)
+
+    def expected(self):
+        """Scores, the gate's own, its choices."""
+        score_TE, scores = self.scores()
+        choice = self.gate.choose(scores, RoutingGroups(1, self.tokens))
+        expert_TK = choice.expert_TK
+        if self.mask_T is not None:
+            expert_TK = torch.where(self.mask_T.unsqueeze(1), expert_TK, -1)
+        return score_TE, scores, expert_TK, choice.weight_TK
 
 
 @pytest.mark.parametrize("seed", range(72))
@@ -107,19 +126,74 @@ def test_route(launch, seed):
     case = Case(seed)
     wants_all = seed % 9 != 0
     expert_TK, weight_TK, *found = case.route(launch, wants_all)
-    score_TE, scores = case.scores()
-    choice = case.gate.choose(scores, RoutingGroups(1, case.tokens))
-    expected_TK = choice.expert_TK
-    if case.mask_T is not None:
-        expected_TK = torch.where(case.mask_T.unsqueeze(1), expected_TK, -1)
+    score_TE, scores, expected_TK, expected_weight_TK = case.expected()
     assert torch.equal(expert_TK, expected_TK)
-    assert_close(weight_TK, choice.weight_TK, 1e-5, "weights")
+    assert_close(weight_TK, expected_weight_TK, 1e-5, "weights")
     if wants_all:
-        score, logsumexp, entropy, count = found
+        score, logsumexp, entropy = found
         assert_close(score, score_TE, 1e-5, "scores")
         assert_close(logsumexp, scores.logsumexp_T, 1e-5, "logsumexp")
         assert_close(entropy, torch.special.entr(scores.probs_TE).sum(-1), 1e-5, "entropy")
-        assert torch.equal(count, torch.bincount(expected_TK[expected_TK >= 0], minlength=case.experts))
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_counts_and_sums_by_tile(launch, seed):
+    """What `queue` continues from; and for softmax its losses and statistics."""
+    case = Case(seed)
+    t, e, k, mask_T = case.tokens, case.experts, case.top_k, case.mask_T
+    size, tile, by_choice = case.draw.choice([max(t, 1), 7, 64]), case.draw.choice([1, 8]), case.draw.random() < 0.5
+    groups = RoutingGroups(4, t // 4, size=size, sequence_first=True) if t == 20 else RoutingGroups(1, t, size=size)
+    per_group, tiles, choices = -(-size // tile), geometry.tiles(t, size, tile), k if by_choice else 1
+    sequences, length = groups.layout
+    expert_TK, _, _, count, sums, sums3, ticket = launch(
+        f"fmoe::route<{case.name}, {case.items}>", geometry.route(t, e, k, case.groups, case.items, tiles, choices),
+        *case.inputs(), size, sequences, max(length, 1), tile, by_choice, *case.outputs(), None, Output((t,), FLOAT),
+        None, Output((tiles, choices, e), INT32), Output((tiles, e), FLOAT), Output((tiles, 3), FLOAT),
+        Output((1,), INT32),
+    )  # fmt: skip
+    _, scores, expected_TK, _ = case.expected()
+    assert torch.equal(expert_TK, expected_TK)
+    valid_T = torch.ones(t) if mask_T is None else mask_T.float()
+    squares, entropies = scores.logsumexp_T.square(), torch.special.entr(scores.probs_TE).sum(-1)
+
+    def by_tile(x_TX):
+        x_GSX = groups.split(x_TX.double())
+        x_GSX = torch.cat([x_GSX, x_GSX.new_zeros(len(x_GSX), -x_GSX.shape[1] % tile, *x_GSX.shape[2:])], 1)
+        x_BX = x_GSX.reshape(-1, tile, *x_TX.shape[1:]).sum(1)
+        return x_BX if len(x_BX) else x_BX.new_zeros(tiles, *x_TX.shape[1:])
+
+    hits_TKE = torch.nn.functional.one_hot(expected_TK + 1, e + 1)[..., 1:]
+    assert torch.equal(count.double(), by_tile(hits_TKE if by_choice else hits_TKE.sum(1, keepdim=True)))
+    assert_close(sums, by_tile(scores.probs_TE * valid_T.unsqueeze(1)), 1e-5, "sums of probabilities")
+    assert_close(
+        sums3, by_tile(torch.stack([squares, entropies, torch.ones(t)], 1) * valid_T.unsqueeze(1)), 1e-5, "sums"
+    )
+    assert not ticket.any()
+    if case.how[0]:
+        return
+    num_groups, chunks, factor = max(1, groups.count), -(-e // 32), case.draw.choice([0.5, 1.25]) if by_choice else 0.0
+    _, _, fraction, _, _, _, stats, balance, z = launch(
+        "fmoe::queue", geometry.queue(groups.count, e), InOut(count), sums, sums3, num_groups, per_group, choices, e, k,
+        factor, Output((num_groups,), INT64), None, 0, Output((num_groups, e), FLOAT), Output((num_groups, e), INT64),
+        Output((num_groups, chunks, 2), torch.float64), InOut(ticket), Output((e + 5,), FLOAT), Output((), FLOAT),
+        Output((), FLOAT),
+    )  # fmt: skip
+    groups.mask_T = mask_T
+    kept_TK = drop_over_capacity(expected_TK, groups, e, factor) if factor else expected_TK
+    load_GE = count_by_group(expected_TK, groups, e).double()
+    valid_GS = groups.valid(torch.device("cpu")) if groups.is_ragged else None
+    expected_balance = load_balancing_loss(groups.split(scores.probs_TE.double()), load_GE, valid_GS)
+    expected_z, tokens = router_z_loss(scores.logsumexp_T.double(), mask_T), valid_T.sum()
+    assert_close(balance, expected_balance, 1e-5, "balance")
+    assert_close(z, expected_z, 1e-5, "z")
+    load_E, dropped = (
+        torch.bincount(kept_TK[kept_TK >= 0], minlength=e),
+        (expected_TK >= 0).sum() - (kept_TK >= 0).sum(),
+    )
+    rest = [dropped, (entropies * valid_T).sum(), tokens, expected_balance * tokens, expected_z * tokens]
+    assert_close(stats, torch.cat([load_E.double(), torch.tensor(rest, dtype=torch.float64)]), 1e-5, "statistics")
+    if t:
+        assert_close(fraction, load_GE / load_GE.sum(1, keepdim=True).clamp(min=1), 1e-5, "fractions")
 
 
 @pytest.mark.parametrize("items", ROUTE_ITEMS["float"])
@@ -134,7 +208,7 @@ def test_route_of_odd_numbers(launch, items):
     logits[5] = torch.nan
     expert_TK, weight_TK = launch(
         f"fmoe::route<float, {items}>", geometry.route(6, 20, 7, 0, items), logits, None, None, 6, 20, 7, 0, 1, 1, 1.0,
-        0, 0, 1, Output((6, 7), INT64), Output((6, 7), FLOAT), *[None] * 4,
+        0, 0, 1, 6, 1, 1, 8, 0, Output((6, 7), INT64), Output((6, 7), FLOAT), *[None] * 7,
     )  # fmt: skip
     expected = logits.topk(7)
     assert torch.equal(expert_TK, expected.indices)
@@ -166,12 +240,13 @@ def test_route_backward(launch, seed):
     )
     total.backward()
     gradients = [g if w else None for g, w in zip((d_weight, d_score, d_logsumexp), wants, strict=True)]
+    out = case.draw.choice([case.logits.dtype, torch.bfloat16])
     (found,) = launch(
-        f"fmoe::route_backward<{case.name}>", geometry.route_backward(t, e), case.logits, expert_TK,
-        logsumexp.detach().float() if not is_sigmoid or wants[2] else None, *gradients, t, e, k, is_sigmoid, normalize,
-        case.scale, Output((t, e), case.logits.dtype),
+        f"fmoe::route_backward<{case.name}, {NAMES[out]}>", geometry.route_backward(t, e), case.logits, expert_TK,
+        logsumexp.detach().float() if not is_sigmoid or wants[2] else None, *gradients, *[None] * 5, t, e, k,
+        is_sigmoid, normalize, case.scale, max(t, 1), 1, 1, Output((t, e), out),
     )  # fmt: skip
-    limit = {FLOAT: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.logits.dtype]
+    limit = {FLOAT: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[out]
     assert_close(found, x.grad, limit, "d_logits")
 
 
@@ -180,11 +255,11 @@ def test_scores_that_vanish(launch):
     logits = torch.full((1, 4), -200.0)
     expert_TK, weight_TK = launch(
         "fmoe::route<float, 1>", geometry.route(1, 4, 2, 0, 1), logits, None, None, 1, 4, 2, 1, 0, 1, 1.0, 0, 0, 1,
-        Output((1, 2), INT64), Output((1, 2), FLOAT), *[None] * 4,
+        1, 1, 1, 8, 0, Output((1, 2), INT64), Output((1, 2), FLOAT), *[None] * 7,
     )  # fmt: skip
     assert expert_TK.tolist() == [[0, 1]] and not weight_TK.any()
     (d_logits,) = launch(
-        "fmoe::route_backward<float>", geometry.route_backward(1, 4), logits, expert_TK, None, torch.ones(1, 2), None,
-        None, 1, 4, 2, 1, 1, 1.0, Output((1, 4), FLOAT),
+        "fmoe::route_backward<float, float>", geometry.route_backward(1, 4), logits, expert_TK, None, torch.ones(1, 2),
+        *[None] * 7, 1, 4, 2, 1, 1, 1.0, 1, 1, 1, Output((1, 4), FLOAT),
     )  # fmt: skip
     assert not d_logits.any()

@@ -11,7 +11,7 @@ from kernel_list import NAMES
 
 from fmoe.kernels import reference
 from fmoe.kernels.rows import DispatchPlan
-from fmoe.routing import Routing
+from fmoe.routing import Routing, RoutingGroups
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(NAMES)
@@ -122,14 +122,57 @@ def test_combine(launch, seed):
     rows_MD = case.normal(rows, case.width)
     rows_MD[case.kept :] = torch.nan  # not to be read
     weight = case.weight_TK if seed % 4 else None
+    bias = case.normal(case.experts, case.width) if limit is not None and seed % 3 else None
+    end = None if bias is None else case.end()
     (out,) = launch(
         f"fmoe::combine<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once), rows_MD,
-        case.plan.inverse_TK, weight, limit, case.tokens, case.top_k, rows, case.width,
+        case.plan.inverse_TK, weight, limit, bias, end, case.experts, case.tokens, case.top_k, rows, case.width,
         Output((case.tokens, case.width), case.dtype),
     )  # fmt: skip
     weight = torch.ones_like(case.weight_TK) if weight is None else weight
-    expected = reference.combine(rows_MD[: case.kept].double(), weight.double(), case.plan.inverse_TK)
+    kept_MD = rows_MD[: case.kept].double()
+    if bias is not None:
+        kept_MD += bias.double().repeat_interleave(case.plan.count_E, 0)
+    expected = reference.combine(kept_MD, weight.double(), case.plan.inverse_TK)
     assert_close(out, expected, TOLERANCE[case.dtype], "out")
+
+
+@pytest.mark.parametrize("seed", range(27))
+def test_bias_dots(launch, seed):
+    case = Case(seed)
+    d_out, bias = case.normal(case.tokens, case.width), case.normal(case.experts, case.width)
+    before = torch.randn(case.tokens, case.top_k, generator=case.g)
+    (found,) = launch(
+        f"fmoe::bias_dots<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once, 4), d_out, bias,
+        case.plan.inverse_TK, case.end(), case.experts, case.tokens, case.top_k, case.width, InOut(before),
+    )  # fmt: skip
+    dots_TE = d_out.double() @ bias.double().t()
+    expert_TK = torch.searchsorted(case.end().long(), case.plan.inverse_TK, right=True).clamp(max=case.experts - 1)
+    expected = before.double() + torch.where(case.plan.kept_TK, dots_TE.gather(1, expert_TK), 0)
+    assert_close(found, expected, 1e-5, "d_weight")
+
+
+@pytest.mark.parametrize("seed", range(27))
+def test_jitter(launch, seed):
+    """The noise of the switch gate's plain path, however tokens lie in memory."""
+    case = Case(seed)
+    sequences = case.draw.choice([1, 2, 4]) if case.tokens == 40 else 1
+    groups = RoutingGroups(
+        sequences, case.tokens // sequences, size=case.draw.choice([None, 7]), sequence_first=True, first_group=seed,
+        noise_key=lambda: 12345678901234567 * (seed + 1),
+    )  # fmt: skip
+    noise_TD = 1 + 0.3 * (2 * groups.local_uniform16(case.width, "noise", torch.device("cpu")).double() - 1)
+    x, addend = case.normal(case.tokens, case.width), case.normal(case.tokens, case.width) if seed % 2 else None
+    shape = (groups.size, groups.layout[0], max(groups.layout[1], 1))
+    outputs = [Output(x.shape, x.dtype) if is_wanted else None for is_wanted in (seed % 5 != 1, seed % 5 != 2)]
+    found = launch(
+        f"fmoe::jitter<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once), x, addend,
+        groups.key_on_host("noise"), seed, 0.3, case.tokens, case.width, *shape, *outputs,
+    )  # fmt: skip
+    out = x.double() * noise_TD + (0 if addend is None else addend.double())
+    expected = [value for value, output in zip((out, x.double() * (noise_TD - 1)), outputs, strict=True) if output]
+    for value, wanted in zip(found, expected, strict=True):
+        assert_close(value, wanted, TOLERANCE[case.dtype], "jitter")
 
 
 @pytest.mark.parametrize("seed", range(54))

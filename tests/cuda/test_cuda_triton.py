@@ -13,7 +13,8 @@ from cpu_launcher import on_cpu
 
 import fmoe
 from fmoe.errors import UserError
-from fmoe.experts.ffn import ACTIVATIONS
+from fmoe.experts.ffn import ACTIVATIONS as POINTWISE
+from fmoe.experts.ffn import GATED_ACTIVATIONS
 from fmoe.kernels import reference
 from fmoe.kernels.cuda import ffn, gemm, selfcheck, triton_gemm
 from fmoe.kernels.cuda.triton_gemm import Config
@@ -23,6 +24,7 @@ from fmoe.routing import Routing
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 DTYPES = tuple(LIMITS)
+ACTIVATIONS = POINTWISE | GATED_ACTIVATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,8 @@ class Case:
         def pick(*options):
             return options[int(torch.randint(len(options), (), generator=generator))]
 
-        self.dtype, self.activation = DTYPES[seed % 3], list(ACTIVATIONS)[seed % 4]
-        self.gated, bias = pick(True, False), pick(True, False)
+        self.dtype, self.activation = DTYPES[seed % 3], list(ACTIVATIONS)[seed % 5]
+        self.gated, bias = pick(True, False) or self.activation in GATED_ACTIVATIONS, pick(True, False)
         tokens, self.experts = pick(0, 1, 9, 24), pick(1, 3, 6)
         top_k = min(self.experts, pick(1, 2, 3))
         width, hidden = pick(8, 16, 21), pick(1, 16, 19)

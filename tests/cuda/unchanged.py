@@ -32,7 +32,7 @@ def digest(root: Path = ROOT) -> str:
 
 
 def is_recorded() -> bool:
-    """Whether the tests have passed with these sources."""
+    """Return whether the tests have passed with these sources."""
     return RECORD.is_file() and RECORD.read_text().strip() == digest()
 
 

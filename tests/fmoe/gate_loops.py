@@ -341,6 +341,31 @@ def sigmoid_gate(g):
     return chosen, {"sequence_balance": balance_loss(normal, plain)}
 
 
+def sparsemixer(g):
+    """Each choice among the experts left whose logits are near the largest; noise is one number per expert, and one for
+    the division of the weight, of each choice."""
+    logits = g.logits()
+    num_experts, margin = len(g.rows), g.options["margin"]
+    chosen = []
+    for t, row in enumerate(logits):
+        left, picks = list(range(num_experts)), []
+        for k in range(g.top_k):
+            top = max(row[e] for e in left)
+            near = [e for e in left if top == row[e] or (top - row[e]) / max(abs(row[e]), top) <= margin]
+            probs = dict(zip(near, softmax([row[e] for e in near]), strict=True))
+            favourite = picked = max(near, key=lambda e: row[e])
+            divisor = 1
+            if g.training:
+                *draws, last = g.noise[t][k * (num_experts + 1) : (k + 1) * (num_experts + 1)]
+                picked = max(near, key=lambda e: row[e] - math.log(-math.log(draws[e])))
+                divisor = 3 if picked != favourite and last <= 0.75 else 1
+            picks.append((picked, probs[picked] / divisor))
+            left.remove(picked)
+        chosen.append(picks)
+    picks = [[e for e, _ in row] for row in chosen]
+    return chosen, {"balance": balance_loss([softmax(row) for row in logits], picks), "z": z_loss(logits)}
+
+
 def drop(chosen, top_k, num_experts, factor):
     """Capacity: first choices of all tokens before second ones, in token order."""
     capacity = max(1, math.ceil(factor * len(chosen) * top_k / num_experts - 1e-9))
@@ -368,4 +393,5 @@ LOOPS = {
     "sinkhorn": sinkhorn,
     "sigmoid": sigmoid_gate,
     "topology": topology,
+    "sparsemixer": sparsemixer,
 }

@@ -26,7 +26,7 @@ class Work:
 
 @pytest.fixture
 def monitor(monkeypatch):
-    """Of a group of two ranks, whose timeout is 0.4 s; rank 1 never reports."""
+    """Return the monitor of a group of two ranks with a timeout of 0.4 s; rank 1 never reports."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])

@@ -151,7 +151,7 @@ def run_with(exchange, options, dtype="float32", **layer_options):
     return max(found), getattr(spread.exchange, "cost", None)
 
 
-@pytest.mark.parametrize("exchange", sorted(EXCHANGES))
+@pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"deepep", "symmetric"}))  # test_optional_exchanges
 def test_bf16_on_the_wire_rounds_once(two_ranks, exchange):
     for error, _ in values(two_ranks.run(run_with, exchange, {"wire_dtype": torch.bfloat16})):
         assert 1e-4 < error < 1e-2  # it does travel in 16 bits

@@ -1,4 +1,4 @@
-"""What exchanges refuse, and the bound on the rows of a worker."""
+"""Errors of exchanges, and the bound on the rows of an EP rank."""
 
 import contextlib
 

@@ -2,6 +2,8 @@
 given to them, in which layout, and what gradients come back. The real ones are tested in tests/gpu."""
 
 import enum
+import functools
+import json
 import sys
 from types import ModuleType
 
@@ -14,6 +16,12 @@ from torch.nn import functional as F
 import fmoe
 from fmoe.errors import UserError
 from fmoe.experts import external
+from fmoe.experts.ffn import FFNExperts
+from fmoe.kernels.cuda import tuning
+from fmoe.kernels.cuda.tuning import TuningCache
+from fmoe.kernels.ffn import expert_ffn
+from fmoe.kernels.rows import DispatchPlan, combine, permute
+from fmoe.routing import Routing
 
 WIDTH, HIDDEN, EXPERTS = 512, 64, 4
 
@@ -37,6 +45,9 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(part, getattr(self, f"weight{i}"), bias[i]) for i, part in parts])
 
 
+read = []  # addresses of the weights of each call of SonicMoE, and its number of tokens
+
+
 class ActivationType(enum.Enum):
     SWIGLU = "swiglu"
 
@@ -54,15 +65,22 @@ def moe_general_routing_inputs(
     stream_id,
     activation_type,
     is_inference_mode_enabled=False,
+    concat_layout=False,
 ):
-    """As ``sonicmoe.functional`` has it: w1 [2 I, H, E] with gate and value in turn, w2 [H, I, E]."""
+    """As ``sonicmoe.functional`` has it: w1 [2 I, H, E] with gate and value in turn or, with concat_layout, as two
+    halves; w2 [H, I, E]."""
     assert activation_type is ActivationType.SWIGLU and is_inference_mode_enabled != torch.is_grad_enabled()
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (token_indices, expert_indices))
+    assert (b1 is None) == (b2 is None) and w2.shape[-1] == E and x.is_contiguous()
     assert token_indices.diff().ge(0).all() and len(token_indices) == len(expert_indices) == len(router_scores)
-    assert w1.permute(2, 0, 1).is_contiguous() and w2.permute(2, 0, 1).is_contiguous() and w2.shape[-1] == E
+    assert w1.permute(2, 0, 1).is_contiguous() and w2.permute(2, 0, 1).is_contiguous()
+    assert not len(expert_indices) or 0 <= expert_indices.min() <= expert_indices.max() < E
+    read.append((w1.data_ptr(), w2.data_ptr(), len(x)))
     expert = expert_indices.long()
     hidden = torch.einsum("nd,npd->np", x[token_indices.long()], w1.permute(2, 0, 1)[expert])
     hidden = hidden if b1 is None else hidden + b1[expert]
-    active = F.silu(hidden[:, ::2]) * hidden[:, 1::2]
+    gate, value = hidden.chunk(2, 1) if concat_layout else (hidden[:, ::2], hidden[:, 1::2])
+    active = F.silu(gate) * value
     out = torch.einsum("nh,ndh->nd", active, w2.permute(2, 0, 1)[expert])
     out = (out if b2 is None else out + b2[expert]) * router_scores.unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token_indices.long(), out.to(x.dtype)), expert.bincount(minlength=E)
@@ -81,6 +99,7 @@ def installed(monkeypatch):
     module("sonicmoe.functional", moe_general_routing_inputs=moe_general_routing_inputs)
     module("sonicmoe.enums", ActivationType=ActivationType)
     external._grouped_linear.cache_clear()
+    read.clear()
     monkeypatch.setattr(external, "_check_rows", lambda *_: None)
     yield
     external._grouped_linear.cache_clear()
@@ -105,8 +124,9 @@ def results(layer, x):
     [
         {},
         {"expert_options": {"bias": False}, "gate": "switch", "gate_options": {"capacity_factor": 0.5, "jitter": 0.0}},
+        {"gate": "expert_choice", "top_k": 1},
     ],
-    ids=["plain", "drops"],
+    ids=["plain", "drops", "choice per expert"],
 )
 @pytest.mark.parametrize("backend", external.BACKENDS)
 def test_layers(backend, options, hooked, tokens, installed):
@@ -117,6 +137,183 @@ def test_layers(backend, options, hooked, tokens, installed):
     found, expected = results(layer, x), results(plain, x)
     for name, value in expected.items():
         assert_close(found[name], value, 1e-5, name)
+
+
+def test_sonic_reads_the_weights_where_they_are(installed):
+    """Without a copy in another layout; of rows and of tokens."""
+    layer = layer_of("sonicmoe")
+    at = (layer.experts.weight_in.data_ptr(), layer.experts.weight_out.data_ptr())
+    layer(torch.randn(9, WIDTH))
+    layer.experts.register_forward_hook(lambda *_: None)
+    layer(torch.randn(9, WIDTH))
+    assert read == [(*at, 9), (*at, 18)]
+
+
+def test_sonic_does_not_wait_for_the_device(installed, monkeypatch):
+    experts, x = layer_of("sonicmoe").experts, torch.zeros(9, WIDTH)
+    stacks = [experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out]
+    calls = []
+    package = sys.modules["sonicmoe.functional"]
+    package.moe_general_routing_inputs = lambda x, *rest, concat_layout: (calls.append(rest[:3]) or x, 0)
+    expert_TK = torch.tensor([[0, 2], [-1, 3], [1, -1]]).repeat(3, 1)
+    plan = DispatchPlan.from_routing(Routing(expert_TK, expert_TK), EXPERTS)
+    arguments = plan.fused_arguments(torch.ones(9, 2))
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"the host reads a tensor: {name}"))
+        external.ffn("sonicmoe", x, *stacks, plan.count_E, F.silu, True, **arguments)
+        external.ffn("sonicmoe", x, *stacks, [4, 0, 3, 2], F.silu, True)
+        with pytest.raises(pytest.fail.Exception):
+            external.ffn("te", x, *stacks, plan.count_E, F.silu, True, **arguments)
+    (score, token, expert), (_, row, of_row) = calls
+    assert token.tolist() == [t for t in range(9) for _ in range(2)] and row.tolist() == list(range(9))
+    assert expert.view(3, 6)[0, [0, 1, 3, 4]].tolist() == [0, 2, 3, 1] and score.tolist() == [1, 1, 0, 1, 1, 0] * 3
+    assert of_row.tolist() == [0] * 4 + [2] * 3 + [3] * 2
+
+
+@pytest.mark.parametrize("backend", external.BACKENDS)
+def test_second_derivatives_are_refused(backend, installed):
+    layer, x = layer_of(backend), torch.randn(5, WIDTH, requires_grad=True)
+    layer(x).sum().backward()
+    with pytest.raises(UserError, match=f"backend='{backend}' has no second derivatives"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+def test_an_older_sonic_is_refused(installed):
+    sys.modules["sonicmoe.functional"].moe_general_routing_inputs = lambda x: x
+    with pytest.raises(UserError, match=r"backend='sonicmoe' needs sonic-moe 0\.1\.2 or later"):
+        layer_of("sonicmoe")
+
+
+class Auto:
+    """``backend="auto"`` on what stands for a GPU: `ours` is torch's, what is measured takes `milliseconds`."""
+
+    def __init__(self):
+        self.architecture, self.is_capturing, self.measured, self.by_us = 9, False, [], 0
+        self.milliseconds = {"sonicmoe": 1, "cuda": 2, "te": 3}
+
+    def fastest(self, names, run, key):
+        for name in names:
+            run(name)
+        self.measured.append((*names, key.rpartition(", ")[2]))
+        return min(names, key=self.milliseconds.__getitem__), True
+
+    def ours(self, rows, *rest, perm_N=None, inverse_TK=None, weight_TK=None, offsets=None):
+        self.by_us += 1
+        *stacks, counts, activation, gated = rest
+        if perm_N is None:
+            return expert_ffn(rows, *stacks, counts, activation, gated)
+        counts = counts.tolist()
+        outputs = expert_ffn(permute(rows, perm_N, inverse_TK, sum(counts)), *stacks, counts, activation, gated)
+        return combine(outputs, weight_TK, inverse_TK)
+
+    def operation(self, experts, rows, parameters):
+        """As `FFNExperts._backend_ffn`."""
+        others = external.candidates(rows, parameters[0], parameters[2], experts.activation, experts.gated)
+        return functools.partial(external.fastest_ffn, self.ours, others, experts.training)
+
+
+class OnDevice(torch.Tensor):
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def auto(installed, monkeypatch, tmp_path):
+    auto = Auto()
+    monkeypatch.setenv("FMOE_CACHE", str(tmp_path))
+    monkeypatch.setattr(external, "_tuned", TuningCache("backends.json", lambda name: True))
+    monkeypatch.setattr(external, "_checked", {})
+    monkeypatch.setattr(external, "_SIXTEEN_BITS", (torch.float32,))
+    monkeypatch.setattr(external, "_is_installed", lambda name: True)
+    monkeypatch.setattr(external, "_architecture", lambda device: auto.architecture)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: auto.is_capturing)
+    monkeypatch.setattr(tuning, "fastest", auto.fastest)
+    monkeypatch.setattr(FFNExperts, "_backend_ffn", lambda *args: auto.operation(*args))
+    return auto
+
+
+def test_auto_takes_the_fastest(auto, tmp_path):
+    """Measured once per size, in training with gradients."""
+    layer, plain, x = layer_of("torch"), layer_of("torch"), torch.randn(9, WIDTH)
+    plain.experts._backend_ffn = lambda *_: None  # torch's
+    expected = results(plain, x)
+    for _ in range(2):
+        layer.zero_grad()
+        for name, value in results(layer, x).items():
+            assert_close(value, expected[name], 1e-5, name)
+    assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and auto.by_us == 1
+    with torch.no_grad():  # the forward pass of a checkpoint takes what its recomputation will
+        assert_close(layer(x), expected["y"], 1e-5, "a checkpoint")
+    assert len(auto.measured) == 1
+    with torch.inference_mode():
+        assert_close(layer.eval()(x), expected["y"], 1e-5, "evaluation")
+    layer.train()
+    assert [key for *_, key in auto.measured] == ["forward and backward", "forward"]
+    auto.milliseconds["sonicmoe"] = 4
+    results(layer, torch.randn(40, WIDTH))
+    assert auto.measured[2:] == [("sonicmoe", "te", "cuda", "forward and backward")] and auto.by_us == 4
+    assert sorted(json.loads((tmp_path / "backends.json").read_text()).values()) == ["cuda", "sonicmoe", "sonicmoe"]
+
+
+def test_auto_measures_under_inference_mode(auto):
+    with torch.inference_mode():
+        assert layer_of("torch")(torch.randn(9, WIDTH)).isfinite().all()
+    assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and not any(external._checked.values())
+
+
+def test_auto_under_capture_measures_nothing(auto):
+    layer, x = layer_of("torch"), torch.randn(9, WIDTH)
+    auto.is_capturing = True
+    layer(x)
+    assert auto.by_us == 1 and not auto.measured and not external._checked
+
+
+def test_auto_leaves_out_what_is_wrong(auto, monkeypatch, caplog):
+    """And says so once."""
+    by_te = external._by_te
+    monkeypatch.setattr(external, "_by_te", lambda *args: 1.2 * by_te(*args))
+    sys.modules["sonicmoe.functional"].moe_general_routing_inputs = lambda x: x
+    layer = layer_of("torch")
+    for tokens in (9, 40):
+        results(layer, torch.randn(tokens, WIDTH))
+    assert not auto.measured and auto.by_us == 2
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "leaves out sonicmoe" in first and "sonic-moe 0.1.2" in first
+    assert "leaves out te" in second and "the output is 2.0e-01 off" in second
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "names"),
+    [
+        (9, {}, ("sonicmoe", "te")),
+        (10, {}, ("te",)),
+        (8, {}, ("te",)),
+        (0, {}, ()),
+        (9, {"expert": "geglu"}, ("te",)),
+        (9, {"d_model": 72}, ("te",)),
+        (9, {"num_experts": 6}, ("te",)),
+    ],
+    ids=str,
+)
+def test_what_auto_measures(auto, architecture, options, names):
+    auto.architecture = architecture
+    experts = layer_of("torch", **options).experts
+    rows = torch.zeros(2, experts.d_model)
+    weights = (experts.weight_in, experts.weight_out)
+    assert external.candidates(rows, *weights, experts.activation, experts.gated) == names
+    assert external.candidates(rows.double(), *weights, experts.activation, experts.gated) == ()
+
+
+def test_auto_leaves_out_te_where_it_would_wait(auto):
+    """For counts that are on the device, as those of a rank with all experts are."""
+    experts, rows = layer_of("torch").experts, torch.randn(6, WIDTH)
+    stacks = (experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out)
+    for counts in (torch.tensor([1, 2, 3, 0]), torch.tensor([1, 2, 3, 0]).as_subclass(OnDevice)):
+        external._tuned = TuningCache("none.json", lambda name: True)
+        external.fastest_ffn(auto.ours, ("sonicmoe", "te"), True, rows, *stacks, counts, F.silu, True)
+    assert [names[:-2] for names in auto.measured] == [("sonicmoe", "te"), ("sonicmoe",)]
 
 
 def test_te_takes_other_experts(installed):
@@ -146,15 +343,15 @@ def test_missing_packages_are_named(backend, package, monkeypatch):
 
 def test_what_cannot_be(installed, monkeypatch):
     for options, message in (
-        ({"expert": "geglu"}, "backend='sonicmoe' is for swiglu experts"),
+        ({"expert": "geglu"}, "backend='sonicmoe' supports only swiglu"),
         ({"d_model": 72}, "d_model=72, d_hidden=64"),
         ({"d_hidden": 72}, "d_model=512, d_hidden=72"),
         ({"num_experts": 6}, "needs a multiple of 4 experts per rank, got 6"),
         ({"expert_options": {"dropout": 0.1}}, r"backend='sonicmoe' has no dropout of hidden units \(dropout=0\.1\)"),
-        ({"expert": nn.Identity}, "backend='sonicmoe' is for ffn, swiglu and geglu"),
+        ({"expert": nn.Identity}, "backend='sonicmoe' supports ffn, swiglu and geglu"),
     ):
         with pytest.raises(UserError, match=message):
             layer_of("sonicmoe", **options)
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"backend='te' is for 16 bits on a GPU: rows are torch\.float32 on cpu"):
+    with pytest.raises(UserError, match=r"backend='te' needs .* rows are torch\.float32 on cpu"):
         external.ffn("te", torch.zeros(2, 8), None, None, None, None, [2], F.silu)

@@ -1,4 +1,4 @@
-"""Which blocks are found by structure, and which are left alone."""
+"""Blocks that are recognized by their structure, and blocks that stay unchanged."""
 
 import contextlib
 import copy

@@ -156,7 +156,7 @@ def test_a_gate_of_the_users_own_is_measured():
     assert_unchanged(model, dense, x)
     assert_close(moe_of(model).experts.weight_out[0] / 1.5, dense.blocks[0][2].weight, 1e-5, "weight_out")
     model, _ = net_and_input()
-    with pytest.raises(fmoe.UserError, match=r"gate=ByToken: a token gets from 0\.\d+ to \d\.\d+ of the dense block"):
+    with pytest.raises(fmoe.UserError, match=r"gate=ByToken: tokens get 0\.\d+ to \d\.\d+ times"):
         fmoe.fmoefy(model, 4, gate=ByToken)
 
 

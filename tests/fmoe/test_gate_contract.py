@@ -17,7 +17,7 @@ WIDTH, EXPERTS, SEQUENCES, LENGTH = 8, 6, 4, 9
 
 @dataclass(frozen=True)
 class Traits:
-    """What a gate promises beyond the contract.
+    """Promises of a gate beyond the contract.
 
     Attributes:
         losses: their names in training.
@@ -52,10 +52,11 @@ TRAITS = {
     "sinkhorn": Traits(losses=("z",)),
     "sigmoid": Traits(losses=("sequence_balance",)),
     "topology": Traits(top_1_is_trained=False),
+    "sparsemixer": Traits(is_noisy=True),
 }
 
 # Options without which a gate is another one.
-OPTIONS = {"topology": {"num_nodes": 2, "bonus": 1.0}}
+OPTIONS = {"topology": {"num_nodes": 2, "bonus": 1.0}, "sparsemixer": {"margin": 0.5}}
 # Options that turn the noise of training off, where a gate has them.
 QUIET = {"switch": {"jitter": 0.0}, "gshard": {"random_routing": False}}
 
@@ -96,7 +97,7 @@ def dense(routing) -> Tensor:
 
 
 def check(routing, gate, name, groups, dtype):
-    """What holds of every Routing."""
+    """Check the invariants of a Routing."""
     traits = TRAITS[name]
     expert_TK, weight_TK, stats = routing.expert_TK, routing.weight_TK, routing.stats
     assert expert_TK.shape == weight_TK.shape and expert_TK.shape[0] == groups.num_tokens

@@ -71,7 +71,7 @@ def test_a_gate_is_registered_by_one_line():
         assert layer(x).shape == (6, 8)
         with pytest.raises(fmoe.UserError, match="did you mean 'last'"):
             build_gate("lasst", 8, 4, 1)
-        with pytest.raises(fmoe.UserError, match="with a ready gate"):
+        with pytest.raises(fmoe.UserError, match="gate_options="):
             build_gate("sign", 8, 4, None, jitter=1)
     finally:
         GATES.pop("last", None)

@@ -1,4 +1,4 @@
-"""What every gate decides, its weights and losses, against a loop over Python floats (gate_loops.py)."""
+"""Decisions, weights and losses of every gate, against a loop over Python floats (gate_loops.py)."""
 
 import gate_loops
 import pytest
@@ -30,13 +30,14 @@ def groups_of(mask):
 
 
 def noise_of(name, gate, groups):
-    """What the gate draws in training, per token."""
+    """Return the random numbers that the gate draws in training, per token."""
     cpu = torch.device("cpu")
     kinds = {
         "switch": lambda: groups.local_uniform16(WIDTH, "switch jitter", cpu),
         "gshard": lambda: groups.uniform(max(gate.top_k - 1, 1), "gshard second expert", cpu),
         "noisy": lambda: groups.normal(EXPERTS, "noisy top-k", cpu),
         "random": lambda: groups.uniform(EXPERTS, "random gate", cpu),
+        "sparsemixer": lambda: groups.uniform(gate.top_k * (EXPERTS + 1), "sparsemixer", cpu),
     }
     return kinds[name]().double().tolist() if name in kinds else [[]] * groups.num_tokens
 
@@ -44,7 +45,7 @@ def noise_of(name, gate, groups):
 def options_of(name, gate, ids):
     options = {"ids": ids}
     keys = ("jitter", "normalize", "capacity_factor", "iterations", "tolerance", "routed_scale", "kept_groups")
-    for key in (*keys, "score", "num_nodes", "node", "bonus", "skew"):
+    for key in (*keys, "score", "num_nodes", "node", "bonus", "skew", "margin"):
         if hasattr(gate, key):
             options[key] = getattr(gate, key)
     if getattr(gate, "expert_groups", None) is not None:
@@ -71,6 +72,8 @@ VARIANTS = [pytest.param(name, k, {}, id=f"{name}-top{k}") for name in GATES for
     pytest.param("sigmoid", 2, {"capacity_factor": 0.7}, id="sigmoid-capacity"),
     pytest.param("random", 2, {"capacity_factor": 0.7}, id="random-capacity"),
     pytest.param("expert_choice", None, {"capacity_factor": 1.3}, id="expert_choice-fraction"),
+    pytest.param("sparsemixer", 2, {"margin": 0.8}, id="sparsemixer-wide"),
+    pytest.param("sparsemixer", EXPERTS, {"margin": 5.0, "capacity_factor": 0.7}, id="sparsemixer-capacity"),
     pytest.param("topology", 2, {"num_nodes": 2, "bonus": 1.5}, id="topology-two-nodes"),
     pytest.param("topology", 1, {"num_nodes": 3, "bonus": 4.0, "skew": 1.0}, id="topology-bound"),
 ]

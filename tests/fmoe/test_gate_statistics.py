@@ -1,4 +1,4 @@
-"""What gates promise about many tokens: balance, distributions, estimates."""
+"""Properties of gates over many tokens: balance, distributions, estimates."""
 
 import pytest
 import torch

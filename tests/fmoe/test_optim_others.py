@@ -40,7 +40,7 @@ def test_adafactor_steps_experts_one_by_one():
 
 
 def test_torchs_adafactor_does_not():
-    """What the class is for: beside an expert of large weights another one's step is larger."""
+    """In torch's class, an expert with large weights makes the steps of the others larger."""
     steps = []
     for kind in (torch.optim.Adafactor, Adafactor):
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_without_torchao_the_extra_is_named(forks):
 
 
 def test_wrong_values_are_one_line():
-    with pytest.raises(UserError, match="lr=-1 is not 0 or more"):
+    with pytest.raises(UserError, match="lr=-1 "):
         AdamW8bit([nn.Parameter(torch.ones(2))], lr=-1)
 
 

@@ -130,7 +130,7 @@ def train(wrapper, split, dtype, optimizer_name):
 
 
 def held(ranks, name, ep, dp):
-    """What the ranks hold under the name that something has in one process: once, or once for every replica."""
+    """Collect what the ranks hold under a name of the single process: once, or once per replica."""
     if ".experts." not in name:
         return [rank[name] for rank in ranks]
     rows = [ranks[row * ep : (row + 1) * ep] for row in range(dp)]
@@ -158,6 +158,7 @@ def equal_one_process(pool, wrapper, split, dtype, optimizer):
 WRAPPERS = pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "grouped", "average"])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("split", ["dp2", "ep2"])
 @WRAPPERS
 def test_two_ranks_equal_one(two_ranks, wrapper, split):
@@ -165,7 +166,7 @@ def test_two_ranks_equal_one(two_ranks, wrapper, split):
     equal_one_process(two_ranks, wrapper, split, torch.float64, "adamw")
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default("ddp-ep4", "fsdp-ep2-dp2")
 @pytest.mark.parametrize("split", ["ep4", "ep2-dp2"])
 @WRAPPERS
 def test_four_ranks_equal_one(four_ranks, wrapper, split):

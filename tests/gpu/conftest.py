@@ -1,4 +1,4 @@
-"""What needs a CUDA device: skipped without one. `make gpu` runs nothing else."""
+"""Tests that need a CUDA device, and are skipped without one. `make gpu` runs only these."""
 
 from pathlib import Path
 

@@ -9,6 +9,7 @@ from compare import assert_close
 from gpu_layers import LIMITS, assert_like_float64, layer_of, results, tokens
 
 import fmoe
+from fmoe.experts import external
 from fmoe.kernels.cuda import gemm, selfcheck, triton_gemm
 from fmoe.kernels.cuda.tuning import TuningCache
 
@@ -52,7 +53,7 @@ def test_triton_token_counts(count):
 @needs_triton
 @pytest.mark.parametrize("kind", ["up", "down_backward", "multiply", "weights"])
 def test_every_configuration_against_the_default_one(kind, monkeypatch):
-    """Of the space that is measured: none is wrong, none asks for more than this GPU has."""
+    """No configuration that is measured is wrong or needs more than this GPU has."""
     layer, x = layer_of(expert="swiglu", d_model=256, **by("triton", {})), tokens(4096, 256)
     expected = results(layer, x)
     default = triton_gemm.default_config
@@ -165,6 +166,17 @@ def test_sonicmoe(gate, bias):
     options = {"d_model": 768, "d_hidden": 256, "expert": "swiglu", "expert_options": {"bias": bias}, "gate": gate}
     options |= {"gate_options": {"capacity_factor": 0.7, "jitter": 0.0}} if gate == "switch" else {}
     assert_like_float64(layer_of("sonicmoe", **options), options, tokens(2048, 768))
+
+
+@pytest.mark.parametrize("package", ["sonicmoe", "te"])
+def test_auto_measures_installed_packages(package, monkeypatch):
+    monkeypatch.setattr(external, "_tuned", TuningCache("backends.json", lambda name: False))
+    if not external._is_installed(package):
+        pytest.skip(f"{package} is not installed")
+    options = {"d_model": 768, "d_hidden": 256, "expert": "swiglu", "expert_options": {"bias": False}}
+    x = tokens(2048, 768)
+    assert_like_float64(layer_of("auto", **options), options, x)
+    assert external._wrong(package, x.device) is None
 
 
 def test_the_layer_compiles_without_graph_breaks():

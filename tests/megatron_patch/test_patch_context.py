@@ -132,7 +132,7 @@ REFUSED = {  # context ranks, context_parallel_size of the config, options, part
     "another size": ((2, 1), {}, ["context_parallel_size=1", "2 ranks"]),
     "heads": ((2, 2), {"heads": 3}, ["context_parallel_size=2", "3 attention heads"]),
     "torch's dropout": ((2, 2), {"dropout": 0.1}, ["context_parallel_size=2", "key_dropout"]),
-    "a window": ((2, 2), {"window_size": (1, 0)}, ["context_parallel_size=2", "window"]),
+    "a window of both sides": ((2, 2), {"window_size": (1, 1)}, ["context_parallel_size=2", "window"]),
 }
 
 

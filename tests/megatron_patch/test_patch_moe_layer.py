@@ -139,7 +139,7 @@ def test_a_state_in_a_file(forks, tmp_path):
 
 
 def own_state(experts=3, width=8, hidden=5):
-    """Of one layer with SequentialMLP: random."""
+    """Return the random state of one layer with SequentialMLP."""
     torch.manual_seed(0)
     state = {"router.weight": torch.randn(experts, width)}
     for n in range(experts):

@@ -1,4 +1,4 @@
-"""Which parameters of a Megatron model are hidden matrices, and how their fused weights divide, at every split."""
+"""The hidden matrices of a Megatron model, and how its fused weights divide into them, at every split."""
 
 import pytest
 import torch

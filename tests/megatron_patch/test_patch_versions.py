@@ -76,7 +76,7 @@ def kernel(x_ptr, BLOCK: tl.constexpr): ...
 
 
 def imports_without_triton():
-    """Whether KERNELS can be imported: as a module of kernels and as another, beside each other; then afterwards."""
+    """Return whether KERNELS can be imported: by a module of kernels and by another one at once; then afterwards."""
     from megatron_patch import versions
 
     sys.modules["triton"] = None  # as if it were not installed

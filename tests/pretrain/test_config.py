@@ -45,7 +45,9 @@ YARN = {
 }
 LATENT = {"kv_lora_rank": 20, "q_lora_rank": 24, "qk_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 SCALES = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 6.0}
-NOT_T5 = {"qkv_bias": False} | dict.fromkeys(SCALES, 1.0)
+LOCAL = {"attention_sinks": True, "sliding_window": 5, "sliding_layers": (1, 3)}
+NOT_T5 = dict.fromkeys(("qkv_bias", "attention_output_bias", "output_bias", "attention_sinks"), False)
+NOT_T5 |= {"sliding_window": None, "sliding_layers": ()} | dict.fromkeys(SCALES, 1.0)
 
 
 def test_every_key_comes_back_from_the_file(tmp_path):
@@ -69,6 +71,9 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             qk_norm=True,
             qk_norm_over="all",
             qkv_bias=True,
+            attention_output_bias=True,
+            output_bias=True,
+            **LOCAL,
             **LATENT,
             ffn_hidden_size=100,
             dense_ffn_hidden_size=120,
@@ -80,6 +85,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             rope_theta=1e6,
             rotary_fraction=0.5,
             **YARN,
+            memory_length=7,
             norm="rms",
             norm_eps=1e-6,
             attention_scale=0.5,
@@ -224,6 +230,7 @@ def test_every_key_comes_back_from_the_file(tmp_path):
             rope_theta=10000.0,
             rotary_fraction=1.0,
             **{key: getattr(ModelConfig, key) for key in YARN},
+            memory_length=0,
             mtp_layers=0,
             mtp_loss=0.3,
             tied_output_bias=True,
@@ -254,8 +261,11 @@ def test_every_key_comes_back_from_the_file(tmp_path):
         ),
         Recipe(
             data=DataConfig(document_mask=True),
-            model=ModelConfig(rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES),
+            model=ModelConfig(
+                rope_theta=1e6, num_query_groups=2, qkv_bias=True, rotary_fraction=0.5, **SCALES, **LOCAL
+            ),
         ),
+        Recipe(model=ModelConfig(attention_output_bias=True, output_bias=True)),
         Recipe(model=ModelConfig(**LATENT, **YARN)),
         Recipe(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2)),
         Recipe(parallel=ParallelConfig(tensor=2, pipeline=2, schedule="gpipe", expert_tensor=2, sequence=False)),
@@ -277,18 +287,17 @@ def test_shipped_recipes_load_by_name(path, tmp_path):
 
 def test_quickstart_is_what_the_readme_promises():
     recipe = load_recipe("quickstart")
-    assert (recipe.parallel.expert, recipe.parallel.world_size, recipe.model.num_experts) == (2, 2, 8)
+    assert (recipe.parallel.expert, recipe.parallel.world_size, recipe.model.num_experts) == (2, 2, 16)
     assert recipe.model.layers_with_experts == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
     ("options", "key", "value"),
     [
-        (["--model.num-experts", "16"], "model.num_experts", 16),
-        (["--model.num_experts", "16"], "model.num_experts", 16),
-        (["--model.num-experts=16"], "model.num_experts", 16),
-        (["--model.capacity-factor", "none"], "model.capacity_factor", None),
-        (["--model.capacity-factor", "None"], "model.capacity_factor", None),
+        (["--model.num-experts", "32"], "model.num_experts", 32),
+        (["--model.num_experts", "32"], "model.num_experts", 32),
+        (["--model.num-experts=32"], "model.num_experts", 32),
+        (["--model.capacity-factor", "1.5"], "model.capacity_factor", 1.5),
         (["--model.moe-layers", "1", "3"], "model.moe_layers", (1, 3)),
         (["--model.group-size", "64"], "model.group_size", 64),
         (["--model.normalize", "False"], "model.normalize", False),
@@ -325,6 +334,12 @@ def test_options_override_the_file(options, key, value):
     base = load_recipe("quickstart")
     changed = [f"{s}.{k}" for s, values in asdict(recipe).items() for k, v in values.items() if v != asdict(base)[s][k]]
     assert set(changed) - {"optimizer.min_lr"} == {key}
+
+
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_none_is_an_option(word):
+    assert load_recipe("t5").model.capacity_factor is not None
+    assert load_recipe("t5", ["--model.capacity-factor", word]).model.capacity_factor is None
 
 
 @pytest.mark.parametrize(
@@ -421,6 +436,22 @@ def test_a_value_that_cannot_be_is_named_with_its_limit(tmp_path, section, key, 
         ({"residual_scale": 0.5, "kind": "bert"}, ["model.residual_scale=0.5", "model.kind=gpt", "bert"]),
         ({"logit_divisor": 2.0, "kind": "t5"}, ["model.logit_divisor=2.0", "model.kind=gpt", "t5"]),
         ({"kind": "t5", "qkv_bias": True}, ["model.qkv_bias=true", "model.kind=t5"]),
+        ({"kind": "t5", "attention_sinks": True}, ["model.attention_sinks=true", "model.kind=gpt", "t5"]),
+        ({"kind": "bert", "sliding_window": 4}, ["model.sliding_window=4", "model.kind=gpt", "bert"]),
+        ({"attention_sinks": True, **LATENT}, ["model.attention_sinks=true", "model.kv_lora_rank=20"]),
+        ({"sliding_window": 4, "position": "transformer_xl"}, ["model.sliding_window=4", "transformer_xl"]),
+        ({"sliding_layers": (1,)}, ["model.sliding_layers=(1,)", "model.sliding_window"]),
+        ({"sliding_window": 0}, ["model.sliding_window=0", "at least 1"]),
+        ({"sliding_window": 4, "sliding_layers": (5,)}, ["model.sliding_layers has 5", "model.num_layers=4"]),
+        ({"sliding_window": 4, "sliding_layers": (2, 2)}, ["model.sliding_layers", "2 twice"]),
+        ({"sliding_window": 4, "mtp_layers": 1}, ["model.sliding_window=4", "model.mtp_layers=1"]),
+        ({"activation": "swiglu_oai"}, ["model.activation=swiglu_oai", "model.gated=true"]),
+        (
+            {"kind": "bert", "attention_output_bias": True},
+            ["model.attention_output_bias=true", "model.kind=gpt", "bert"],
+        ),
+        ({"attention_output_bias": True, **LATENT}, ["model.attention_output_bias=true", "model.kv_lora_rank=20"]),
+        ({"kind": "t5", "output_bias": True}, ["model.output_bias=true", "model.kind=gpt", "t5"]),
         ({"mtp_loss": 0.1}, ["model.mtp_loss=0.1", "model.mtp_layers"]),
         ({"mtp_layers": 1, "mtp_loss": 0.0}, ["model.mtp_loss=0.0", "model.mtp_layers=0"]),
         ({"mtp_layers": -1}, ["model.mtp_layers=-1"]),

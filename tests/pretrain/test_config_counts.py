@@ -31,11 +31,32 @@ MODELS = {
     "t5, the paper's output": {"kind": "t5", "tied_output_bias": False, "output_scale": True},
     "bert": {"kind": "bert"},
     "bert, dense with biases": {"kind": "bert", "num_experts": 0, "top_k": 1, "linear_bias": True, "segment_types": 2},
+    "transformer-xl": {"position": "transformer_xl", "head_dim": 6, "num_query_groups": 2, "memory_length": 8},
     "rms": {"norm": "rms"},
     "grouped queries": {"num_query_groups": 2},
     "wide heads": {"head_dim": 14},
     "norms of heads": {"qk_norm": True, "head_dim": 6},
     "biases of queries, keys and values": {"qkv_bias": True, "num_query_groups": 2, "head_dim": 6, "mtp_layers": 1},
+    "windows, sinks and all biases": {
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "sliding_layers": (1, 3),
+        "gate": "naive",
+        "gate_options": {"bias": True},
+        "expert_options": {"bias": True},
+        "activation": "swiglu_oai",
+        "gated": True,
+        "moe_every": 2,
+    },
+    "biases of attention and logits": {"attention_output_bias": True, "output_bias": True, "mtp_layers": 1},
+    "biases of attention and logits, dense": {
+        "attention_output_bias": True,
+        "output_bias": True,
+        "num_experts": 0,
+        "top_k": 1,
+        "tie_embeddings": False,
+    },
     "norms of all heads": {"qk_norm": True, "qk_norm_over": "all", "norm": "rms", "head_dim": 6, "num_query_groups": 2},
     "shared experts": {"num_shared_experts": 3, "gated": True},
     "shared experts with biases": {"num_shared_experts": 2, "expert_options": {"bias": True, "gated": True}},
@@ -202,7 +223,7 @@ def test_flops_of_a_modern_gpt_by_hand():
     matrices = 2 * attention + 3 * 8 * 14 + experts + 32 * 8
     scores = 2 * (2 * 16 * 4 * 6) * 2
     assert flops(model) == 3 * (2 * matrices + scores)
-    wide = replace(model, shared_ffn_hidden_size=12, shared_expert_gate=True, qkv_bias=True)
+    wide = replace(model, shared_ffn_hidden_size=12, shared_expert_gate=True, qkv_bias=True, output_bias=True)
     assert flops(wide) - flops(model) == 6 * (3 * 8 * 2 + 8)
 
 

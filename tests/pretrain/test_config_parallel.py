@@ -5,7 +5,8 @@ import pytest
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
 
-# quickstart: 4 layers, 6 heads of 32, 8 experts of width 768, 256 tokens, vocabulary 2048; 16 sequences, micro batch 8.
+# quickstart: 4 layers, 6 heads of 32, 16 experts of width 256, 256 tokens, vocabulary 2048; 16 sequences, micro batch
+# 8.
 WRONG = {
     "heads over TP": ({"tensor": 4}, ["parallel.tensor=4", "model.num_heads=6"]),
     "vocabulary over TP": ({"tensor": 2}, ["parallel.tensor=2", "model.vocab_size=2049"], {"model.vocab-size": 2049}),
@@ -55,6 +56,22 @@ WRONG = {
         ["parallel.sequence=false", "parallel.tensor=2", "parallel.context=3"],
         {"model.sequence-length": 240},
     ),
+    "deepep in fp32": ({"expert": 2, "exchange": "deepep"}, ["parallel.exchange=deepep", "not fp32"]),
+    "deepep with rows in fp32": (
+        {"expert": 2, "exchange": "deepep", "wire": "fp32"},
+        ["parallel.exchange=deepep", "not fp32"],
+        {"train.precision": "bf16"},
+    ),
+    "deepep of odd widths": (
+        {"expert": 2, "exchange": "deepep", "wire": "bf16"},
+        ["model.hidden_size=204", "multiple of 16", "parallel.exchange=deepep"],
+        {"model.hidden-size": 204},
+    ),
+    "deepep of many choices": (
+        {"expert": 2, "exchange": "deepep", "wire": "bf16"},
+        ["model.top_k=33", "at most 32", "parallel.exchange=deepep"],
+        {"model.num-experts": 64, "model.top-k": 33, "model.gate": "naive"},
+    ),
     "layers over PP": ({"pipeline": 3}, ["parallel.pipeline=3", "model.num_layers=4"]),
     "layers over PP x VPP": (
         {"pipeline": 2, "virtual-pipeline": 4},
@@ -70,7 +87,7 @@ WRONG = {
         ["train.global_batch=24", "3 micro batches", "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
         {"train.global-batch": 24},
     ),
-    "experts over EP": ({"expert": 3}, ["parallel.expert=3", "model.num_experts=8"]),
+    "experts over EP": ({"expert": 3}, ["parallel.expert=3", "model.num_experts=16"]),
     "EP without experts": ({"expert": 2}, ["parallel.expert=2", "model.num_experts"], {"model.num-experts": 0}),
     "TP and EP apart": ({"tensor": 2, "expert": 3}, ["parallel.tensor", "=2", "parallel.expert", "=3", "divide"]),
     "ETP that is not TP": ({"tensor": 1, "expert-tensor": 2}, ["parallel.expert_tensor=2", "parallel.tensor=1"]),

@@ -6,7 +6,7 @@ from forks import only
 
 
 def measured(is_needed):
-    """What is multiplied to measure each precision: (dtype, width)."""
+    """Return the product by which each precision is measured: (dtype, width)."""
     from megatron_patch import bf16_linear
     from pretrain.engine import flops
 

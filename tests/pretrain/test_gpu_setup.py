@@ -1,4 +1,4 @@
-"""What a run on GPUs does before and between its steps, with stand-ins for the GPU."""
+"""Actions of a run on GPUs before and between its steps, with stand-ins for the GPU."""
 
 from pathlib import Path
 from types import SimpleNamespace

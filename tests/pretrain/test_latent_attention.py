@@ -160,7 +160,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("adamw, TP2", "muon, TP2 SP")
+@pytest.mark.by_default("muon, TP2 SP")
 @pytest.mark.parametrize("case", SPLITS)
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments; see tests/conformance/test_megatron_matrix.py for more splits."""

@@ -157,7 +157,7 @@ def ends_on_sigterm(folder, seconds):
 
 @pytest.mark.parametrize("seconds", [1.5, 30])
 def test_a_requeued_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch, caplog, seconds):
-    monkeypatch.setattr(lock, "WAIT", 5)
+    monkeypatch.setattr(lock, "WAIT", 3)
     process = ends_on_sigterm(tmp_path / "run", seconds)
     process.terminate()
     time.sleep(0.5)
@@ -169,7 +169,7 @@ def test_a_requeued_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch
         with pytest.raises(UserError, match=str(process.pid)), lock.hold(tmp_path / "run"):
             pass
         assert time.monotonic() - begin >= lock.WAIT
-        assert f"process {process.pid}" in caplog.text and "5 s" in caplog.text
+        assert f"process {process.pid}" in caplog.text and "3 s" in caplog.text
     kill(process)
 
 
@@ -223,13 +223,13 @@ def test_a_silent_holder_on_another_machine_is_dead(tmp_path, flock):
 
 def test_a_dead_machine_that_a_server_still_waits_for(tmp_path, monkeypatch, stranger):
     monkeypatch.setattr(lock, "_MACHINE", "other")  # this process is elsewhere, and the holder stands still
-    monkeypatch.setattr(lock, "WAIT_FOR_SERVER", 2)
+    monkeypatch.setattr(lock, "WAIT_FOR_SERVER", 1)
     os.kill(stranger.pid, signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(UserError, match=str(stranger.pid)), lock.hold(tmp_path / "run"):
         pass
-    assert time.monotonic() - begin > 1.9
-    threading.Timer(1, kill, (stranger,)).start()
+    assert time.monotonic() - begin > 0.9
+    threading.Timer(0.5, kill, (stranger,)).start()
     with lock.hold(tmp_path / "run"):
         pass
 

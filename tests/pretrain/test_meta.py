@@ -47,6 +47,19 @@ KINDS = {
             rope_original_length=8,
         ),
     ),
+    "windows and sinks": replace(
+        RECIPE,
+        model=replace(
+            MODEL,
+            qkv_bias=True,
+            attention_output_bias=True,
+            attention_sinks=True,
+            sliding_window=5,
+            sliding_layers=(1, 3),
+            activation="swiglu_oai",
+            gated=True,
+        ),
+    ),
     "t5": replace(RECIPE, model=replace(MODEL, kind="t5", num_query_groups=None, gate="switch", tie_embeddings=True)),
     "bert": replace(RECIPE, model=replace(MODEL, kind="bert", position="learned_absolute", gate="noisy")),
 }
@@ -137,7 +150,7 @@ def test_a_rank_of_thousands(forks):
 
 
 def parts(recipe):
-    """What the recipe's keys are in the built model."""
+    """Return the values of the recipe's keys in the built model."""
     import torch.distributed as dist
 
     from pretrain.engine.meta import build_on_meta

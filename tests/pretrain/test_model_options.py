@@ -24,11 +24,41 @@ OPTIONS = {
     "qk_norm": True,
     "qk_norm_over": "all",
     "qkv_bias": True,
+    "attention_output_bias": True,
+    "output_bias": True,
     "num_shared_experts": 2,
     "shared_ffn_hidden_size": 20,
     "shared_expert_gate": True,
 }
 ENGINE = replace(STEADY, model=replace(STEADY.model, **OPTIONS))
+LOCAL = {
+    "norm": "rms",
+    "num_heads": 4,
+    "num_query_groups": 2,
+    "dropout": 0.0,
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "attention_sinks": True,
+    "sliding_window": 3,
+    "sliding_layers": (1,),
+    "activation": "swiglu_oai",
+    "gated": True,
+    "gate": "naive",
+    "gate_options": {"bias": True},
+    "expert_options": {"bias": True},
+    "moe_layers": (2,),
+}
+
+
+def local_recipe(distributed=False, precision="fp32", dropout=0.0, **parallel):
+    """GPT-OSS's parts, and a layer without experts."""
+    return replace(
+        ENGINE,
+        model=replace(STEADY.model, **LOCAL | {"dropout": dropout}),
+        optimizer=replace(ENGINE.optimizer, distributed=distributed),
+        train=replace(ENGINE.train, precision=precision),
+        parallel=ParallelConfig(**parallel),
+    )
 
 
 def recipe_of(optimizer, distributed=False, **parallel):
@@ -78,3 +108,23 @@ def test_splits_equal_one_process(forks, case):
         "q_layernorm.weight",
         "shared.output_gate.weight",
     )
+
+
+LOCAL_SPLITS = {
+    "TP2": {"tensor": 2, "sequence": False},
+    "TP2 SP": {"distributed": True, "tensor": 2},
+    "EP2": {"distributed": True, "expert": 2, "recompute": "full"},
+    "PP2": {"pipeline": 2, "recompute": "selective"},
+    "CP2": {"distributed": True, "context": 2},
+    "CP2, dropout": {"context": 2, "dropout": 0.1},
+    "TP2 SP, experts cut, dropout": {"tensor": 2, "expert_tensor": 2, "dropout": 0.1},
+}
+
+
+@pytest.mark.by_default("TP2 SP", "CP2")
+@pytest.mark.parametrize("split", LOCAL_SPLITS)
+def test_splits_of_windows_sinks_and_biases_equal_one_process(forks, split):
+    options = LOCAL_SPLITS[split]
+    recipe, alone = local_recipe(**options), local_recipe(dropout=options.get("dropout", 0.0))
+    parts = ("core_attention.softmax_offset", "linear_proj.bias", "experts.bias_in", "gate.bias")
+    assert_split_equals_one(forks, recipe, alone, *parts)

@@ -1,4 +1,4 @@
-"""Which optimizer a recipe gets, and that torch's fused AdamW is AdamW."""
+"""The optimizer that a recipe gets, and equality of torch's fused AdamW with AdamW."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def test_adamw_is_torchs_fused_one_on_a_cpu(monkeypatch):
 
 
 def test_adamw_on_a_gpu_is_apexs_or_transformer_engines_where_installed(monkeypatch):
-    """Which Megatron-core takes by itself; torch's fused one otherwise."""
+    """Megatron-core chooses these by itself; otherwise torch's fused AdamW is used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(core, "Adam", type("FusedAdam", (torch.optim.Optimizer,), {}))
     assert make_optimizer(RECIPE) is None
@@ -38,7 +38,7 @@ def test_adamw_on_a_gpu_is_apexs_or_transformer_engines_where_installed(monkeypa
 
 
 def test_the_step_of_a_fused_optimizer_is_restored_on_the_device():
-    """Where torch's fused kernels read it."""
+    """Step counts are on the device on which torch's fused kernels read them."""
     main = torch.zeros(4, 3, device="meta")
     for fused, device in ((True, "meta"), (False, "cpu")):
         optimizer = SimpleNamespace(param_groups=[{}], defaults={"fused": fused})

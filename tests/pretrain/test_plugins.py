@@ -196,7 +196,7 @@ ERRORS = {
     "unknown experts": (["--model.expert", "swiglo"], "model.expert=swiglo", "did you mean 'swiglu'"),
     "an option that experts lack": (["--model.expert-options.drop", "1"], "model.expert_options.drop=1", "'dropout'"),
     "an unknown loss": (["--model.loss-weights.balanced", "1"], "model.loss_weights.balanced=1", "importance"),
-    "a negative factor": (["--model.loss-weights.load", "-1"], "model.loss_weights.load=-1", "0 or more"),
+    "a negative factor": (["--model.loss-weights.load", "-1"], "model.loss_weights.load=-1", "at least 0"),
     "an unknown exchange": (["--parallel.exchange", "all2all"], "parallel.exchange='all2all'", "all_to_all"),
     "an option that the exchange lacks": (
         ["--parallel.exchange-options.slots", "1"],

@@ -23,13 +23,15 @@ COUNTS = {
     "gpt-96": (4_935_960_576, 204_785_664),
     "gshard-600b": (619_333_802_496, 1_462_491_648),
     "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
-    "quickstart": (10_429_824, 2_172_288),
+    "quickstart": (10_434_240, 2_176_704),
     "qwen3-moe-30b-a3b": (30_532_122_624, 3_353_032_704),
     "switch-base": (7_415_217_408, 224_083_200),
     "switch-c": (1_571_308_972_448, 1_728_326_048),
     "switch-large": (26_309_291_008, 740_813_824),
     "switch-xxl": (394_543_508_864, 11_016_351_104),
     "t5": (12_796_160, 4_538_624),
+    "transformer-xl-64": (821_601_280, 41_460_736),
+    "transformer-xl-dense": (41_067_520, 41_067_520),
 }
 # What papers and model cards say, in billions, and how far from it the rounding goes.
 PUBLISHED = {
@@ -84,7 +86,7 @@ def counted(names):
         parameters = list(build_on_meta(recipe).parameters())
         assert all(p.is_meta for p in parameters)
         experts = sum(p.numel() for p in parameters if is_expert(p))
-        idle = experts // recipe.model.num_experts * (recipe.model.num_experts - recipe.model.top_k)
+        idle = experts // max(recipe.model.num_experts, 1) * (recipe.model.num_experts - recipe.model.top_k)
         found.append((sum(p.numel() for p in parameters), idle))
     return found
 
@@ -155,6 +157,8 @@ def small(name):
 OF_DEEPSEEK = ["--model.moe-layers", "2", "--model.dense-ffn-hidden-size", "256"]
 OF_LATENT = ["--model.head-dim", "none", "--model.kv-lora-rank", "32", "--model.qk-head-dim", "16"]
 OF_LATENT += ["--model.qk-rope-head-dim", "8", "--model.v-head-dim", "16"]
+OF_XL = ["--model.memory-length", "128"]
+OF_DENSE = ["--model.num-experts", "0", "--parallel.expert", "1", "--parallel.data", "2"]
 OF_T5 = ["--model.num-decoder-layers", "2", "--model.group-size", "none"]
 IN_CI = ("mixtral-8x7b", "switch-c")
 OF_THEIR_OWN = ("quickstart", "t5", "bert")  # trained by other tests
@@ -173,6 +177,10 @@ def test_made_small_it_trains(forks, tiny_corpus, tmp_path, name):
     options = small("mixtral-8x7b")
     if recipe.model.kind == "t5":
         options += OF_T5
+    if recipe.model.memory_length:
+        options += OF_XL
+    if not recipe.model.num_experts:
+        options += OF_DENSE
     if recipe.model.num_query_groups is None:
         options += ["--model.num-query-groups", "none"]
     if name.startswith("deepseek"):

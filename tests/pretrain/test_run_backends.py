@@ -49,16 +49,21 @@ def follow(leader, follower):
     def choose_the_same(scores, groups):
         expert_TK = chosen.pop(0)
         differing.append(int((own(scores, groups).expert_TK != expert_TK).sum()))
-        return Choice(expert_TK, scores.probs_TE.gather(-1, expert_TK))
+        return Choice(expert_TK, scores.logits_TE.gather(-1, expert_TK).softmax(-1))  # the weights of gate=naive
 
     leader.choose, follower.choose = choose, choose_the_same
     return differing
 
 
 def runs(steps, together, global_batch, tell=None):
-    """Of ``steps`` steps (None: the recipe's) of a native run: (its loss, torch's at its weights, its gradient norm,
-    torch's at its weights, the loss of the run that is told the choices: of the first ``together`` steps, else None).
-    And the share of the choices that run would have made otherwise."""
+    """Train ``steps`` steps (None: the recipe's) with the native backend, next to a run with torch.
+
+    Returns:
+        For each step: the native loss, torch's loss at the same weights, the native gradient norm, torch's norm at the
+        same weights, and the loss of the torch run, which uses the native run's choices and makes the first
+        ``together`` steps (None afterwards). And the share of its choices that the torch run would have made
+        differently.
+    """
     from megatron_patch import cpu
     from pretrain.config import load_recipe
     from pretrain.engine import Engine, init_parallel

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends with one line that names value, limit and key, exit code 2, and nothing written."""
+"""Invalid input ends with one line that names value, limit and key, with exit code 2, and writes nothing."""
 
 import shutil
 import sys

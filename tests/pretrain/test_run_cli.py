@@ -96,6 +96,7 @@ def test_python_m_pretrain_alone_with_a_recipe_for_two(start, recipe_file, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_process_says_what_is_wrong(start, recipe_file, tmp_path):
     recipe = recipe_file(
         run={"folder": str(tmp_path / "run")},

@@ -119,7 +119,7 @@ def test_trust_ratios_are_counted_once(forks):
 
 
 class Group:
-    """What `context_slice` needs of a process group."""
+    """Stand-in for a process group, with what `context_slice` needs."""
 
     def __init__(self, rank, size):
         self._rank, self._size = rank, size

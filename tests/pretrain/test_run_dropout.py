@@ -91,6 +91,13 @@ def check(forks, alone, kind, options):
             assert got == pytest.approx(expected, rel=1e-5), f"loss and gradient norm of step {step}"
 
 
+@pytest.mark.by_default(
+    "micro batch of 1, recomputed blocks",
+    "tensor and sequence, recomputed",
+    "tensor alone",
+    "expert",
+    "virtual pipeline",
+)
 @pytest.mark.parametrize("split", [*ONE_PROCESS, *TWO_PROCESSES, *PIPELINES])
 def test_a_split_of_a_gpt_changes_nothing(forks, alone, split):
     check(forks, alone, "gpt", {**ONE_PROCESS, **TWO_PROCESSES, **PIPELINES}[split])
@@ -104,7 +111,7 @@ def test_a_split_of_other_kinds_changes_nothing(forks, alone, kind, split):
 
 
 def masks(recipe, steps):
-    """What each dropout of a model drops of ones, by the name of its place, at each step."""
+    """Return the elements of ones that each dropout of a model drops at each step, by the name of its site."""
     from fmoe import random
     from megatron_patch.dropout import TokenDropout, _BiasDropoutAdd
 

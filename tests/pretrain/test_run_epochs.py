@@ -1,4 +1,4 @@
-"""How often a run has seen its data, and what of the data is hardly meant."""
+"""Epochs of a run, and warnings about data that are probably a mistake."""
 
 import shutil
 

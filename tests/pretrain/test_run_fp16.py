@@ -177,7 +177,7 @@ DISTRIBUTED = [
 ]
 
 
-@pytest.mark.cover(1)
+@pytest.mark.by_default("adamw", "adamw8bit", "lamb distributed")
 @pytest.mark.parametrize(
     ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
 )
@@ -232,7 +232,7 @@ def test_the_scale_goes_on_at_another_split(forks, tmp_path):
 
 
 def gradients(recipe, weights=None):
-    """Of one step, without the loss scale, by name; and the weights, as fp16 has them."""
+    """Return the gradients of one step by name, without the loss scale, and the weights in fp16."""
     engine = engine_of(recipe)
     with torch.no_grad():
         for name, parameter in engine.gpt.named_parameters():

@@ -94,7 +94,8 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", ["short", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["short", "long"])
 def test_text_is_learned_as_in_fp32(forks, recipe_file, tmp_path, text):
     count, batch, lr, sections, seeds, falls, near = TEXTS[text]
     ends = {"fp32": [], "bf16": [], "fp16": []}

@@ -84,6 +84,7 @@ CHAINS = {
     "further tokens": [Split(tensor=2, pipeline=2), Split(expert=2, distributed=True), Split(pipeline=2)],
     "modern": [Split(tensor=2, expert=2), Split(expert=2, distributed=True), Split(tensor=2, pipeline=2)],
     "latent attention": [Split(tensor=2), Split(expert=2, distributed=True), Split(pipeline=2)],
+    "memory": [Split(tensor=2), Split(data=2, distributed=True), Split(pipeline=2), ONE, Split(expert=2)],
     "experts cut by TP, virtual stages": [
         Split(tensor=2, expert_tensor=2),
         Split(pipeline=2, virtual=2),
@@ -107,6 +108,7 @@ MODELS = {
         "tie_embeddings": False,
     },
     "further tokens": {"mtp_layers": 2},
+    "memory": {"position": "transformer_xl", "memory_length": 24},
     "modern": {
         "num_heads": 4,
         "num_query_groups": 2,
@@ -126,7 +128,7 @@ GATES = {"switch": {}, "sigmoid": {"gate": "sigmoid", "capacity_factor": None}}
 
 
 class Counted(Samples):
-    """Which samples this rank took."""
+    """Return the samples that this rank took."""
 
     def __init__(self):
         self.taken = []
@@ -165,10 +167,8 @@ CASES = [(chain, "switch") for chain in CHAINS] + [(chain, "sigmoid") for chain 
 
 
 @pytest.mark.by_default(
-    "EP 2-1-4-switch",
     "on and off, EP and DP-switch",
     "TP 2-1-2-switch",
-    "TP2 x PP2 to EP2 x DP2-switch",
     "further tokens-switch",
     "TP2 x PP2 to EP2 x DP2 distributed-switch",
     "latent attention-switch",

@@ -52,6 +52,7 @@ def undisturbed(forks, write_tiny_recipe, tmp_path_factory):
     return recipe, steps(folder / "run")
 
 
+@pytest.mark.by_default("SIGTERM")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(forks, undisturbed, tmp_path, name):
     recipe, rows = undisturbed

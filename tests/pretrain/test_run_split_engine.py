@@ -36,7 +36,7 @@ STEADY = replace(RECIPE, optimizer=replace(RECIPE.optimizer, eps=1e-3))
 
 
 class Samples:
-    """What the engine needs of `GPTSamples`: sample n, tokens that count up by 1, 2 or 3."""
+    """Stand-in for `GPTSamples`: sample n has tokens that count up by 1, 2 or 3."""
 
     def __getitem__(self, n):
         return (np.arange(LENGTH + 1) * (1 + n % 3) + 5 * n) % VOCAB

@@ -1,4 +1,4 @@
-"""What a real run writes, read back from all four places: the declared names, the same everywhere.
+"""Output of a real run, read back from all four trackers: the declared names, the same everywhere.
 
 A resumed run has no step twice; in wandb and trackio it is another run."""
 

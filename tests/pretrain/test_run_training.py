@@ -101,6 +101,7 @@ class KillAtStep:
         Trainer._step = step
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_with_auto_ends_the_same(forks, recipe_file, tmp_path):
     recipe = recipe_file(
         checkpoint={"every": 2, "keep": 2, "asynchronous": False}, train={"steps": 10}, parallel={"expert": 2}

@@ -1,4 +1,4 @@
-"""What `fmoe train` makes of its child: a small program stands in for torchrun and its workers."""
+"""How `fmoe train` handles its child: a small program replaces torchrun and its ranks."""
 
 import os
 import signal

@@ -7,6 +7,7 @@ rank, H hidden width, P height of the first map (2 H if gated, else H), G routin
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
-TILE = 2048  # assignments per thread block when sorting
+TILE = 2048  # assignments per thread block when sorting, at least
+TOKEN_TILES = 512  # thread blocks of the kernels that take tiles of tokens, if groups are as large
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
@@ -23,6 +25,64 @@ def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) 
     assert launcher is not None, f"no kernels are loaded for {like.device}"
     assert all(a.is_contiguous() for a in arguments if isinstance(a, Tensor)), kernel
     launcher(f"fmoe::{kernel}", geometry, arguments, like.device)
+
+
+@dataclass(frozen=True)
+class TokenTiles:
+    """Tiles of the tokens of routing groups.
+
+    Attributes:
+        tokens, group_size: T, and the tokens of a group.
+        sequences, sequence_length: as in `fmoe.routing.RoutingGroups.layout`.
+    """
+
+    tokens: int
+    group_size: int
+    sequences: int = 1
+    sequence_length: int = 1
+
+    @property
+    def groups(self) -> int:
+        """G, the number of groups."""
+        return -(-self.tokens // self.group_size)
+
+    @property
+    def tile(self) -> int:
+        """Number of tokens per tile, a multiple of 8."""
+        return 8 * max(1, -(-self.tokens // (8 * TOKEN_TILES)))
+
+    @property
+    def per_group(self) -> int:
+        """Number of tiles per group."""
+        return -(-self.group_size // self.tile)
+
+    @property
+    def count(self) -> int:
+        """B, the number of tiles."""
+        return max(1, self.groups) * self.per_group
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The arguments of kernels."""
+        return self.group_size, self.sequences, self.sequence_length, self.tile
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Result of `route` or `count_choices` by tile, which `queue` continues from.
+
+    Attributes:
+        count_BCE: choices of each tile, int32; C is K if each choice is counted apart, else 1.
+        sum_BE: sums of probabilities; None without a router.
+        sum_B3: sums of logsumexp^2, entropy and 1 over the tokens that are routed.
+        ticket: a zero, int32 [1]; None without a router.
+    """
+
+    tiles: TokenTiles
+    count_BCE: Tensor
+    sum_BE: Tensor | None
+    sum_B3: Tensor
+    ticket: Tensor | None
 
 
 def gather(
@@ -47,18 +107,69 @@ def gather(
 
 
 def combine(
-    rows_MD: Tensor, inverse_TK: Tensor, weight_TK: Tensor | None = None, limit: Tensor | None = None
+    rows_MD: Tensor,
+    inverse_TK: Tensor,
+    weight_TK: Tensor | None = None,
+    limit: Tensor | None = None,
+    bias_LD: Tensor | None = None,
+    end_L: Tensor | None = None,
 ) -> Tensor:
-    """Return ``sum_k weight_tk * rows[inverse_tk]``, summed in float32: [T, D].
+    """Return ``sum_k weight_tk * (rows + bias of their expert)[inverse_tk]``, summed in float32: [T, D].
 
-    Indices past the rows, or from ``limit`` on, are skipped. Without weights, each is 1.
+    Indices past the rows, or from ``limit`` on, are skipped. Without weights, each is 1. A bias needs ``limit`` and
+    ``end_L``, the end of each expert's rows.
     """
     (num_rows, width), (tokens, top_k) = rows_MD.shape, inverse_TK.shape
     out = rows_MD.new_empty(tokens, width)
     name = f"combine<{DTYPES[rows_MD.dtype]}>"
     geometry = by_rows(tokens, width, at_once(rows_MD))
-    _start(name, geometry, rows_MD, rows_MD, inverse_TK, weight_TK, limit, tokens, top_k, num_rows, width, out)
+    bias = (bias_LD, end_L, 0 if end_L is None else end_L.shape[0])
+    _start(name, geometry, rows_MD, rows_MD, inverse_TK, weight_TK, limit, *bias, tokens, top_k, num_rows, width, out)
     return out
+
+
+def bias_dots(d_out_TD: Tensor, bias_LD: Tensor, inverse_TK: Tensor, end_L: Tensor, d_weight_TK: Tensor) -> None:
+    """Add <d_out, bias of the expert> to the gradients of the weights of assignments that are not dropped."""
+    (tokens, width), top_k = d_out_TD.shape, inverse_TK.shape[1]
+    geometry = by_rows(tokens, width, at_once(d_out_TD), 4)
+    sizes = (end_L.shape[0], tokens, top_k, width)
+    name = f"bias_dots<{DTYPES[d_out_TD.dtype]}>"
+    _start(name, geometry, d_out_TD, d_out_TD, bias_LD, inverse_TK, end_L, *sizes, d_weight_TK)
+
+
+def jitter(
+    x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles, addend_TD: Tensor | None = None
+) -> Tensor:
+    """Return ``x * noise + addend``, with noise in [1 - half_width, 1 + half_width)."""
+    out = torch.empty_like(x_TD)
+    _jitter(x_TD, addend_TD, key, first_group, half_width, tiles, out, None)
+    return out
+
+
+def jitter_and_change(
+    x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles
+) -> tuple[Tensor, Tensor]:
+    """Return ``x * noise`` and ``x * (noise - 1)``."""
+    out, change = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    _jitter(x_TD, None, key, first_group, half_width, tiles, out, change)
+    return out, change
+
+
+def _jitter(
+    x_TD: Tensor,
+    addend_TD: Tensor | None,
+    key: int,
+    first_group: int,
+    half_width: float,
+    tiles: TokenTiles,
+    out_TD: Tensor,
+    change_TD: Tensor | None,
+) -> None:
+    tokens, width = x_TD.shape
+    geometry = by_rows(tokens, width, at_once(x_TD))
+    sizes = (float(half_width), tokens, width, *tiles.sizes[:3])
+    name = f"jitter<{DTYPES[x_TD.dtype]}>"
+    _start(name, geometry, x_TD, x_TD, addend_TD, key, first_group, *sizes, out_TD, change_TD)
 
 
 def combine_backward(
@@ -146,7 +257,8 @@ def activate_backward(
     d_hidden = torch.empty_like(hidden_MP) if needs_hidden else None
     d_weight = None
     if needs_weight and weight_N is not None:
-        d_weight = torch.zeros_like(weight_N)
+        # Assignments without a row are none's to write.
+        d_weight = torch.empty_like(weight_N) if weight_N.numel() == rows else torch.zeros_like(weight_N)
     name = f"activate_backward<{DTYPES[hidden_MP.dtype]}, {code}, {'true' if gated else 'false'}>"
     geometry = by_rows(rows, hidden, at_once(hidden_MP), 4)
     arguments = (hidden_MP, d_active_MH, weight_N, perm_M, limit, rows, hidden, scaled, d_hidden, d_weight)
@@ -154,49 +266,123 @@ def activate_backward(
     return scaled, d_hidden, d_weight
 
 
-def place(expert_N: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def plan_tile(assignments: int, experts: int) -> int:
+    """Return the number of assignments per tile of `place`, of which each sums the counts of all."""
+    most_tiles = max(1, math.isqrt((1 << 24) // (experts + 1)))
+    return TILE * max(1, -(-assignments // (TILE * most_tiles)))
+
+
+def tile_count_shape(assignments: int, experts: int) -> tuple[int, int]:
+    """Return the shape of the counts by tile that `place` takes."""
+    return max(1, -(-assignments // plan_tile(assignments, experts))), experts + 1
+
+
+def place(
+    expert_N: Tensor, experts: int, tile_count: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sort assignments by expert, stably, with dropped ones (-1) last.
+
+    Args:
+        tile_count: assignments by tile and expert, from `drop_over_capacity`; None to count them.
 
     Returns:
         (perm_N, inverse_N, kept_N, count_E, end_E in int32, number of kept rows [1]).
     """
     assignments = expert_N.numel()
-    tiles = max(1, math.ceil(assignments / TILE))
-    tile_count = total = None
-    if tiles > 1:
-        tile_count = expert_N.new_empty(experts + 1, tiles, dtype=torch.int32)
-        total = expert_N.new_empty(experts + 1, dtype=torch.int32)
+    tile, (tiles, _) = plan_tile(assignments, experts), tile_count_shape(assignments, experts)
+    if tiles == 1:
+        tile_count = None
+    elif tile_count is None:
+        tile_count = expert_N.new_empty(tiles, experts + 1, dtype=torch.int32)
         counting = Geometry((tiles, 1, 1), (256, 1, 1), 4 * (experts + 1))
-        _start("count_tiles", counting, expert_N, expert_N, assignments, experts, TILE, tile_count)
-        _start("scan_tiles", Geometry((experts + 1, 1, 1), (256, 1, 1), 32), expert_N, tile_count, tiles, total)
+        _start("count_tiles", counting, expert_N, expert_N, assignments, experts, tile, tile_count)
     order, places = torch.empty_like(expert_N), torch.empty_like(expert_N)
     kept = torch.empty_like(expert_N, dtype=torch.bool)
     count, end = expert_N.new_empty(experts), expert_N.new_empty(experts, dtype=torch.int32)
     num_kept = expert_N.new_empty(1)
-    warps = num_warps(4 * (experts + 1), 4 * (experts + 2))
-    geometry = Geometry((tiles, 1, 1), (32 * warps, 1, 1), 4 * ((warps + 1) * (experts + 1) + warps))
+    warps = num_warps(8 * (experts + 1), 4 * (experts + 2))
+    geometry = Geometry((tiles, 1, 1), (32 * warps, 1, 1), 4 * ((warps + 2) * (experts + 1) + warps))
     outputs = (order, places, kept, count, end, num_kept)
-    _start("place", geometry, expert_N, expert_N, assignments, experts, TILE, tile_count, total, *outputs)
+    _start("place", geometry, expert_N, expert_N, assignments, experts, tile, tile_count, *outputs)
     return outputs
 
 
-def drop_over_capacity(
-    expert_TK: Tensor,
-    mask_T: Tensor | None,
-    experts: int,
-    group_size: int,
-    sequences: int,
-    sequence_length: int,
-    factor: float,
-) -> Tensor:
-    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group."""
+def count_choices(expert_TK: Tensor, mask_T: Tensor | None, experts: int, tiles: TokenTiles) -> Counted:
+    """Count the choices of each tile by choice and expert."""
     tokens, top_k = expert_TK.shape
+    count_BKE = expert_TK.new_empty(tiles.count, top_k, experts, dtype=torch.int32)
+    sum_B3 = expert_TK.new_empty(tiles.count, 3, dtype=torch.float32)
+    geometry = Geometry((tiles.count, top_k, 1), (256, 1, 1), 4 * (experts + 1))
+    sizes = (tokens, top_k, experts, *tiles.sizes)
+    _start("count_choices", geometry, expert_TK, expert_TK, mask_T, *sizes, count_BKE, sum_B3)
+    return Counted(tiles, count_BKE, None, sum_B3, None)
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Losses and statistics of a router.
+
+    Attributes:
+        fraction_GE: share of the group's choices that each expert has.
+        stats: `fmoe.routing.RoutingStats.sums` with the losses balance and z.
+        balance, z: the losses, scalars.
+    """
+
+    fraction_GE: Tensor
+    stats: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+@dataclass(frozen=True)
+class Queued:
+    """Result of `queue`.
+
+    Attributes:
+        limit_G: capacity of each group, int64.
+        tile_count: zeros for `drop_over_capacity` to count in; None without capacity.
+        sums: None without a router.
+    """
+
+    limit_G: Tensor
+    tile_count: Tensor | None
+    sums: RouterSums | None
+
+
+def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
+    """Add up what tiles counted. With a capacity factor, ``count_BCE`` becomes the first position of each tile in the
+    queues of the experts."""
+    tiles, count_BCE = counted.tiles, counted.count_BCE
+    choices, experts = count_BCE.shape[1:]
+    groups, chunks = max(1, tiles.groups), -(-experts // 32)
+    new = counted.sum_B3.new_empty
+    limit_G, tile_count, sums = new(groups, dtype=torch.int64), None, None
+    if factor:
+        tile_count = new(*tile_count_shape(tiles.tokens * top_k, experts), dtype=torch.int32)
+    outputs: tuple[Argument, ...] = (None,) * 7
+    if counted.sum_BE is not None:
+        sums = RouterSums(new(groups, experts), new(experts + 5), new(()), new(()))
+        kept_GE, part_GX = new(groups, experts, dtype=torch.int64), new(groups, chunks, 2, dtype=torch.float64)
+        outputs = (sums.fraction_GE, kept_GE, part_GX, counted.ticket, sums.stats, sums.balance, sums.z)
+    geometry = Geometry((chunks, groups, 1), (32, 16, 1), 12 * 32 * 16)
+    sizes = (groups, tiles.per_group, choices, experts, top_k, float(factor or 0.0))
+    outputs = (limit_G, tile_count, 0 if tile_count is None else tile_count.numel(), *outputs)
+    _start("queue", geometry, count_BCE, count_BCE, counted.sum_BE, counted.sum_B3, *sizes, *outputs)
+    return Queued(limit_G, tile_count, sums)
+
+
+def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
+    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group, and its counts by tile for
+    `place`."""
+    (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
+    assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)
-    warps = num_warps(0, 4 * (experts + 1))
-    geometry = Geometry((max(1, -(-tokens // group_size)), 1, 1), (32 * warps, 1, 1), 4 * warps * (experts + 1))
-    sizes = (tokens, top_k, experts, group_size, sequences, sequence_length, float(factor))
-    _start("drop_over_capacity", geometry, expert_TK, expert_TK, mask_T, *sizes, kept, None)
-    return kept
+    warps = min(num_warps(0, 4 * experts), top_k)
+    geometry = Geometry((tiles.count, 1, 1), (32 * warps, 1, 1), 4 * warps * experts)
+    sizes = (tokens, top_k, experts, *tiles.sizes)
+    given = (counted.count_BCE, queued.limit_G, plan_tile(tokens * top_k, experts))
+    _start("drop_over_capacity", geometry, expert_TK, expert_TK, *sizes, *given, kept, queued.tile_count)
+    return kept, queued.tile_count
 
 
 def segment_order(receive_S: Tensor, order_S: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -224,21 +410,92 @@ def route(
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T), with scores only on request."""
-    tokens, experts = logits_TE.shape
-    new = logits_TE.new_empty
-    expert_TK, weight_TK = new(tokens, top_k, dtype=torch.int64), new(tokens, top_k, dtype=torch.float32)
-    score_TE = new(tokens, experts, dtype=torch.float32) if with_scores else None
-    logsumexp_T, entropy_T = new(tokens, dtype=torch.float32), new(tokens, dtype=torch.float32)
-    width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
-    of_warp = 4 * (top_k + groups + (experts if width == 0 else 0))
-    warps = num_warps(4 * experts, of_warp)
-    grid = max(1, min(-(-tokens // warps), 1024))
-    geometry = Geometry((grid, 1, 1), (32 * warps, 1, 1), 4 * experts + warps * of_warp)
+    tokens = logits_TE.shape[0]
+    score_TE = torch.empty_like(logits_TE, dtype=torch.float32) if with_scores else None
+    entropy_T = logits_TE.new_empty(tokens, dtype=torch.float32)
     flags = (is_sigmoid, by_logits, normalize, float(scale), groups, kept_groups, best_of)
-    outputs = (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T)
+    tiles = TokenTiles(tokens, max(1, tokens))
+    found = _route(logits_TE, bias_E, mask_T, top_k, flags, tiles, False, score_TE, entropy_T, None)
+    return found[0], found[1], score_TE, found[2], entropy_T
+
+
+def route_counted(
+    logits_TE: Tensor,
+    mask_T: Tensor | None,
+    top_k: int,
+    tiles: TokenTiles,
+    *,
+    by_choice: bool,
+    by_logits: bool,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    kept_groups: int,
+    best_of: int,
+) -> tuple[Tensor, Tensor, Tensor, Counted]:
+    """Return (expert_TK, weight_TK, logsumexp_T) by the softmax of the logits, and counts and sums by tile.
+
+    Args:
+        by_choice: count each choice apart.
+    """
+    experts, new = logits_TE.shape[1], logits_TE.new_empty
+    count_BCE = new(tiles.count, top_k if by_choice else 1, experts, dtype=torch.int32)
+    sum_BE, sum_B3 = new(tiles.count, experts, dtype=torch.float32), new(tiles.count, 3, dtype=torch.float32)
+    counted = Counted(tiles, count_BCE, sum_BE, sum_B3, new(1, dtype=torch.int32))
+    flags = (False, by_logits, normalize, float(scale), groups, kept_groups, best_of)
+    return *_route(logits_TE, None, mask_T, top_k, flags, tiles, by_choice, None, None, counted), counted
+
+
+def _route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    mask_T: Tensor | None,
+    top_k: int,
+    flags: tuple[int | float, ...],
+    tiles: TokenTiles,
+    by_choice: bool,
+    score_TE: Tensor | None,
+    entropy_T: Tensor | None,
+    counted: Counted | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, experts), new = logits_TE.shape, logits_TE.new_empty
+    expert_TK, weight_TK = new(tokens, top_k, dtype=torch.int64), new(tokens, top_k, dtype=torch.float32)
+    logsumexp_T = new(tokens, dtype=torch.float32)
+    counts: tuple[Argument, ...] = (None,) * 4
+    if counted is not None:
+        counts = (counted.count_BCE, counted.sum_BE, counted.sum_B3, counted.ticket)
+    width, of_block, of_warp = route_words(experts, top_k, int(flags[4]), counted is not None, by_choice)
+    warps = num_warps(4 * of_block, 4 * of_warp)
+    geometry = Geometry((tiles.count, 1, 1), (32 * warps, 1, 1), 4 * (of_block + warps * of_warp))
+    outputs = (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T, *counts)
+    sizes = (tokens, experts, top_k, *flags, *tiles.sizes, by_choice)
     name = f"route<{DTYPES[logits_TE.dtype]}, {width}>"
-    _start(name, geometry, logits_TE, logits_TE, bias_E, mask_T, tokens, experts, top_k, *flags, *outputs, None)
-    return outputs
+    _start(name, geometry, logits_TE, logits_TE, bias_E, mask_T, *sizes, *outputs)
+    return expert_TK, weight_TK, logsumexp_T
+
+
+def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice: bool) -> tuple[int, int, int]:
+    """Return the template's number of experts per lane, and the words of shared memory of a block and of a warp."""
+    width = next((width for width in ROUTE_WIDTHS if 32 * width >= experts), 0)
+    of_block = experts * (top_k if by_choice else 1) if counted else 0
+    return width, of_block, top_k + groups + 3 + (experts if counted else 0) + (experts if width == 0 else 0)
+
+
+@dataclass(frozen=True)
+class LossGradients:
+    """Gradients of the losses of `queue`, and what they depend on.
+
+    Attributes:
+        balance, z: scalars; None for none.
+        fraction_GE, stats: of `RouterSums`.
+    """
+
+    balance: Tensor | None
+    z: Tensor | None
+    fraction_GE: Tensor
+    stats: Tensor
+    mask_T: Tensor | None
+    tiles: TokenTiles
 
 
 def route_backward(
@@ -248,17 +505,25 @@ def route_backward(
     d_weight_TK: Tensor | None,
     d_score_TE: Tensor | None,
     d_logsumexp_T: Tensor | None,
+    losses: LossGradients | None = None,
     *,
     is_sigmoid: bool,
     normalize: bool,
     scale: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the gradient of the logits."""
+    """Return the gradient of the logits, in ``dtype`` (None: theirs)."""
     (tokens, experts), top_k = logits_TE.shape, expert_TK.shape[1]
-    out = torch.empty_like(logits_TE)
+    out = torch.empty_like(logits_TE, dtype=dtype)
     warps = num_warps(0, 4 * experts)
     geometry = Geometry((max(1, -(-tokens // warps)), 1, 1), (32 * warps, 1, 1), 4 * warps * experts)
     given = (logits_TE, expert_TK, logsumexp_T, d_weight_TK, d_score_TE, d_logsumexp_T)
-    sizes = (tokens, experts, top_k, is_sigmoid, normalize, float(scale))
-    _start(f"route_backward<{DTYPES[logits_TE.dtype]}>", geometry, logits_TE, *given, *sizes, out)
+    of_losses: tuple[Argument, ...] = (None,) * 5
+    if losses is not None:
+        routed = losses.stats[experts + 2 : experts + 3]
+        of_losses = (losses.mask_T, losses.balance, losses.z, losses.fraction_GE, routed)
+    tiles = TokenTiles(tokens, max(1, tokens)) if losses is None else losses.tiles
+    sizes = (tokens, experts, top_k, is_sigmoid, normalize, float(scale), *tiles.sizes[:3])
+    name = f"route_backward<{DTYPES[logits_TE.dtype]}, {DTYPES[out.dtype]}>"
+    _start(name, geometry, logits_TE, *given, *of_losses, *sizes, out)
     return out

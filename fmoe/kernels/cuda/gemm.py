@@ -43,7 +43,7 @@ class Gemms:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether `forward` can add a bias before rounding, which grouped_mm cannot (torch 2.13)."""
+        """True if `forward` can add a bias before rounding, which grouped_mm cannot do (torch 2.13)."""
         return not self._is_grouped
 
     def forward(self, rows_MI: Tensor, weight_LOI: Tensor, bias_LO: Tensor | None = None) -> Tensor:
@@ -122,8 +122,8 @@ def choose(
 
     Args:
         requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
-            CUDA graph is captured, "auto" is "grouped".
-        step: "forward", "backward" or "backward to main_grad"; each is measured apart.
+            CUDA graph is captured, "auto" is "grouped", or "triton" where grouped_mm would wait for the host.
+        step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 
     Raises:
@@ -143,8 +143,9 @@ def choose(
     if found == "triton" and x.device not in _checked and is_capturing:
         return first  # the self-check waits, which a capture forbids
     if found is None or (found == "triton" and _wrong_with_triton(x.device) is not None):
-        if is_capturing:
-            return first
+        if is_capturing:  # torch's own grouped_mm is a loop but for bfloat16 from sm_90 on
+            is_waiting = first == "loop" or x.dtype != torch.bfloat16 or _architecture(x.device) < 9
+            return "triton" if is_waiting and _checked.get(x.device, "") is None else first
         variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
         if _wrong_with_triton(x.device) is None:
             variants.append("triton")
@@ -157,6 +158,10 @@ def _can_group(x: Tensor, *weights: Tensor) -> bool:
     """Return whether rows begin at multiples of 16 bytes, which grouped_mm requires."""
     size = x.element_size()
     return all(width * size % 16 == 0 for w in weights for width in w.shape[1:]) and x.data_ptr() % 16 == 0
+
+
+def _architecture(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 _checked: dict[torch.device, str | None] = {}

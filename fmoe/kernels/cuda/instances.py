@@ -20,20 +20,26 @@ _SAME = tuple(f"{t}, {t}" for t in _T)
 
 # Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers use float32 only.
 KERNELS: dict[str, tuple[str, ...]] = {
-    "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0)) + _each("route_backward", ("float",)),
+    "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0))
+    + _each("route_backward", ("float",), ("float", "fmoe::bf16")),
     "plan.cu": tuple(
-        f"fmoe::{kernel}" for kernel in ("count_tiles", "scan_tiles", "place", "drop_over_capacity", "segment_order")
+        f"fmoe::{kernel}"
+        for kernel in ("count_tiles", "place", "count_choices", "queue", "drop_over_capacity", "segment_order")
     ),
     "rows.cu": (
         *_each("gather", _T, _T),
         *_each("combine", _T),
         *_each("combine_backward", _T),
+        *_each("bias_dots", _T),
+        *_each("jitter", _T),
         *_each("add_bias", _T),
         *_each("column_sums", _SAME),
     ),
     "activation.cu": (
         *_each("activate", _T, range(4), ("false", "true")),
+        *_each("activate", _T, (4,), ("true",)),
         *_each("activate_backward", _T, range(4), ("false", "true")),
+        *_each("activate_backward", _T, (4,), ("true",)),
     ),
     "lamb.cu": (
         *_each("lamb_measure", sorted({*_SAME, *(f"{t}, float" for t in _T)})),

@@ -119,18 +119,27 @@ _reorder.register_autograd(_backward_of_reorder, setup_context=_keep_reorder)
 
 
 @torch.library.custom_op("fmoe_cuda::place", mutates_args=())
-def place(expert_TK: Tensor, num_experts: int) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
+def place(
+    expert_TK: Tensor,
+    num_experts: int,
+    tile_count: Optional[Tensor] = None,  # noqa: UP045
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # noqa: UP006
     """Sort assignments by expert, stably, with dropped ones (-1) last.
+
+    Args:
+        tile_count: counts of the assignments (`fmoe.kernels.cuda.calls.place`); None to count them.
 
     Returns:
         (perm_N, inverse_TK, kept_TK, count_E, end_E in int32, number of kept rows [1]).
     """
-    perm_N, places, kept, count_E, end_E, num_kept = calls.place(expert_TK.contiguous().view(-1), num_experts)
+    perm_N, places, kept, count_E, end_E, num_kept = calls.place(
+        expert_TK.contiguous().view(-1), num_experts, tile_count
+    )
     return perm_N, places.view_as(expert_TK), kept.view_as(expert_TK), count_E, end_E, num_kept
 
 
 @place.register_fake
-def _(expert_TK, num_experts):
+def _(expert_TK, num_experts, tile_count=None):
     new = expert_TK.new_empty
     return (
         new(expert_TK.numel()),
@@ -152,8 +161,10 @@ def _drop_over_capacity(
     sequence_length: int,
     factor: float,
 ) -> Tensor:
-    sizes = (num_experts, group_size, sequences, sequence_length, factor)
-    return calls.drop_over_capacity(expert_TK, mask_T, *sizes)
+    tiles = calls.TokenTiles(expert_TK.shape[0], group_size, sequences, sequence_length)
+    counted = calls.count_choices(expert_TK, mask_T, num_experts, tiles)
+    queued = calls.queue(counted, expert_TK.shape[1], factor)
+    return calls.drop_over_capacity(expert_TK, counted, queued)[0]
 
 
 @_drop_over_capacity.register_fake

@@ -29,8 +29,8 @@ class Config:
     """Tile configuration of a GEMM.
 
     Attributes:
-        rows, columns: sizes of an output tile, powers of two from 16.
-        depth: size of a tile along the summed axis, a power of two from 16.
+        rows, columns: sizes of an output tile, powers of two of at least 16.
+        depth: size of a tile along the summed axis, a power of two of at least 16.
         warps: warps per tile.
         stages: loads in flight.
         group: consecutive tiles of rows, which share weights in the L2 cache.
@@ -124,7 +124,7 @@ def is_tuning() -> bool:
     """
     value = os.environ.get("FMOE_TUNE", "")
     if value not in ("", "0", "1"):
-        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (measure configurations of Triton's GEMMs)")
+        raise UserError(f"FMOE_TUNE={value!r} is neither 0 nor 1 (1 measures configurations of Triton's GEMMs)")
     return value == "1"
 
 

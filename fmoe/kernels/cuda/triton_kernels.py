@@ -78,10 +78,26 @@ def _activation(x, A: tl.constexpr):
     elif A == 2:
         value = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x > 0.0, 1.0, 0.0)
-    else:
+    elif A == 3:
         half = 1.0 / (1.0 + tl.exp(-x))
         value = x * half
         slope = half + value * (1.0 - half)
+    else:
+        clamped = tl.where(x > 7.0, 7.0, x)
+        half = 1.0 / (1.0 + tl.exp(-1.702 * clamped))
+        value = clamped * half
+        slope = tl.where(x <= 7.0, half + 1.702 * value * (1.0 - half), 0.0)
+    return value, slope
+
+
+@triton.jit
+def _second(x, A: tl.constexpr):
+    """Return value and derivative of the function of the second half."""
+    value = x
+    slope = 1.0
+    if A == 4:
+        value = tl.where(x < -7.0, -7.0, tl.where(x > 7.0, 7.0, x)) + 1.0
+        slope = tl.where((x >= -7.0) & (x <= 7.0), 1.0, 0.0)
     return value, slope
 
 
@@ -177,7 +193,8 @@ def up(
                 second += tl.load(bias + hidden)[None, :].to(tl.float32)
             rounded = second.to(kind)
             tl.store(at + hidden, rounded, mask=is_own)
-            active *= rounded.to(tl.float32)
+            factor, _slope = _second(rounded.to(tl.float32), A)
+            active *= factor
         tl.store(active_ptr + row.to(tl.int64)[:, None] * hidden + n[None, :], active.to(kind), mask=is_own)
 
 
@@ -279,7 +296,7 @@ def down_backward(
         value, slope = _activation(tl.load(hidden_ptr + at, mask=is_own, other=0.0).to(tl.float32), A)
         active = value
         if GATED:
-            second = tl.load(hidden_ptr + at + hidden, mask=is_own, other=0.0).to(tl.float32)
+            second, second_slope = _second(tl.load(hidden_ptr + at + hidden, mask=is_own, other=0.0).to(tl.float32), A)
             active = value * second
         if NEEDS_WEIGHT:
             dot = tl.sum(tl.where(is_own, active * d_active, 0.0), 1)
@@ -295,7 +312,7 @@ def down_backward(
             d_first = d_active * slope
             if GATED:
                 d_first *= second
-                tl.store(d_hidden_ptr + at + hidden, (d_active * value).to(kind), mask=is_own)
+                tl.store(d_hidden_ptr + at + hidden, (d_active * value * second_slope).to(kind), mask=is_own)
             tl.store(d_hidden_ptr + at, d_first.to(kind), mask=is_own)
 
 

@@ -63,9 +63,17 @@ class Batch:
             return tokens
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
-    def mixed(self, rows: Tensor, weight: Tensor | None) -> Tensor:
-        """Combine rows to a tensor like ``x``."""
-        return rows if self.inverse is None else calls.combine(rows, self.inverse, weight, self.limit)
+    def mixed(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """Combine rows to a tensor like ``x``.
+
+        Args:
+            bias: bias of each expert, to be added to its rows.
+        """
+        if self.inverse is not None:
+            return calls.combine(rows, self.inverse, weight, self.limit, bias, None if bias is None else self.end)
+        if bias is not None:
+            calls.add_bias(rows, bias, self.end)
+        return rows
 
 
 def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
@@ -84,8 +92,7 @@ def forward(batch: Batch, variant: str) -> tuple[Tensor, Tensor]:
         hidden = gemms.forward(batch.rows(batch.x), batch.w_in, in_gemm[0])
         active = calls.activate(hidden, after[0], batch.end, batch.limit, batch.activation, batch.gated)
         out = gemms.forward(active, batch.w_out, in_gemm[1])
-        if after[1] is not None:
-            calls.add_bias(out, after[1], batch.end)
+        return batch.mixed(out, batch.weight, after[1]), hidden
     return batch.mixed(out, batch.weight), hidden
 
 
@@ -138,7 +145,7 @@ class Backward:
         if "weight" in found and batch.weight is not None:
             found["weight"] = found["weight"].view_as(batch.weight)
             if batch.b_out is not None and batch.inverse is not None:
-                found["weight"] += _of_bias(self._grad, batch.b_out, batch.inverse, batch.end)
+                calls.bias_dots(self._grad, batch.b_out, batch.inverse, batch.end, found["weight"])
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -193,11 +200,3 @@ class Backward:
         if d_hidden is not None and needs["x"]:
             found["x"] = gemms.up_backward(d_hidden, batch.w_in)
         return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-def _of_bias(grad_TD: Tensor, b_out_LD: Tensor, inverse_TK: Tensor, end_L: Tensor) -> Tensor:
-    """Return the term of the weights' gradient due to the second bias: <d_out, b_out> of each choice, [T, K]."""
-    dots_TL = grad_TD.float() @ b_out_LD.float().t()
-    expert_TK = torch.searchsorted(end_L, inverse_TK, right=True)
-    is_kept = expert_TK < len(end_L)
-    return torch.where(is_kept, dots_TL.gather(1, expert_TK.clamp(max=len(end_L) - 1)), 0)

@@ -104,8 +104,8 @@ def environment(folder: Path | None = None) -> dict[str, str]:
 def isas() -> dict[str, tuple[str, ...]]:
     """Return the instruction sets of this architecture in ascending order, with their flags.
 
-    Objects must be linked in this order: of a function that was not inlined, such as a function of the standard
-    library, the linker keeps the first copy, which must run on every processor.
+    Objects must be linked in this order. If several contain the same function that was not inlined, such as a function
+    of the standard library, the linker keeps the first copy, which must run on every processor.
     """
     return dict(_X86_64) if platform.machine() in ("x86_64", "AMD64") else {"default": ()}
 

@@ -98,7 +98,7 @@ class Tokenizer(ABC):
             UserError: the tokenizer is not one of single bytes.
         """
         raise UserError(
-            f"the tokenizer {self.path} is not one of single bytes, which format='bytes' needs: write one with "
+            f"the tokenizer {self.path} does not have one token per byte, which format='bytes' needs: make one with "
             "fmoe data tokenizer --model-type bytes"
         )
 

@@ -1,5 +1,6 @@
-// Runs CUDA kernels on the CPU, so that their logic is tested without a GPU: a thread is a fiber, blocks run one after
-// another, both in an order that a seed shuffles. Included before the .cu file, in its place of CUDA's built-ins.
+// Runs CUDA kernels on the CPU, so that their logic is tested without a GPU. A thread is a fiber, and blocks run one
+// after another, both in an order that a seed shuffles. This file is included before the .cu file, and replaces CUDA's
+// built-ins.
 //
 // What a GPU would let pass is an error here, which names the kernel and the line: a barrier or a warp operation that not
 // all its threads come to, or that they come to in different lines; an address outside every array. Shared memory is
@@ -30,17 +31,18 @@ struct alignas(16) uint4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// Where the kernel calls: the defaults are those of the caller.
+// Location of a call in the kernel: the defaults are those of the caller.
 #define WHERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define HERE ::emulation::Where{__func__, file, line}
 
 inline void __syncthreads(WHERE) { emulation::sync_block(HERE); }
+inline void __threadfence() {}  // blocks run one after the other
 inline void __syncwarp(unsigned mask = ~0u, WHERE) { emulation::meet(mask, 0, HERE); }
 
 namespace emulation {
 inline unsigned lane() { return current().number % 32; }
 
-// What each lane of a warp says to all.
+// The value that each lane of a warp gives to all.
 template <class T>
 struct Said {
   const uint64_t* values;
@@ -120,7 +122,7 @@ T __reduce_add_sync(unsigned mask, T value, WHERE) {
   return emulation::fold(mask, value, HERE, [](T a, T b) { return T(a + b); });
 }
 
-// Other threads may come in before and after one; sums of integers do not tell in which order.
+// Other threads may run before and after it; sums of integers do not depend on their order.
 template <class T>
 T atomicAdd(T* p, T value) {
   static_assert(std::is_integral_v<T>, "sums of floats depend on the order of threads");
@@ -161,7 +163,7 @@ inline unsigned __float_as_uint(float x) {
 using std::isinf;
 using std::isnan;
 
-// What common.cuh has instructions for.
+// Replacements for the instructions in common.cuh.
 namespace fmoe {
 inline char* shared_memory() { return emulation::shared_memory(); }
 

@@ -47,8 +47,8 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
 };
 
-// Lanes of a warp that say something to each other. Two sets of values in turn: who is quick may be at the next meeting
-// while others still read.
+// Lanes of a warp that exchange values. Two sets of values alternate: a fast lane may be at the next meeting while
+// others still read.
 struct Warp {
   unsigned mask = 0, arrived = 0, done = 0;
   bool turn = false;
@@ -66,7 +66,7 @@ struct Block {
 };
 
 constexpr size_t STACK = 128 * 1024;
-constexpr uint32_t POISON = 0x7fc0dead;  // a NaN, and no index of anything
+constexpr uint32_t POISON = 0x7fc0dead;  // a NaN, and out of range as an index
 
 struct Machine {
   Block block;
@@ -84,7 +84,7 @@ struct Machine {
     char *data, *data_end;
     std::string name;
   };
-  std::map<char*, Region> regions;  // arrays, by where their pages begin
+  std::map<char*, Region> regions;  // arrays, by the start of their pages
 };
 
 inline Machine machine;
@@ -102,7 +102,7 @@ inline std::string name_of(const Dim& d) {
   return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
 }
 
-// Ends the launch; what the fibers had begun is left.
+// Ends the launch; unfinished work of the fibers is abandoned.
 [[noreturn]] inline void fail(const std::string& message) {
   machine.error = machine.kernel + ", block " + name_of(block().index) + ", thread " + name_of(current().thread) + ": " +
                   message;
@@ -127,14 +127,14 @@ inline void sync_block(Where where) {
     b.at_barrier = 0;
     for (auto& fiber : b.fibers)
       if (fiber.state == AT_BARRIER) fiber.state = READY;
-    maybe_yield();  // the last to come need not be the first to go
+    maybe_yield();  // the last one to arrive need not be the first to continue
     return;
   }
   current().state = AT_BARRIER, current().where = where;
   yield();
 }
 
-// The lanes of `mask` come together; returns what each of them brought.
+// Meeting of the lanes of `mask`; returns the value of each.
 inline const uint64_t* meet(unsigned mask, uint64_t value, Where where) {
   Fiber& me = current();
   const unsigned lane = me.number % 32, first = me.number - lane;
@@ -161,7 +161,7 @@ inline const uint64_t* meet(unsigned mask, uint64_t value, Where where) {
   return values;
 }
 
-// A fiber's life: one thread of block after block.
+// The life of a fiber: one thread of block after block.
 inline void live() {
   for (;;) {
     machine.call(machine.values);
@@ -177,7 +177,7 @@ inline void live() {
   }
 }
 
-// Runs a fiber until it yields; false where the launch has failed.
+// Runs a fiber until it yields; returns false if the launch has failed.
 [[gnu::noinline]] inline bool resume(Fiber& fiber) {
   machine.current = &fiber;
   if (!_setjmp(machine.scheduler)) {
@@ -209,7 +209,7 @@ inline bool is_poison(const char* begin, const char* end) {
 
 inline size_t page() { return size_t(sysconf(_SC_PAGESIZE)); }
 
-// Pages with one before and one after them that nobody may touch.
+// Pages between two protected pages.
 inline char* map_pages(size_t bytes) {
   void* data = mmap(nullptr, bytes + 2 * page(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) std::abort();
@@ -257,7 +257,7 @@ inline void on_fault(int, siginfo_t* info, void*) {
   fail("touches an address outside every array: " + near);
 }
 
-// null, or what went wrong.
+// null, or a description of the error.
 inline const char* launch(const char* name, void (*call)(void**), const unsigned* grid, const unsigned* threads,
                           size_t shared, void** values, uint64_t seed) {
   Machine& m = machine;
@@ -302,14 +302,13 @@ inline const char* launch(const char* name, void (*call)(void**), const unsigned
   m.regions.erase(m.shared);
   unmap_pages(m.shared, m.shared_room);
   if (m.error.empty()) return nullptr;
-  for (auto& fiber : b.fibers) fiber.is_started = false;  // they stand somewhere in a kernel
+  for (auto& fiber : b.fibers) fiber.is_started = false;  // they are suspended somewhere in a kernel
   return m.error.c_str();
 }
 
 }  // namespace emulation
 
-// An array of so many bytes, poisoned, between pages that nobody may touch: its end lies `gap` bytes before the second of
-// them.
+// A poisoned array of this size between protected pages: it ends `gap` bytes before the second one.
 extern "C" SEEN inline char* allocate(size_t bytes, size_t gap, const char* name) {
   using namespace emulation;
   const size_t room = (bytes + gap + page() - 1) / page() * page();
@@ -320,7 +319,7 @@ extern "C" SEEN inline char* allocate(size_t bytes, size_t gap, const char* name
   return end - bytes;
 }
 
-// Whether nothing was written beside the array, which is gone afterwards.
+// Whether nothing was written next to the array; frees the array.
 extern "C" SEEN inline int release(char* data) {
   using namespace emulation;
   auto found = machine.regions.upper_bound(data);

@@ -174,7 +174,7 @@ def test_old_entries_go(tmp_path, folder):
 
 
 def test_key(tmp_path, monkeypatch):
-    """What a library is made of, and nothing else."""
+    """The key covers the inputs of a library, and nothing else."""
     ours = sources(tmp_path / "src")
 
     def key(**options):
@@ -205,7 +205,7 @@ def test_key(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler(tmp_path, monkeypatch):
-    """What was built ahead is found, whatever compiled it; else it is one line."""
+    """A library that was built in advance is found, whichever compiler built it; otherwise the error is one line."""
     ours = sources(tmp_path / "src")
     (tmp_path / "empty").mkdir()
     with monkeypatch.context() as patch:

@@ -174,7 +174,7 @@ def test_what_is_kept_for_the_backward_pass():
     ("options", "message"),
     [
         ({"backend": "metal"}, "backend='metal' is not known; there are auto, native, cuda, torch"),
-        ({"expert": torch.nn.Identity, "backend": "native"}, "is for ffn, swiglu and geglu"),
+        ({"expert": torch.nn.Identity, "backend": "native"}, "backend='native' supports ffn, swiglu and geglu"),
         ({"expert_options": {"dropout": 0.1}, "backend": "native"}, "dropout=0.1"),
         ({"expert_options": {"activation": torch.tanh}, "backend": "native"}, "backend='native' .*activation="),
     ],

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: damage of any kind in any file is refused by name, or passed over on request."""
+"""Choice of the checkpoint to resume from: damage in any file is an error that names it, or is skipped on request."""
 
 import random
 import shutil

@@ -60,7 +60,7 @@ def test_a_damaged_archive_is_left_out_whole(single: Tokenizer, tmp_path: Path) 
     (tmp_path / "a.gz").write_bytes(gzip.compress(np.random.default_rng(0).bytes(5000))[:2000])
     (tmp_path / "b").write_bytes(b"\xff")
     paths = [tmp_path / "a.gz", tmp_path / "b"]
-    with pytest.raises(UserError, match=r"a\.gz is not a whole gzip file"):
+    with pytest.raises(UserError, match=r"a\.gz is truncated, damaged or not a gzip file"):
         prepare(paths, single.path, tmp_path / "out", num_workers=1, format="bytes")
     done = prepare(paths, single.path, tmp_path / "out", num_workers=1, format="bytes", skip_errors=True)
     assert (done.documents, done.tokens, done.skipped) == (1, 2, 1)
@@ -70,7 +70,7 @@ def test_evaluation_reads_bytes(single: Tokenizer, tokenizer: Tokenizer, tmp_pat
     (tmp_path / "a").write_bytes(EVERY_BYTE)
     found = np.concatenate(list(Text([tmp_path / "a"], single, 265, format="bytes").tokens()))
     assert found.tolist() == [*single.encode_bytes(EVERY_BYTE), single.end_of_document]
-    with pytest.raises(UserError, match=r"--data: .*tokenizer\.model is not one of single bytes"):
+    with pytest.raises(UserError, match=r"--data: .*tokenizer\.model does not have one token per byte"):
         Text([tmp_path / "a"], tokenizer, 512, format="bytes")
 
 
@@ -78,7 +78,7 @@ def test_other_tokenizers_are_refused(tokenizer: Tokenizer, jsonl: Path, tmp_pat
     (tmp_path / "a").write_bytes(EVERY_BYTE)
     trained = train_tokenizer([jsonl], tmp_path / "bpe.json", 512)
     for other in (tokenizer, trained):
-        with pytest.raises(UserError, match=f"{other.path.name} is not one of single bytes"):
+        with pytest.raises(UserError, match=f"{other.path.name} does not have one token per byte"):
             main(
                 [
                     *("prepare", str(tmp_path / "a"), "--format", "bytes"),

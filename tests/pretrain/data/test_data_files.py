@@ -163,7 +163,7 @@ def test_what_a_live_process_writes_stays(tmp_path: Path, caplog) -> None:
 
 
 def test_a_temporary_file_of_another_process_is_not_touched(tmp_path: Path) -> None:
-    """Of one in another container, say, that has the same number: its file is locked."""
+    """A process in another container may have the same id; its file is locked."""
     import fcntl
 
     theirs = tmp_path / f"a.{os.getpid()}.tmp"

@@ -44,7 +44,7 @@ def test_the_number_is_fixed_and_the_text_comes_back(length, count):
 
 
 def test_eight_one_one():
-    """Of 38,000 chosen tokens, within 5 sigma; a random token is now and then the one that was there."""
+    """Shares among 38,000 chosen tokens, within 5 sigma; a random token sometimes equals the original."""
     samples, _ = masking()
     tokens, labels = (np.concatenate([samples[n][name] for n in range(2000)]) for name in ("tokens", "labels"))
     chosen = np.concatenate([samples[n]["loss_mask"] for n in range(2000)]) == 1
@@ -83,7 +83,7 @@ def test_a_sample_is_a_function_of_seed_and_number():
 
 
 def test_the_words_stay_the_same():
-    """What is drawn, by value: another numpy must not change it."""
+    """Drawn values, which another version of numpy must not change."""
     sample = masking(length=42)[0][3]
     assert np.flatnonzero(sample["loss_mask"]).tolist() == [1, 3, 4, 7, 24, 33]
     sample = masking(length=42)[0][6]

@@ -81,7 +81,7 @@ def test_a_large_vocabulary_takes_int32(tokenizer: Tokenizer, tmp_path: Path, mo
     ("content", "options", "message"),
     [
         ('{"text": "good"}\n' * 5 + "bad\n", {}, r"a\.jsonl, line 6 is not JSON"),
-        ('{"text": ""}\n', {}, r"no document with text in 'a\.jsonl' \(1 empty ones\)"),
+        ('{"text": ""}\n', {}, r"no document with text in 'a\.jsonl' \(1 empty documents\)"),
         ("", {}, r"no document with text in 'a\.jsonl'"),
         ('{"text": "good"}\n', {"num_workers": 0}, "num_workers=0 must be at least 1"),
         ('{"text": "good"}\n', {"text_key": "body"}, "no key 'body'"),

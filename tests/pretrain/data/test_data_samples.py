@@ -6,7 +6,7 @@ import pytest
 
 from fmoe.errors import UserError
 from pretrain.data.indexed import IndexedCorpus, IndexedWriter
-from pretrain.data.samples import GPTSamples, unigram_entropy
+from pretrain.data.samples import GPTSamples, Segments, unigram_entropy
 
 
 def corpora_of(folder: Path, lengths: list[list[int]]) -> list[IndexedCorpus]:
@@ -156,3 +156,28 @@ def test_a_negative_token_is_named(tmp_path: Path) -> None:
         writer.end_document()
     with pytest.raises(UserError, match="has the token id -2, outside vocab_size=9"):
         unigram_entropy([IndexedCorpus(tmp_path / "a")], 9)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_streams_are_contiguous_and_read_side_by_side(number: int, corpora: list[IndexedCorpus]) -> None:
+    streams, length = 7, 16
+    blocks = GPTSamples(corpora, length, seed=1, streams=streams)
+    total = sum(corpus.num_tokens for corpus in corpora)
+    assert blocks.samples_per_epoch == (total - 1) // length // streams * streams
+    epoch = epoch_of(blocks, number)
+    whole = stream_of(epoch)  # one after the other
+    each = (len(whole) - 1) // streams
+    for stream in range(streams):
+        read = np.concatenate([epoch[stream][:1], *epoch[stream::streams, 1:]])
+        assert read.tolist() == whole[stream * each : (stream + 1) * each + 1].tolist()
+    segments = Segments(blocks)
+    first = number * blocks.samples_per_epoch
+    starts = [int(segments[first + n]["starts"][0]) for n in range(blocks.samples_per_epoch)]
+    assert starts == [1] * streams + [0] * (blocks.samples_per_epoch - streams)
+    sample = segments[first + 9]
+    assert [sample["tokens"][0], *sample["labels"]] == epoch[9].tolist()
+
+
+def test_streams_that_are_too_short_are_refused(corpora: list[IndexedCorpus]) -> None:
+    with pytest.raises(UserError, match=r"400 streams of sequence_length=16 need 6401 tokens"):
+        GPTSamples(corpora, 16, seed=1, streams=400)

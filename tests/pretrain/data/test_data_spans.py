@@ -108,7 +108,7 @@ def test_a_sample_is_a_function_of_seed_and_number():
 
 
 def test_the_words_stay_the_same():
-    """What is drawn, by value: another numpy must not change it."""
+    """Drawn values, which another version of numpy must not change."""
     spans = Spans.of(32)
     sample = SpanCorruption(Text(spans.block), spans, SENTINELS, END, START, seed=1)[0]
     assert sample["labels"].tolist() == [1000, 2020, 2021, 2022, 1001, 2032, 2033, END]

@@ -255,9 +255,9 @@ def test_what_cannot_be_opened(name: str, options: dict, says: str, tokenizer: T
     [
         ({"weights": (1.0,)}, r"weights=\(1.0,\) must have 2 numbers"),
         ({"weights": (0.5, 0.6)}, r"weights=\(0.5, 0.6\) must sum to 1, not 1.1"),
-        ({"weights": (1.5, -0.5)}, r"weights=\(1.5, -0.5\) must be greater than 0"),
-        ({"weights": (1.0, 0.0)}, "must be greater than 0"),
-        ({"weights": (float("nan"), 1.0)}, "must be greater than 0"),
+        ({"weights": (1.5, -0.5)}, r"weights=\(1.5, -0.5\) must all be greater than 0"),
+        ({"weights": (1.0, 0.0)}, "must all be greater than 0"),
+        ({"weights": (float("nan"), 1.0)}, "must all be greater than 0"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"stopping_strategy": "never"}, "stopping_strategy='never' must be one of first_exhausted, all_exhausted"),
         ({"max_documents": 0}, "max_documents=0 must be at least 1"),
@@ -329,9 +329,9 @@ def test_the_command_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for arguments, says in (
         ([], "no input: pass at least one file or folder as INPUT, or --dataset"),
         (["x.txt", "--weights", "1"], "--weights needs --dataset"),
-        (["x.txt", *one_part], "exclude each other"),
-        ([*one_part, "--text-key", "body"], "--text-key body is for INPUT: with --dataset, pass --columns"),
-        ([*one_part, "--format", "json"], "--format json is for INPUT"),
+        (["x.txt", *one_part], "mutually exclusive"),
+        ([*one_part, "--text-key", "body"], "--text-key body applies only to INPUT"),
+        ([*one_part, "--format", "json"], "--format json applies only to INPUT"),
         ([*names, "--split", "a", "--split", "b"], "--split is given 2 times: give it once, or 3 times"),
     ):
         with pytest.raises(UserError, match=says):
@@ -349,6 +349,7 @@ for i, name in enumerate(names):
 """
 
 
+@pytest.mark.slow
 def test_a_hub(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A process of its own, because the Hub's address is read when `huggingface_hub` is imported."""
     root = tmp_path / "mirror"

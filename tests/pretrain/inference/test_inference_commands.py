@@ -287,7 +287,7 @@ def test_one_process_alone(runs, forks):
 
 
 class Input:
-    """What a process reads on standard input."""
+    """Set the standard input of a process."""
 
     def __init__(self, text):
         self.text = text

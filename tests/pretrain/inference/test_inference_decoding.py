@@ -55,6 +55,8 @@ MODELS = {
         "qk_norm": True,
         "qk_norm_over": "all",
         "qkv_bias": True,
+        "attention_output_bias": True,
+        "output_bias": True,
         "attention_scale": 0.2,
         "embedding_scale": 3.0,
         "residual_scale": 0.4,
@@ -63,6 +65,21 @@ MODELS = {
         "num_shared_experts": 1,
         "shared_ffn_hidden_size": 20,
         "shared_expert_gate": True,
+    },
+    "windows, sinks and biases": {
+        "norm": "rms",
+        "num_heads": 4,
+        "num_query_groups": 2,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 5,
+        "sliding_layers": (1,),
+        "gate": "naive",
+        "gate_options": {"bias": True},
+        "expert_options": {"bias": True},
+        "activation": "swiglu_oai",
+        "gated": True,
     },
     "latent attention": {
         "norm": "rms",
@@ -99,7 +116,7 @@ def model_of(recipe, *, drops=False):
 
 
 def full_logits(model, tokens):
-    """Of the token after ``tokens``, from one pass over all of them."""
+    """Return the logits of the token after ``tokens``, from one pass over all of them."""
     tokens = torch.tensor([tokens])
     return model(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[0, -1]
 
@@ -295,7 +312,7 @@ def test_figures_are_those_of_a_loop(forks, kind, precision):
 
 
 def dropped(_):
-    """What evaluation counts as dropped, and what a gate said in each pass."""
+    """Return the drops that evaluation counts, and those of a gate in each pass."""
     from pretrain.inference.evaluation import evaluate
 
     start()

@@ -36,7 +36,18 @@ QWEN2_MOE = {key: value for key, value in QWEN3_MOE.items() if key != "head_dim"
     "shared_expert_intermediate_size": 20
 }
 OLMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 4, "pad_token_id": None}
+GPT_OSS = COMMON | {
+    "num_hidden_layers": 3,
+    "intermediate_size": 24,
+    "num_local_experts": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+}
 GRANITE_MOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4}
+PHIMOE = COMMON | {"num_hidden_layers": 2, "intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 2}
+PHIMOE |= {"bos_token_id": None, "eos_token_id": None, "router_jitter_noise": 0.3}
 # Name of a case: class of the configuration, its values, dtype, ``save_pretrained``'s options.
 CASES = {
     "mixtral": (
@@ -45,6 +56,7 @@ CASES = {
         torch.float32,
         {},
     ),
+    "mixtral, window": ("MixtralConfig", MIXTRAL | {"num_key_value_heads": 2, "sliding_window": 7}, torch.float32, {}),
     "mixtral tied, bf16": (
         "MixtralConfig",
         MIXTRAL | {"num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
@@ -110,6 +122,40 @@ CASES = {
     "olmoe tied, experts in one tensor": (
         "OlmoeConfig",
         OLMOE | {"norm_topk_prob": True, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 5e5}},
+        torch.bfloat16,
+        {"save_original_format": False},
+    ),
+    "gpt_oss": ("GptOssConfig", GPT_OSS, torch.float32, {}),
+    "gpt_oss, other layers, bf16": (
+        "GptOssConfig",
+        GPT_OSS
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 1,
+        },
+        torch.bfloat16,
+        {"max_shard_size": "40KB"},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        PHIMOE | {"attention_bias": True, "lm_head_bias": True, "rope_parameters": {"rope_theta": 500.0}},
+        torch.float32,
+        {},
+    ),
+    "phimoe, without biases, tied, experts in one tensor": (
+        "PhimoeConfig",
+        PHIMOE | {"tie_word_embeddings": True, "head_dim": 12},
         torch.bfloat16,
         {"save_original_format": False},
     ),
@@ -207,7 +253,7 @@ def random_run(folder: Path, model: ModelConfig):
         for name, tensor in (*engine.chunks[0].named_parameters(), *engine.chunks[0].named_buffers()):
             if "norm" in name:
                 tensor.uniform_(0.5, 1.5)
-            if name.endswith("expert_bias_E"):
+            if name.endswith(("expert_bias_E", ".bias", ".bias_in", ".bias_out", "softmax_offset")):
                 tensor.normal_(std=0.25)
     save(folder, 1, state.pieces(engine), {"recipe": asdict(recipe)}, state.rank_state())
     return engine

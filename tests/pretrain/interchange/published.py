@@ -113,6 +113,37 @@ GRANITE_3_3B_A800M = GRANITE_3_1B_A400M | {
     "num_hidden_layers": 32,
     "num_local_experts": 40,
 }
+# But for its scaled positions (longrope), and the older name of its class.
+PHI_3_5_MOE = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "input_jitter_noise": 0.01,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "model_type": "phimoe",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
 # Name: configuration, parameters, active parameters, number of tensors.
 MORE = {
     "Qwen1.5-MoE-A2.7B": (QWEN1_5_MOE_A2_7B, 14.3e9, 2.7e9, 4659),
@@ -120,6 +151,7 @@ MORE = {
     "OLMoE-1B-7B-0924": (OLMOE_1B_7B, 6.92e9, 1.28e9, 3219),
     "granite-3.0-1b-a400m": (GRANITE_3_1B_A400M, 1.335e9, 0.43e9, 218),
     "granite-3.0-3b-a800m": (GRANITE_3_3B_A800M, 3.3e9, 0.88e9, 290),
+    "Phi-3.5-MoE": (PHI_3_5_MOE, 41.87e9, 6.64e9, 1957),
 }
 # Keys whose values have no effect, or are written in another form.
 NOT_WRITTEN = {
@@ -130,4 +162,6 @@ NOT_WRITTEN = {
     "max_window_layers",
     "intermediate_size",
     "sliding_window",
+    "hidden_dropout",
+    "input_jitter_noise",
 }

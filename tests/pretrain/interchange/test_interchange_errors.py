@@ -29,11 +29,12 @@ GOOD = {
     "eval_capacity_factor": None,
 }
 
+PHIMOE = {"norm": "layer", "gate": "sparsemixer"}
 QWEN2 = {"num_shared_experts": 2, "shared_expert_gate": True, "qkv_bias": True}
 ALL_HEADS = {"qk_norm": True, "qk_norm_over": "all"}
 
 REFUSED = {
-    "quickstart's": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
+    "LayerNorm": ({"norm": "layer"}, "auto", "model.norm=layer is not supported by mixtral, .* nearest .*: use rms"),
     "gelu": ({"activation": "gelu"}, "auto", "model.activation=gelu"),
     "not gated": ({"gated": False}, "auto", "model.gated=false"),
     "learned positions": ({"position": "learned_absolute"}, "auto", "model.position=learned_absolute"),
@@ -77,6 +78,12 @@ REFUSED = {
     "scaled, weights as they are": ({"residual_scale": 2.0, "normalize": False}, "granitemoe", "model.normalize=false"),
     "no shared expert": ({"qkv_bias": True}, "qwen2_moe", "model.shared_expert_gate=false .* use true"),
     "biases": ({"qkv_bias": True}, "mixtral", "model.qkv_bias=true"),
+    "a gate of another family": ({"gate": "sparsemixer"}, "mixtral", "model.gate=sparsemixer"),
+    "an output bias": ({"output_bias": True}, "mixtral", "model.output_bias=true .* use false"),
+    "another gate": (PHIMOE | {"gate": "naive"}, "phimoe", "model.gate=naive .* use sparsemixer"),
+    "three experts a token": (PHIMOE | {"top_k": 3}, "phimoe", "model.top_k=3 .* use 2"),
+    "biases of inputs alone": (PHIMOE | {"qkv_bias": True}, "phimoe", "model.attention_output_bias=false .*qkv_bias"),
+    "a biased router": (PHIMOE | {"gate_options": {"bias": True}}, "phimoe", "model.gate_options={'bias': True}"),
     "a gated shared expert": (
         QWEN2 | {"qk_norm": True},
         "auto",
@@ -108,6 +115,7 @@ def test_what_no_family_holds(case):
         ({"qk_norm": True, "gate": "switch", "jitter": 0.0}, "qwen3_moe"),
         (ALL_HEADS | {"normalize": False}, "olmoe"),
         ({"embedding_scale": 12.0, "attention_scale": 0.1}, "granitemoe"),
+        (PHIMOE | {"gate_options": {"margin": 0.5}, "output_bias": True}, "phimoe"),
         (QWEN2 | {"moe_every": 2, "dense_ffn_hidden_size": 8}, "qwen2_moe"),
     ],
 )
@@ -143,7 +151,7 @@ CONFIGS = {
         "model_type=llama is not supported: use one of mixtral, qwen3_moe, qwen2_moe, olmoe, granitemoe",
     ),
     "no family": ("mixtral", {"model_type": None}, "model_type=none"),
-    "sliding window": ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+    "no sliding window": ("mixtral", {"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
     "sliding window that is used": ("qwen", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
     "sliding layers": ("qwen", {"layer_types": ["sliding_attention"] * 4}, "layer_types="),
     "sliding window of a Qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8"),
@@ -162,11 +170,11 @@ CONFIGS = {
         {"qkv_bias": False},
         "has the tensor .*proj.bias, which is not part of a qwen2",
     ),
-    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: only false"),
+    "attention bias": ("qwen", {"attention_bias": True}, "attention_bias=true is not supported: it must be false"),
     "scaled positions": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling="),
     "yarn": ("mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor is missing"),
     "part of a head turns": ("mixtral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported: only silu"),
+    "gelu": ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported: it must be silu"),
     "quantized": ("mixtral", {"quantization_config": {"bits": 4}}, "quantization_config="),
     "text for a number": ("mixtral", {"hidden_size": "32"}, "hidden_size=32 must be a positive integer"),
     "no layers": ("mixtral", {"num_hidden_layers": 0}, "num_hidden_layers=0"),

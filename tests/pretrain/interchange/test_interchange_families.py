@@ -128,6 +128,15 @@ def test_published_models(name):
         ("granite-3.0-1b-a400m", {"attention_bias": True}, "attention_bias=true is not supported"),
         ("granite-3.0-1b-a400m", {"logits_scaling": "6"}, "logits_scaling=6 must be a number"),
         ("Qwen2-57B-A14B", {"qkv_bias": 1}, "qkv_bias=1 must be true or false"),
+        (
+            "Phi-3.5-MoE",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "rope_scaling=.*longrope.* is not",
+        ),
+        ("Phi-3.5-MoE", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ("Phi-3.5-MoE", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported"),
+        ("Phi-3.5-MoE", {"router_jitter_noise": -0.5}, "router_jitter_noise=-0.5 must be 0 or more"),
+        ("Phi-3.5-MoE", {"attention_bias": "yes"}, "attention_bias=yes must be true or false"),
     ],
     ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
 )
@@ -185,6 +194,7 @@ KINDS = {
     "Qwen2MoeConfig": "qwen2_moe",
     "OlmoeConfig": "olmoe",
     "GraniteMoeConfig": "granitemoe",
+    "PhimoeConfig": "phimoe",
     "DeepseekV2Config": "deepseek_v2",
     "DeepseekV3Config": "deepseek_v3",
     "Glm4MoeConfig": "glm4_moe",

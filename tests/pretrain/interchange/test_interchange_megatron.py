@@ -390,6 +390,10 @@ LATENT = {"kv_lora_rank": 16}
 NOT_OURS = {
     "quick_geglu=true": ({"quick_geglu": True}, {}),
     "window_size=(8, 0)": ({"window_size": (8, 0)}, {}),
+    "window_size=none": ({"window_size": None}, {"sliding_window": 9}),
+    "window_size=(8, 0) ": ({"window_size": (8, 0)}, {"sliding_window": 8}),
+    "window_attn_skip_freq=2": ({"window_size": (8, 0), "window_attn_skip_freq": 2}, {"sliding_window": 9}),
+    "softmax_type=learnable": ({"softmax_type": "learnable"}, {}),
     "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
     "no_rope_freq=4": ({"no_rope_freq": 4}, {}),
     "apply_residual_connection_post_layernorm=true": ({"apply_residual_connection_post_layernorm": True}, {}),
@@ -406,6 +410,10 @@ NOT_OURS = {
 }
 # None and False are the absence of a feature.
 AS_OURS = [
+    (
+        {"window_size": (8, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
+        {"sliding_window": 9, "sliding_layers": (1,), "attention_sinks": True},
+    ),
     ({"window_size": False, "qk_l2_norm": None, "no_rope_freq": False, "quick_geglu": None}, {}),
     ({"swiglu": False, "bias_gelu_fusion": True, "add_bias_linear": False}, {"gated": False, "activation": "gelu"}),
     (

@@ -25,7 +25,7 @@ def assert_same_weights(found, expected):
 NO_DENSE = "qwen2_moe, without biases, experts in one tensor"
 QUICK = ("mixtral", "qwen3_moe, dense layers, weights as they are", "EP2", "TP2", "PP2")
 QUICK += ("qwen2_moe, dense layers", "olmoe", "granitemoe")
-QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention", "glm4_moe", "ernie4_5_moe")
+QUICK += ("deepseek_v2", "deepseek_v3", "TP2, latent attention", "glm4_moe", "ernie4_5_moe", "phimoe", "gpt_oss")
 QUICK += ("deepseek_v3, yarn", "mixtral, yarn")
 
 
@@ -80,6 +80,9 @@ SPLITS = {
     "granitemoe, TP2": ("granitemoe", "fp32", ParallelConfig(tensor=2)),
     "granitemoe, EP2": ("granitemoe, other names", "bf16", ParallelConfig(expert=2)),
     "granitemoe, PP2": ("granitemoe", "fp32", ParallelConfig(pipeline=2)),
+    "phimoe, TP2": ("phimoe", "fp32", ParallelConfig(tensor=2)),
+    "phimoe, EP2": ("phimoe, without biases, tied, experts in one tensor", "bf16", ParallelConfig(expert=2)),
+    "phimoe, PP2": ("phimoe", "fp32", ParallelConfig(pipeline=2)),
     "TP2, experts cut": ("mixtral", "fp32", ParallelConfig(tensor=2, expert_tensor=2)),
     "EP2, one key/value head for all": (
         "mixtral, one expert a token, experts in one tensor",
@@ -95,6 +98,9 @@ SPLITS = {
     "TP2, yarn": ("deepseek_v3, yarn", "fp32", ParallelConfig(tensor=2)),
     "EP2, yarn": ("deepseek_v2, yarn, one factor, bf16", "bf16", ParallelConfig(expert=2)),
     "PP2, yarn": ("mixtral, yarn", "fp32", ParallelConfig(pipeline=2)),
+    "TP2, GPT-OSS": ("gpt_oss", "fp32", ParallelConfig(tensor=2)),
+    "EP2, GPT-OSS": ("gpt_oss, other layers, bf16", "bf16", ParallelConfig(expert=2)),
+    "CP2, GPT-OSS": ("gpt_oss", "fp32", ParallelConfig(context=2)),
     "TP2 x EP2": ("qwen3_moe, every second layer, experts in one tensor", "fp32", ParallelConfig(tensor=2, expert=2)),
 }
 

@@ -35,6 +35,8 @@ CASES = {
         COMMON | {"feed_forward_proj": "gated-gelu_python", "tie_word_embeddings": False, "d_kv": 4},
         torch.float32,
     ),
+    "t5, heads of another width": ("t5", COMMON | {"d_kv": 8, "feed_forward_proj": "gated-silu"}, torch.float16),
+    "switch_transformers, wide heads": ("switch_transformers", SWITCH | {"d_kv": 32}, torch.bfloat16),
     "switch_transformers": (
         "switch_transformers",
         SWITCH | {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 3},
@@ -135,6 +137,7 @@ def test_differences_of_the_families_matter(forks, tmp_path):
 SPLITS = {
     "TP2": ("switch_transformers, bf16", "bf16", ParallelConfig(tensor=2)),
     "EP2": ("switch_transformers", "fp32", ParallelConfig(expert=2)),
+    "TP2, heads of another width": ("t5, heads of another width", "fp16", ParallelConfig(tensor=2)),
     "TP2, dense": ("t5, version 1.1", "bf16", ParallelConfig(tensor=2)),
 }
 
@@ -179,6 +182,8 @@ T5_V1_1_BASE = T5_SMALL | {
     "num_layers": 12,
     "tie_word_embeddings": False,
 }
+T5_3B = T5_SMALL | {"d_ff": 16384, "d_kv": 128, "d_model": 1024, "num_heads": 32, "num_layers": 24}
+T5_11B = T5_3B | {"d_ff": 65536, "num_heads": 128}
 SWITCH_BASE_8 = T5_V1_1_BASE | {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
     "d_ff": 3072,
@@ -203,6 +208,8 @@ SWITCH_BASE_8 = T5_V1_1_BASE | {
 PUBLISHED = {
     "t5-small": (T5_SMALL, 60_506_624, 131),
     "t5-v1_1-base": (T5_V1_1_BASE, 247_577_856, 282),
+    "t5-3b": (T5_3B, 2_851_598_336, 509),
+    "t5-11b": (T5_11B, 11_307_321_344, 509),
     "switch-base-8": (SWITCH_BASE_8, 619_339_008, 437),
 }
 

@@ -50,6 +50,7 @@ REFUSED = {
         "dense_ffn_hidden_size=9",
     ),
     "wide heads": ("t5", {"head_dim": 32}, "model.head_dim=32 is not supported by t5, .* a power of 4"),
+    "scores": ("t5", {"head_dim": 32, "attention_scale": 0.5}, "model.attention_scale=0.5 .* use 1.0, or none"),
     "shared experts": ("switch_transformers", {"num_shared_experts": 1}, "model.num_shared_experts=1"),
     "groups of queries": ("t5", {"num_query_groups": 6}, "model.num_query_groups=6"),
     "t5 with experts": ("t5", {"num_experts": 4, "gate": "gshard"}, "model.* is not supported by switch_transformers"),
@@ -74,6 +75,8 @@ def test_what_no_family_holds(case):
         ({"num_layers": 3, "num_decoder_layers": 2, "moe_layers": (1, 2, 3, 5)}, "switch_transformers"),
         ({"num_experts": 0, "output_scale": False, "gated": True, "top_k": 2, "gate": "naive"}, "t5"),
         ({"num_experts": 0, "tie_embeddings": False, "tied_output_bias": True}, "t5"),
+        ({"num_experts": 0, "head_dim": 32, "attention_scale": 1.0}, "t5"),
+        ({"attention_scale": 1.0}, "switch_transformers"),
     ],
 )
 def test_what_a_family_holds(values, form):
@@ -114,11 +117,10 @@ def folders(tmp_path_factory):
 
 
 CONFIGS = {
-    "wide heads": ("t5", {"d_kv": 32}, "d_kv=32 is not supported: only powers of 4"),
-    "more distances": ("t5", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets=64 .* only 32"),
+    "more distances": ("t5", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets=64 .* must be 32"),
     "farther": ("switch_transformers", {"relative_attention_max_distance": 64}, "relative_attention_max_distance=64"),
-    "an encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder=false .* only true"),
-    "another block": ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj=gated-tanh is not supported: only"),
+    "an encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder=false .* must be true"),
+    "another block": ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj=gated-tanh is not supported"),
     "two blocks": ("t5", {"dense_act_fn": "silu"}, "dense_act_fn=silu contradicts feed_forward_proj=relu"),
     "a gate": (
         "t5",
@@ -126,13 +128,17 @@ CONFIGS = {
         "has no tensor",
     ),
     "another activation": ("switch_transformers", {"dense_act_fn": "tanh"}, "dense_act_fn=tanh is not supported"),
-    "biased router": ("switch_transformers", {"router_bias": True}, "router_bias=true is not supported: only false"),
+    "biased router": (
+        "switch_transformers",
+        {"router_bias": True},
+        "router_bias=true is not supported: it must be false",
+    ),
     "16-bit router": ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype=bfloat16"),
     "untied": ("switch_transformers", {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
     "no experts": (
         "switch_transformers",
         {"encoder_sparse_step": 0, "decoder_sparse_step": 0},
-        "no layer has experts by encoder_sparse_step",
+        "encoder_sparse_step and decoder_sparse_step",
     ),
     "no capacity": (
         "switch_transformers",
@@ -178,9 +184,9 @@ def test_queries_that_would_be_rounded(folders, tmp_path):
     """In float16, a quarter of a small query has no exact value: neither side is changed silently."""
     sizes = {"d": 16}
     small, large = torch.full((1,), 2.0**-14 + 2.0**-24).half(), torch.full((1,), 60000.0).half()
-    with pytest.raises(UserError, match=r"not exact in float16: use float32"):
+    with pytest.raises(UserError, match=r"without rounding in float16: use float32"):
         Query().split(small, sizes)
-    with pytest.raises(UserError, match=r"not exact in float16: use float32"):
+    with pytest.raises(UserError, match=r"without rounding in float16: use float32"):
         Query().join((large,), sizes)
     assert torch.equal(Query().join(Query().split(large, sizes), sizes), large)
     folder = shutil.copytree(folders / "t5", tmp_path / "theirs")
@@ -188,7 +194,7 @@ def test_queries_that_would_be_rounded(folders, tmp_path):
     name = "decoder.block.0.layer.1.EncDecAttention.q.weight"
     tensors[name][3, 5] = 60000.0
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    refused(folder, f"{name}: queries times 4.0, .* not exact in float16")
+    refused(folder, f"{name}: multiplied by 4.0, .* in float16")
 
 
 def test_transforms_by_hand():

@@ -458,8 +458,8 @@ def test_states_that_cannot_resume_are_refused(exported, tmp_path):
         transfer._states(tmp_path, opened, RECIPE)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_a_tensor_that_is_not_floating_is_refused(forks, trained, exported, tmp_path, dtype):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_a_tensor_of_another_dtype_than_a_precision_is_refused(forks, trained, exported, tmp_path, dtype):
     weights = {name: value for name, value in tensors_of(open_checkpoint(trained)).items() if "model/" in name}
     weights[W] = weights[W].to(dtype)
     dcp.save(weights, checkpoint_id=tmp_path / "bad", no_dist=True)

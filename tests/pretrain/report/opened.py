@@ -53,7 +53,7 @@ class Opened:
         self.page.locator(selector, has_text=re.compile(f"^\\s*{re.escape(text)}")).wait_for()
 
     def pixels(self, selector):
-        """What is drawn on a canvas."""
+        """Return the pixels of a canvas."""
         return self.page.eval_on_selector(selector, "canvas => canvas.toDataURL()")
 
     def card(self, title):
@@ -63,7 +63,7 @@ class Opened:
         return self.card(title).locator("canvas").evaluate("canvas => canvas.toDataURL()")
 
     def texts(self, selector):
-        """What is written on a canvas by now: ``{text: (left, top, right, bottom)}``, in its pixels."""
+        """Return the texts on a canvas: ``{text: (left, top, right, bottom)}``, in its pixels."""
         return self.page.locator(selector).first.evaluate("canvas => Object.fromEntries(canvas.texts)")
 
     def set(self, selector, value):

@@ -81,6 +81,7 @@ def test_the_slider_moves_the_heatmap(open_page, reports):
     assert opened.pixels("#history") != history
     opened.page.hover("#history", position={"x": 200, "y": 20})
     assert re.match(r"layer 1, expert 0, step \d+: [\d.]+ \S an even share", opened.text("#map-value"))
+    opened.set("#frame", "55")
     opened.page.click("#play")
     opened.wait_for("#frame-value", "step 60")
     assert opened.page.get_attribute("#play", "aria-pressed") == "false", "it ends by itself"
@@ -250,7 +251,7 @@ def test_a_few_layers_are_all_named_and_of_many_the_ends(open_page, tmp_path):
 
 @pytest.mark.slow
 def test_the_legend_and_the_numbers_tell_the_same(open_page, tmp_path):
-    """Of a loss whose fourth digit is lost with a few bits, and of a run that is longer than a curve has spans."""
+    """Values of a loss whose fourth digit needs all bits, in a run with more steps than a curve has spans."""
 
     def change(row):
         return row | {"loss": 3.94755363, "val/loss": 3.94755363} if row["step"] == 1500 else row
@@ -414,7 +415,7 @@ def test_one_step_is_a_point_between_whole_numbers(open_page, tmp_path):
 @pytest.mark.by_default("time")
 @pytest.mark.parametrize("axis", ["tokens", "time"])
 def test_ticks_of_any_axis_differ(open_page, tmp_path, axis):
-    """Of one step, and of a run of some minutes, whose ticks lie less than a minute apart."""
+    """Axes of a run of one step, and of a run of some minutes, whose ticks are less than a minute apart."""
     slow = write_run(tmp_path / "slow", 10, change=lambda row: row | {"step_seconds": 31.0} if row["step"] else row)
     for folder in (write_run(tmp_path / "one", 1), slow):
         path = tmp_path / f"{folder.name}.html"

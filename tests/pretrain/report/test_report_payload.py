@@ -1,4 +1,4 @@
-"""What is in the page, read back as the page does."""
+"""Content of the page, decoded as the page does."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What is kept of a run's metrics: extremes, means, loads, whatever the length of the run."""
+"""Aggregates of a run's metrics: extremes, means and loads, for runs of any length."""
 
 import math
 

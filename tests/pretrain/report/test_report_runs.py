@@ -81,7 +81,7 @@ def test_what_a_folder_tells(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", 20))
     assert run.refresh() and not run.refresh()
     assert run.recipe["model.kind"] == "gpt" and run.total_steps == 20
-    assert run.told["world_size"] == 2 and run.events == []
+    assert run.run_info["world_size"] == 2 and run.events == []
     assert run.record.loads.sizes == {1: 4, 2: 4}
 
 
@@ -90,7 +90,7 @@ def test_without_config_and_run_json(tmp_path):
     (folder / "run.json").unlink()
     run = RunFolder(folder)
     run.refresh()
-    assert (run.recipe, run.told, run.total_steps, run.layer_label(3)) == ({}, {}, None, "layer 3")
+    assert (run.recipe, run.run_info, run.total_steps, run.layer_label(3)) == ({}, {}, None, "layer 3")
 
 
 @pytest.mark.parametrize(("name", "text"), [("config.toml", "[a\n"), ("run.json", "{"), ("run.json", "[]")])

@@ -1,7 +1,7 @@
 // The experts' feed-forward blocks, one expert at a time, forward and backward.
 //
-// Shape letters: T tokens, K choices, M rows (assignments kept, sorted by expert), L experts, D width, H hidden width,
-// P height of the first map (H, twice that where it is gated).
+// Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width,
+// P height of the first map (2 H if gated, else H).
 #pragma once
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -41,12 +41,12 @@ void gemm(Tensor out, const Tensor& a, const Tensor& b, bool add = false) {
     at::mm_out(out, a, b);
 }
 
-// Whether GEMMs add the bias, before they round to 16 bits. A bias added to the rounded product is rounded twice: where
-// the two nearly cancel, the sum gets another sign, and ReLU another derivative.
+// Whether GEMMs add the bias before they round to 16 bits. A bias that is added to the rounded product is rounded
+// twice: if the two nearly cancel, the sum gets another sign, and ReLU another derivative.
 template <class C>
 constexpr bool ADDS_BIAS = !std::is_same_v<C, float>;
 
-// out = x w^T, and the bias if ADDS_BIAS: [n, in] by [width, in].
+// out = x w^T, plus the bias if ADDS_BIAS: [n, in] by [width, in].
 template <class T, class C>
 void linear(C* out, const C* x, const C* w, [[maybe_unused]] const T* bias, int64_t n, int64_t in, int64_t width) {
   Tensor result = matrix(out, n, width);
@@ -70,10 +70,10 @@ void small_gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b,
   call(m, n, k, a, b, out, n, add, scratch<float>(WORK, gemms().work(m, n, k)));
 }
 
-// Up to so many rows of an expert the GEMMs are ours: a library rearranges the weights as if there were many.
+// Up to this number of rows of an expert, the GEMMs are ours: a library repacks the weights as if there were many rows.
 std::atomic<int64_t> few_rows{&gemms() == &isa_default::gemms ? 0 : 192};
 
-// Whether this thread is alone with its expert.
+// Whether only this thread computes the expert.
 bool is_alone() { return at::in_parallel_region() || at::get_num_threads() == 1; }
 
 struct Sizes {
@@ -82,10 +82,11 @@ struct Sizes {
   bool gated;
 };
 
-// So many rows at most pass through an expert at a time, so that memory between the GEMMs is bounded.
+// Upper bound on the rows of an expert that are processed at once, which bounds the memory between the GEMMs.
 constexpr int64_t CHUNK = 1024;
 
-// Rows of a part where `rows` pass in parts of at most `most`, all nearly equal: GEMMs of a few rows are slow.
+// Number of rows of a part, if `rows` are split into parts of at most `most` of nearly equal size: GEMMs of a few rows
+// are slow.
 int64_t part_of(int64_t rows, int64_t most) {
   const int64_t parts = (rows + most - 1) / most;
   return (rows + parts - 1) / parts;
@@ -97,7 +98,7 @@ struct Weights {
 };
 
 template <class C>
-struct Rows {  // of one expert in turn, as the GEMMs want them
+struct Rows {  // of one expert after the other, in the format of the GEMMs
   template <class T>
   static const C* get(const T* x, const int64_t* index, int64_t per, int64_t begin, int64_t n, int64_t d, Slot slot) {
     if constexpr (std::is_same_v<T, C>)
@@ -124,8 +125,8 @@ const C* as_gemm_type(const T* weight, int64_t size, Slot slot) {
   }
 }
 
-// Calls f(expert) for every expert with rows: the largest ones by all threads together, until the rest is spread over
-// the threads evenly, then one expert a thread.
+// Calls f(expert) for every expert with rows: first the largest ones, each by all threads together, until the rest can
+// be spread over the threads evenly; then one expert per thread.
 template <class F>
 void each_expert(const int64_t* count, int64_t experts, F f) {
   std::vector<int64_t> order;
@@ -139,13 +140,13 @@ void each_expert(const int64_t* count, int64_t experts, F f) {
     for (size_t i = together; i < order.size(); i++) *std::min_element(load.begin(), load.end()) += count[order[i]];
     const int64_t sum = std::accumulate(load.begin(), load.end(), int64_t(0)), all = threads;
     const bool is_even = *std::max_element(load.begin(), load.end()) * all * 20 <= sum * 21;
-    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or so small that it can hardly be waited for
+    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or too small to wait for
   }
   for (size_t i = 0; i < together; i++) f(order[i]);
   if (together == order.size()) return;
   std::atomic<size_t> next{together};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    at::AutoDispatchBelowADInplaceOrView guard;  // of this thread: nothing here is differentiated
+    at::AutoDispatchBelowADInplaceOrView guard;  // of this thread, which differentiates nothing
     for (size_t i; (i = next++) < order.size();) f(order[i]);
   });
 }
@@ -206,13 +207,14 @@ void forward(const Sizes& s, const T* x, const int64_t* index, int64_t per, cons
   });
 }
 
-// Where the gradient of an expert's weights goes. Added to where it is an accumulator (Megatron's main_grad, float).
+// Destination of the gradient of an expert's weights. If it is an accumulator (Megatron's main_grad, float), the
+// gradient is added.
 struct Gradient {
-  void* data = nullptr;  // null: not wanted
+  void* data = nullptr;  // null: not needed
   bool is_accumulator = false;
 };
 
-// gradient (+)= the transpose of left [n, rows] times right [n, columns], over one part of an expert's rows.
+// gradient (+)= transpose of left [n, rows] times right [n, columns], over one part of an expert's rows.
 template <class T, class C>
 void weight_gradient(Gradient to, int64_t e, int64_t n, const C* left, int64_t rows, const C* right, int64_t columns,
                      bool is_small, bool first, bool last, Slot slot) {
@@ -235,7 +237,7 @@ void weight_gradient(Gradient to, int64_t e, int64_t n, const C* left, int64_t r
   at::parallel_for(0, size, 1 << 16, [&](int64_t i, int64_t j) {
     if constexpr (std::is_same_v<C, float>) {
       kernels<T, float>().narrow(part + i, j - i, fresh + i);
-    } else {  // 16 bits into an accumulator of 32
+    } else {  // 16 bits added to an accumulator of 32
       std::vector<float> wide(j - i);
       kernels<bf16, float>().widen(part + i, j - i, wide.data());
       for (int64_t q = i; q < j; q++) sum[q] += wide[q - i];
@@ -255,7 +257,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
               const int64_t* count, const T* hidden, Weights<T, C> w, T* d_rows, float* d_weight, Gradient d_in,
               T* d_bias_in, Gradient d_out, T* d_bias_out) {
   constexpr bool SAME = std::is_same_v<T, C>;
-  // Sums over chunks would be rounded to 16 bits between them.
+  // Between chunks, sums would be rounded to 16 bits.
   constexpr int64_t chunk = std::is_same_v<C, float> ? CHUNK : INT64_MAX / 4;
   const auto begin = begins(count, s.experts);
   const auto& k = kernels<T, C>();
@@ -314,7 +316,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
   auto clear = [&](Gradient to, int64_t size, int64_t e) {
     if (to.data && !to.is_accumulator) std::memset(static_cast<T*>(to.data) + e * size, 0, size * sizeof(T));
   };
-  for (int64_t e = 0; e < s.experts; e++) {  // without rows: zero, not what was there
+  for (int64_t e = 0; e < s.experts; e++) {  // zero without rows, whatever the memory held
     if (count[e]) continue;
     clear(d_in, s.p * s.d, e);
     clear(d_out, s.d * s.h, e);

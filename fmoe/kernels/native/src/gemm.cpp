@@ -1,5 +1,5 @@
-// GEMMs of few rows: a block of b, rearranged to panels of [k, COLUMNS], stays in the second cache while tiles of a,
-// [k, up to ROWS], pass by.
+// GEMMs of few rows: a block of b, repacked into panels of [k, COLUMNS], stays in the L2 cache while tiles of a, [k, up
+// to ROWS], are processed.
 #include "scalars.h"
 
 #if defined(__x86_64__)
@@ -34,9 +34,9 @@ INLINE Vector load_vector(const T* p) {
   }
 }
 
-#if !defined(__clang__)  // which has no shuffle by a vector of lanes; it goes the plain way below
+#if !defined(__clang__)  // which has no shuffle by a vector of lanes; it uses the plain code below
 
-// Rows become columns: at each step the blocks off the diagonal of all 2 s by 2 s blocks change places.
+// Transpose: each step swaps the off-diagonal blocks of all 2 s by 2 s blocks.
 template <int STEP>
 INLINE void transpose(Vector (&x)[LANES]) {
   if constexpr (STEP < LANES) {
@@ -89,7 +89,7 @@ static void pack_panel(Strided<T> b, int64_t begin, int64_t n, int64_t k, float*
   }
 }
 
-// The panels of columns begin to end, one after the other. Rows of b that lie in one piece are read in one piece.
+// Pack the panels of columns begin to end, one after the other. Contiguous rows of b are read at once.
 template <class T>
 static void pack_block(Strided<T> b, int64_t begin, int64_t end, int64_t n, int64_t k, float* to) {
   if (b.column != 1) {
@@ -125,8 +125,8 @@ static void pack_tile(Strided<float> a, int64_t begin, int64_t rows, int64_t k, 
   }
 }
 
-// Where the next of b lies and how far to go for each step of the multiplication: so that it is there in time, but not
-// sooner.
+// Address of the next part of b, and its distance per step of the multiplication, so that it is prefetched in time but
+// not too early.
 struct Ahead {
   const char* at;
   int64_t step;
@@ -149,7 +149,7 @@ INLINE void put(float* to, Vector x, How how) {
 
 INLINE void put(bf16* to, Vector x, How) { SIMD for (int j = 0; j < LANES; j++) store(to + j, x[j]); }
 
-// out[M][COLUMNS] (+)= a tile of a, [k][M], by a panel of b. `ahead` goes on by k steps.
+// out[M][COLUMNS] (+)= a tile of a, [k][M], times a panel of b. `ahead` advances by k steps.
 template <int M, class O>
 static void tile(int64_t k, const float* a, const float* b, O* out, int64_t row, How how, Ahead& ahead) {
   Vector low[M], high[M];
@@ -184,13 +184,13 @@ static const Tile<O> tile_of[] = {
 #endif
 };
 
-constexpr int64_t BLOCK = 1 << 16;  // floats of b that are rearranged at a time
-constexpr int64_t FAR = 1 << 18;    // floats of out from which it is written past the caches
+constexpr int64_t BLOCK = 1 << 16;  // floats of b that are repacked at a time
+constexpr int64_t FAR = 1 << 18;    // size of out in floats from which it is written past the caches
 
 static int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// How much of b is a block: [depth, width]. Rows of b and of out that lie in one piece are taken whole where they can
-// be: for a wide b that is done by adding up parts of k, but only if out is near.
+// Size of a block of b: [depth, width]. Contiguous rows of b and of out are processed whole if possible. For a wide b,
+// that means adding up parts of k, which is done only if out stays in a cache.
 static void block_of(int64_t m, int64_t n, int64_t k, bool by_rows, bool can_add, int64_t& depth, int64_t& width) {
   if (by_rows && can_add && m * n <= 2 * BLOCK) {
     width = round_up(n, COLUMNS);
@@ -216,7 +216,7 @@ static int64_t gemm_work(int64_t m, int64_t n, int64_t k) {
 template <class B, class O>
 static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                  float* work) {
-  // Tiles of nearly the same number of rows: one of few would wait for its sums.
+  // Tiles of nearly the same number of rows: a tile of few rows would wait for its sums.
   const int64_t tiles = (m + ROWS - 1) / ROWS;
   int64_t depth, width;
   block_of(m, n, k, b.column == 1, sizeof(O) == 4, depth, width);
@@ -228,7 +228,7 @@ static void gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b
     pack_tile(a, begin, end - begin, k, packed + begin * k);
   }
   const How first = add ? ADD : m * n >= FAR && depth >= k ? STREAM : STORE;
-  // Blocks of b lie one after the other where one is all of k or all of n.
+  // Blocks of b are contiguous if a block spans all of k or all of n.
   const bool is_run = (depth == k && b.row == 1 && b.column == k) || (width >= n && b.column == 1 && b.row == n);
   for (int64_t i = 0; i < k || i == 0; i += depth) {
     const int64_t deep = least(k - i, depth);

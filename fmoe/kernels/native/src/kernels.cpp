@@ -1,5 +1,4 @@
-// Plain loops over rows, which the compiler vectorises for the instruction set that this file is compiled for: FMOE_ISA
-// names it.
+// Plain loops over rows, which the compiler vectorizes for the instruction set of this file, FMOE_ISA.
 #include "scalars.h"
 
 namespace fmoe {
@@ -8,7 +7,7 @@ namespace FMOE_JOIN(isa_, FMOE_ISA) {
 INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least normal number below -87
   x = x < -87.33654f ? -87.33654f : x;
   x = x > 88.37626f ? 88.37626f : x;
-  float n = x * 1.44269504f + 12582912.0f;  // the nearest whole number, in the low bits
+  float n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
   uint32_t power = to_bits(n) << 23;
   n -= 12582912.0f;
   float r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -22,8 +21,15 @@ INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least norm
   return from_bits(to_bits(p) + power);
 }
 
-// Each gives act(x) and its derivative.
-struct Gelu {
+// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts.
+struct Pointwise {
+  INLINE void second(float x, float& value, float& slope) {
+    value = x;
+    slope = 1.0f;
+  }
+};
+
+struct Gelu : Pointwise {
   INLINE void both(float x, float& value, float& slope) {
     // Phi by erfc, Abramowitz and Stegun 7.1.26: absolute error below 1.5e-7.
     float ax = x < 0 ? -x : x;
@@ -37,7 +43,7 @@ struct Gelu {
   }
 };
 
-struct GeluTanh {
+struct GeluTanh : Pointwise {
   INLINE void both(float x, float& value, float& slope) {
     const float a = 0.79788456f, b = 0.044715f;
     float z = a * (x + b * x * x * x);
@@ -47,18 +53,32 @@ struct GeluTanh {
   }
 };
 
-struct Relu {
+struct Relu : Pointwise {
   INLINE void both(float x, float& value, float& slope) {
     value = x < 0 ? 0.0f : x;  // NaN stays NaN
     slope = x > 0 ? 1.0f : 0.0f;
   }
 };
 
-struct Silu {
+struct Silu : Pointwise {
   INLINE void both(float x, float& value, float& slope) {
     float s = 1.0f / (1.0f + exp_(-x));
     value = x * s;
     slope = s + value * (1.0f - s);
+  }
+};
+
+struct SwigluOai {  // SwiGLUOAI of fmoe/kernels/glu.py; comparisons leave NaN
+  INLINE void both(float x, float& value, float& slope) {
+    const float a = 1.702f, g = x > 7.0f ? 7.0f : x;
+    float s = 1.0f / (1.0f + exp_(-a * g));
+    value = g * s;
+    slope = x <= 7.0f ? s + a * value * (1.0f - s) : 0.0f;
+  }
+  INLINE void second(float x, float& value, float& slope) {
+    const float low = x < -7.0f ? -7.0f : x;
+    value = (low > 7.0f ? 7.0f : low) + 1.0f;
+    slope = x >= -7.0f && x <= 7.0f ? 1.0f : 0.0f;
   }
 };
 
@@ -90,9 +110,10 @@ static void activate_rows(const C* u, const T* bias, T* hidden, C* active, int64
     C* a = active + i * h;
     if (gated) {
       SIMD for (int64_t j = 0; j < h; j++) {
-        float value, slope;
+        float value, slope, second, second_slope;
         Act::both(load(to + j), value, slope);
-        store(a + j, value * load(to + h + j));
+        Act::second(load(to + h + j), second, second_slope);
+        store(a + j, value * second);
       }
     } else {
       SIMD for (int64_t j = 0; j < h; j++) {
@@ -118,12 +139,13 @@ static void activate_rows_backward(const T* hidden, const C* d_active, const flo
     if (gated) {
 #pragma omp simd reduction(+ : dot)
       for (int64_t j = 0; j < h; j++) {
-        float value, slope, second = load(x + h + j), g = load(up + j);
+        float value, slope, second, second_slope, g = load(up + j);
         Act::both(load(x + j), value, slope);
+        Act::second(load(x + h + j), second, second_slope);
         dot += value * second * g;
         store(a + j, value * second * s);
         store(dx + j, g * s * second * slope);
-        store(dx + h + j, g * s * value);
+        store(dx + h + j, g * s * value * second_slope);
       }
     } else {
 #pragma omp simd reduction(+ : dot)
@@ -151,6 +173,8 @@ static void activate(const C* u, const T* bias, T* hidden, C* active, int64_t n,
       return activate_rows<Relu>(u, bias, hidden, active, n, h, gated);
     case SILU:
       return activate_rows<Silu>(u, bias, hidden, active, n, h, gated);
+    case SWIGLU_OAI:
+      return activate_rows<SwigluOai>(u, bias, hidden, active, n, h, gated);
   }
 }
 
@@ -166,6 +190,8 @@ static void activate_backward(const T* hidden, const C* d_active, const float* s
       return activate_rows_backward<Relu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
     case SILU:
       return activate_rows_backward<Silu>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
+    case SWIGLU_OAI:
+      return activate_rows_backward<SwigluOai>(hidden, d_active, scale, scaled, d_hidden, d_scale, n, h, gated);
   }
 }
 
@@ -201,7 +227,7 @@ static void column_sums(const C* x, const float* scale, int64_t n, int64_t d, in
 template <class T>
 static void gather_sum(const T* rows, const int64_t* place, const float* weight, int64_t num_rows, int64_t tokens,
                        int64_t k, int64_t d, T* out) {
-  constexpr int64_t BLOCK = 256;  // columns of which the sum is kept near
+  constexpr int64_t BLOCK = 256;  // columns whose sums stay in a near cache
   float sum[BLOCK];
   for (int64_t t = 0; t < tokens; t++, place += k, out += d) {
     for (int64_t begin = 0; begin < d; begin += BLOCK) {
@@ -218,7 +244,7 @@ static void gather_sum(const T* rows, const int64_t* place, const float* weight,
   }
 }
 
-// MurmurHash3's finalizer (public domain), twice, each with half of the key: `_hash` of fmoe/random.py.
+// MurmurHash3's finalizer (public domain), applied twice, each time with half of the key: `_hash` of fmoe/random.py.
 INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
   x = (x ^ (x >> 13)) * 0xc2b2ae35u;

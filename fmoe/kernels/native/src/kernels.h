@@ -1,8 +1,8 @@
 // Row kernels of an expert's feed-forward block, without torch: compiled once for each instruction set, chosen at run
 // time.
 //
-// Shape letters: n rows, D width, H hidden width, P height of the first map (H, twice that where it is gated), K
-// choices. T is the type in memory, C that of the GEMMs: bf16 rows may be computed in float.
+// Shape letters: n rows, D width, H hidden width, P height of the first map (2 H if gated, else H), K choices. T is the
+// type in memory, C that of the GEMMs: bf16 rows may be computed in float.
 #pragma once
 #include <cstdint>
 
@@ -12,9 +12,9 @@ struct bf16 {
   uint16_t bits;
 };
 
-enum Activation : int64_t { GELU = 0, GELU_TANH = 1, RELU = 2, SILU = 3 };
+enum Activation : int64_t { GELU = 0, GELU_TANH = 1, RELU = 2, SILU = 3, SWIGLU_OAI = 4 };
 
-// A matrix by two strides, one of which is 1.
+// A matrix with two strides, one of which is 1.
 template <class T>
 struct Strided {
   const T* data;
@@ -22,22 +22,22 @@ struct Strided {
   Strided t() const { return {data, column, row}; }
 };
 
-// out = a b, or out += a b where `add`: [m, k] by [k, n], in float, by one thread. For few rows: where libraries take
-// as long for rearranging a weight matrix as for multiplying with it. `work` holds `work(m, n, k)` floats.
+// out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread. For few rows, for which a library takes
+// as long to repack a weight matrix as to multiply with it. `work` holds `work(m, n, k)` floats.
 template <class B, class O>
 using Gemm = void (*)(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                       float* work);
 
 template <class T, class C>
 struct Kernels {
-  // out[i] = x[index[i] / per], all rows in turn where index is null.
+  // out[i] = x[index[i] / per]; all rows in order if index is null.
   void (*gather)(const T* x, const int64_t* index, int64_t per, int64_t n, int64_t d, C* out);
   void (*widen)(const T* x, int64_t size, C* out);
   void (*narrow)(const C* x, int64_t size, T* out);
-  // hidden = u + bias, rounded to T; active = act(hidden), gated act(first half) * second half.
-  // u may be hidden where T is C. The derivative is taken of hidden too, so that both see the same numbers.
+  // hidden = u + bias, rounded to T; active = act(hidden), if gated act(first half) * second half, which SWIGLU_OAI
+  // transforms too. u may be hidden if T is C. The derivative is also taken at hidden, so that both use the same numbers.
   void (*activate)(const C* u, const T* bias, T* hidden, C* active, int64_t n, int64_t h, Activation act, bool gated);
-  // out = y + bias; bias may be null, y may be out where T is C.
+  // out = y + bias; bias may be null, and y may be out if T is C.
   void (*finish)(const C* y, const T* bias, T* out, int64_t n, int64_t d);
   // Given d_active, the gradient of active / scale: scaled = scale * active, d_hidden = scale * d_active * act'(hidden)
   // and d_scale += <active, d_active>. scale and d_scale may be null, for a scale of one.
@@ -45,9 +45,9 @@ struct Kernels {
                             float* d_scale, int64_t n, int64_t h, Activation act, bool gated);
   // out[i] = <x[i], v>
   void (*dots)(const C* x, const T* v, int64_t n, int64_t d, float* out);
-  // out (+)= sum_i scale[i] * x[i], columns begin to end of d
+  // out (+)= sum_i scale[i] * x[i], for columns begin to end of d
   void (*column_sums)(const C* x, const float* scale, int64_t n, int64_t d, int64_t begin, int64_t end, float* out);
-  // out[t] = sum_k weight[t, k] * rows[place[t, k]] over places below num_rows, in float; weight null is one.
+  // out[t] = sum_k weight[t, k] * rows[place[t, k]] over positions below num_rows, in float; weights are one if null.
   void (*gather_sum)(const T* rows, const int64_t* place, const float* weight, int64_t num_rows, int64_t tokens,
                      int64_t k, int64_t d, T* out);
 };
@@ -60,11 +60,11 @@ struct Gemms {
   int64_t (*work)(int64_t m, int64_t n, int64_t k);
 };
 
-// n numbers of one key, from number `start` on (fmoe/experts/initial.py). None of their products and sums is rounded but
-// the last product, so that contraction to fused ones changes nothing.
+// n numbers of one key, from number `start` on (fmoe/experts/initial.py). Only the last product is rounded, so that
+// fused multiply-adds change nothing.
 struct Draws {
   void (*uniform)(uint64_t key, uint32_t start, int64_t n, float bound, float* out);
-  // ends: of 2^16 intervals of equal probability.
+  // ends: ends of 2^16 intervals of equal probability.
   void (*normal)(uint64_t key, uint32_t start, int64_t n, float std, const float* ends, float* out);
 };
 

@@ -1,4 +1,4 @@
-// Memory that is used again: for tensors, and for what a thread needs while it computes an expert.
+// Reused memory: for tensors, and for the work of a thread on an expert.
 #pragma once
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -15,22 +15,22 @@ namespace {
 
 using at::Tensor;
 
-constexpr size_t PAGE = 2 << 20;  // a huge one: what begins and ends at these can lie on them
+constexpr size_t PAGE = 2 << 20;  // a huge page: blocks that begin and end at multiples of this size can use huge pages
 
-// Whether large memory is to lie on huge pages: walking through the weights of many experts misses the translation of
-// nearly every small one.
+// Whether large blocks use huge pages: with small pages, reading the weights of many experts misses the TLB on nearly
+// every page.
 std::atomic<bool> huge_pages{true};
 
 void want_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool now) {
 #ifdef MADV_HUGEPAGE
   if (!huge_pages || madvise(data, bytes, MADV_HUGEPAGE) || !now) return;
-  constexpr int COLLAPSE = 25;  // MADV_COLLAPSE, of Linux 6.1: what was touched already is moved at once
+  constexpr int COLLAPSE = 25;  // MADV_COLLAPSE of Linux 6.1: pages that were touched already are moved at once
   madvise(data, bytes, COLLAPSE);
 #endif
 }
 
-// Large blocks, used again: malloc would map fresh pages for each and give them back, and the first touch of a page
-// costs more than anything that is done with it. Blocks that were of no use for a while go back to the system.
+// Reused large blocks. malloc would map fresh pages for each block and return them, and the first touch of a page takes
+// longer than any work on it. Blocks that were not used for a while return to the system.
 class Pool {
  public:
   static Pool& get() {
@@ -79,11 +79,11 @@ class Pool {
     }
     for (auto& block : old) munmap(block.data, block.bytes);
     if (found.data) return found;
-    // What a router decides changes from step to step: a little more fits the next one too.
+    // Sizes change from step to step with the routing: some extra bytes make the block fit the next step too.
     size_t size = (bytes + bytes / 8 + PAGE - 1) / PAGE * PAGE;
     void* data = mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK_WITH(OutOfMemoryError, data != MAP_FAILED, "fmoe: no memory for ", size, " bytes");
-    auto begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE;  // where huge pages can lie
+    auto begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE;  // aligned for huge pages
     if (begin > uintptr_t(data)) munmap(data, begin - uintptr_t(data));
     if (auto rest = uintptr_t(data) + PAGE - begin; rest > 0) munmap((void*)(begin + size), rest);
     want_huge_pages((void*)begin, size, false);
@@ -101,8 +101,8 @@ class Pool {
   uint64_t clock_ = 0;
 };
 
-// Large memory that is not of the pool: weights, and what their gradients are added to. It is asked onto huge pages
-// when it is met first; where that cannot be (shared memory, say) it stays as it is.
+// Large memory outside the pool: weights, and the tensors to which their gradients are added. At its first use it is
+// moved to huge pages; if that is impossible (shared memory, for example), it stays unchanged.
 class Met {
  public:
   static void at(const Tensor& t) {
@@ -125,7 +125,7 @@ class Met {
   std::unordered_map<uintptr_t, size_t> met_;
 };
 
-// Memory of a thread for one expert, by purpose.
+// A thread's memory for one expert, by purpose.
 enum Slot { ROWS, GRAD, W_IN, W_OUT, BEFORE, ACTIVE, D_ACTIVE, D_HIDDEN, OUT, SCALES, WORK, NUM_SLOTS };
 
 template <class C>

@@ -1,11 +1,11 @@
 // Experts' feed-forward blocks over rows grouped by expert, as torch operations: gather, two GEMMs with an activation
 // between them, combine.
 //
-// One expert is one task of a thread, the largest first; experts so large that threads would wait for one are computed
-// by all threads together. Of what lies between the GEMMs only the pre-activations are kept.
+// One expert is one task of a thread, the largest first. If an expert is so large that threads would wait for it, all
+// threads compute it together. Between the GEMMs, only the pre-activations are kept.
 //
-// Shape letters: T tokens, K choices, M rows (assignments kept, sorted by expert), L experts, D width, H hidden width,
-// P height of the first map (H, twice that where it is gated).
+// Shape letters: T tokens, K choices, M rows (kept assignments, sorted by expert), L experts, D width, H hidden width,
+// P height of the first map (2 H if gated, else H).
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -39,7 +39,8 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
       "fmoe: weights ", w_in.sizes(), " and ", w_out.sizes(), " for rows of width ", d);
   TORCH_CHECK(!b_in || b_in->numel() == experts * w_in.size(1), "fmoe: bias_in is ", b_in->sizes());
   TORCH_CHECK(!b_out || b_out->numel() == experts * d, "fmoe: bias_out is ", b_out->sizes());
-  TORCH_CHECK(activation >= GELU && activation <= SILU, "fmoe: activation ", activation);
+  TORCH_CHECK(activation >= GELU && activation <= (gated ? SWIGLU_OAI : SILU), "fmoe: activation ", activation,
+              gated ? "" : " of experts without gates");
   TORCH_CHECK(count.scalar_type() == at::kLong && count.is_contiguous() && count.numel() == experts, "fmoe: counts of ",
               count.numel(), " experts for ", experts);
   const auto* counts = count.const_data_ptr<int64_t>();
@@ -102,8 +103,8 @@ std::tuple<Tensor, Tensor> expert_ffn(const Tensor& x, const optional<Tensor>& o
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// needs: of x, weight, w_in, b_in, w_out, b_out. What is not needed comes out empty; so do gradients of weights that
-// were added to `sum_in`, `sum_out`.
+// needs: whether gradients of x, weight, w_in, b_in, w_out, b_out are needed. Others are returned empty, and so are
+// gradients of weights that were added to `sum_in`, `sum_out`.
 Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor& hidden, const optional<Tensor>& order,
                               const optional<Tensor>& place, const optional<Tensor>& weight, const Tensor& count,
                               const Tensor& w_in, const optional<Tensor>& b_in, const Tensor& w_out,
@@ -152,7 +153,7 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
   return {d_rows, d_weight, d_in, d_bias_in, d_out, d_bias_out};
 }
 
-// Initial weights, [L, count]: normal with `ends`, else uniform.
+// Initial weights, [L, count]: normal if `ends` is given, else uniform.
 Tensor draw(const Tensor& keys, int64_t count, double scale, const optional<Tensor>& ends) {
   TORCH_CHECK(keys.scalar_type() == at::kLong && keys.dim() == 1 && keys.is_contiguous(), "fmoe: keys are int64 [L]");
   TORCH_CHECK(count >= 0 && count <= int64_t(1) << 32, "fmoe: ", count, " numbers of a key");

@@ -1,4 +1,4 @@
-// What this processor runs: its row kernels (kernels.h), and whether it multiplies bf16 matrices.
+// Choice of code for this processor: its row kernels (kernels.h), and whether it multiplies bf16 matrices.
 #pragma once
 #include <ATen/Version.h>
 
@@ -14,7 +14,7 @@
 namespace fmoe {
 namespace {
 
-// The variable FMOE_NATIVE_ISA: the instruction set to stop at, for tests (docs/native.md). Empty: no limit.
+// The variable FMOE_NATIVE_ISA: upper limit of the instruction set, for tests (docs/native.md). Empty: no limit.
 const std::string& isa_limit() {
   static const char* named = std::getenv("FMOE_NATIVE_ISA");
   static const std::string limit = named ? named : "";
@@ -24,7 +24,7 @@ const std::string& isa_limit() {
 template <class Table>
 const Table& choose(const Table& plain, [[maybe_unused]] const Table& avx2, [[maybe_unused]] const Table& avx512) {
 #if defined(__x86_64__)
-  // What torch found, which ATEN_CPU_CAPABILITY lowers.
+  // The instruction set that torch detected, which ATEN_CPU_CAPABILITY lowers.
   const std::string found = at::get_cpu_capability();
   const std::string& limit = isa_limit();
   if (limit == "default" || (found != "AVX2" && found != "AVX512")) return plain;
@@ -58,8 +58,8 @@ const Kernels<bf16, bf16>& kernels() {
   return table;
 }
 
-// Whether the processor multiplies bf16 matrices itself (AVX512-BF16, AMX-BF16). Where it does not, torch's bf16 GEMMs
-// are several times slower than those of float.
+// Whether the processor multiplies bf16 matrices itself (AVX512-BF16, AMX-BF16). If not, torch's bf16 GEMMs are several
+// times slower than those in float.
 bool has_bf16_gemm() {
   if (!isa_limit().empty() && isa_limit() != "avx512_bf16") return false;
 #if defined(__x86_64__)

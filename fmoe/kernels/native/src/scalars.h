@@ -1,7 +1,8 @@
-// What files compiled for each instruction set share: the namespace that is named after it, and numbers in memory.
+// Common parts of the files that are compiled for each instruction set: the namespace named after it, and numbers in
+// memory.
 //
-// Everything of such a file is inside that namespace. A function with one name in two instruction sets would be merged
-// by the linker, and the wrong one would run on older processors; so nothing of std:: is used either.
+// Such a file has everything inside that namespace. The linker would merge functions that have the same name in two
+// instruction sets, and the wrong one would run on older processors. For the same reason, nothing of std:: is used.
 #pragma once
 #include "kernels.h"
 

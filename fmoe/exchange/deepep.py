@@ -1,0 +1,274 @@
+"""Tokens to the ranks of their experts, and sums of outputs back, by the kernels of DeepEP (optional package deep_ep).
+
+A token is sent once to every rank that has one of its experts. That rank computes its share of the output, and returns
+one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink, internode kernels RDMA besides it.
+
+Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). No
+GPU has run it.
+
+Shape letters: T tokens of this rank, R tokens that it receives, others as in `fmoe.exchange.base`.
+"""
+
+import contextlib
+import importlib
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from fmoe.errors import UserError
+from fmoe.exchange.base import NO_GRAD, GroupExchange
+from fmoe.exchange.collectives import PeerError, all_gather, fence, monitor_of
+from fmoe.exchange.hops import join_graph, tie
+from fmoe.experts.ffn import ExpertCall
+from fmoe.kernels.rows import DispatchPlan
+from fmoe.routing import Routing
+
+SENT = torch.bfloat16  # the dtype that DeepEP combines
+MULTIPLE = 16  # of numbers in a row: its kernels copy 32 bytes at a time
+MOST_CHOICES = 32  # per token: one for each lane of a warp
+
+
+class DeepEPExchange(GroupExchange):
+    """Exchange by DeepEP, in bfloat16: one copy of a token per rank, and one sum of its outputs from each rank.
+
+    It has no second derivatives, and sends a single matrix of tokens: no keys of expert dropout.
+
+    Args:
+        group, num_experts: see `GroupExchange`.
+        num_sms: multiprocessors that its kernels use, an even number, for all layers of this process; None for the
+            package's default.
+        wire_dtype: None or ``torch.bfloat16``, which tokens of another dtype need: they are rounded for the transport,
+            and so are each rank's sums, which are added in float32.
+
+    Raises:
+        UserError: deep_ep cannot be imported, or an option is invalid.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        num_sms: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ):
+        super().__init__(group, num_experts, wire_dtype=wire_dtype)
+        if wire_dtype not in (None, SENT):
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype} is not supported: deepep sends {SENT}")
+        if num_sms is not None and (type(num_sms) is not int or num_sms < 2 or num_sms % 2):
+            raise UserError(f"exchange_options: num_sms={num_sms!r} is not a positive even number")
+        self.num_sms = num_sms
+        self.buffer: Any = None
+        if dist.get_backend(group) != "fake":  # a dry run counts the memory of another machine
+            self._package = _package()
+
+    def describe(self) -> str:
+        return f"DeepEPExchange(num_sms={self.num_sms}, wire_dtype={self.wire_dtype})"
+
+    def prepare(self, facts: Mapping[str, Any], experts: torch.nn.Module, device: torch.device) -> None:
+        super().prepare(facts, experts, device)  # all ranks have the same facts: what follows raises on all or on none
+        d_model, dtype = facts["d_model"], facts["dtype of the input"]
+        if d_model % MULTIPLE:
+            raise UserError(f"exchange='deepep': d_model={d_model} is not a multiple of {MULTIPLE}")
+        if self.wire_dtype is None and dtype not in (None, SENT):
+            raise UserError(
+                f"exchange='deepep' sends {SENT}, and the input is {dtype}: use "
+                f"exchange_options={{'wire_dtype': {SENT}}}"
+            )
+        if self.num_sms is not None:
+            self._package.Buffer.set_num_sms(self.num_sms)
+        try:
+            self.buffer = _buffer_of(self.group, self._package.Buffer, d_model * SENT.itemsize)
+        except Exception as error:  # the other ranks wait for this one's buffer
+            self.post_failure(error)
+            raise
+
+    def plan(self, routing: Routing) -> Tensor:
+        """Return the choices [T, K]."""
+        if (top_k := routing.expert_TK.shape[1]) > MOST_CHOICES:
+            raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}")
+        return routing.expert_TK
+
+    @torch.no_grad()
+    def open(self, plan: Tensor, depth: int) -> "_Sent":
+        expert_TK = plan.to(getattr(self._package, "topk_idx_t", torch.int64)).contiguous()
+        layout = self.buffer.get_dispatch_layout(expert_TK, self.num_experts)[:4]
+        head = torch.tensor([0, depth, expert_TK.shape[1]], dtype=torch.int64, device="cpu").to(plan.device)
+        heads = self._exchange_heads(torch.cat([head, layout[0].long()]), None)
+        others = [rank for rank in range(self.ep_size) if rank != self.ep_rank]
+        sent = sum(heads[self.ep_rank][3 + rank] for rank in others)
+        received = sum(heads[rank][3 + self.ep_rank] for rank in others)
+        depths = {row[1] for row in heads}
+        if depth == NO_GRAD and depths & {1, 2}:  # that rank raises, and nothing would end this one's dispatch
+            context = monitor_of(self.group).context
+            raise PeerError(f"{context}: another rank of moe_group trains while this one runs under torch.no_grad()")
+        depth = self.agreed_depth(depth, max(depths))
+        top_k = max(row[2] for row in heads)  # of expert choice, each rank has its own
+        expert_TK = F.pad(expert_TK, (0, top_k - expert_TK.shape[1]), value=-1)
+        return _Sent(self, expert_TK, layout, sent, received, depth)
+
+    def abort(self, error: Exception, device: torch.device) -> None:
+        """Join the exchange of counts with a flag and no tokens, so that all ranks raise."""
+        head = torch.zeros(3 + self.ep_size, dtype=torch.int64, device=device)
+        head[0] = 1
+        self._exchange_heads(head, error)
+
+    def _exchange_heads(self, head: Tensor, error: Exception | None) -> list[list[int]]:
+        """Return a row for each rank: failure flag, depth, K, number of tokens for each rank."""
+        gathered = all_gather(self.group, head, "exchange of counts").wait(for_host=True)
+        heads = gathered.view(self.ep_size, -1).tolist()
+        failed = [rank for rank, row in enumerate(heads) if row[0]]
+        if failed:
+            self.raise_on_all_ranks(failed, error, head.device)
+        return heads
+
+
+class _Sent:
+    """A forward pass whose layout is known.
+
+    Args:
+        layout: the first four results of ``Buffer.get_dispatch_layout``.
+        sent, received: number of tokens to and from other ranks.
+    """
+
+    def __init__(
+        self,
+        exchange: DeepEPExchange,
+        expert_TK: Tensor,
+        layout: Sequence[Any],
+        sent: int,
+        received: int,
+        depth: int,
+    ):
+        self._exchange, self._buffer, self._group = exchange, exchange.buffer, exchange.group
+        self._expert_TK, self._layout, self._depth = expert_TK, layout, depth
+        self._sent, self._received = sent, received
+        self._handle: Any = None
+        self._received_RK: Tensor | None = None
+        self._counts: list[int] = []
+
+    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
+        if len(inputs) != 1 or inputs[0].dim() != 2:
+            raise UserError(
+                "exchange='deepep' sends one matrix of tokens: experts with dropout or several inputs need another "
+                "exchange, such as all_to_all"
+            )
+        x_TD, weight_TK = (join_graph(t, self._depth == 2) for t in (inputs[0], weight_TK))
+        weight_TK = F.pad(weight_TK, (0, self._expert_TK.shape[1] - weight_TK.shape[1]))
+        received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)
+        received_RD = received_RD.to(x_TD.dtype)
+        expert_RK = self._received_RK
+        assert expert_RK is not None
+        plan = DispatchPlan.from_routing(Routing(expert_RK, expert_RK), self._exchange.num_local_experts)
+        rows = [plan.permute(received_RD, sum(self._counts))]
+        outputs = [tie(join_graph(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
+        return [_Combine.apply(plan.combine(out, weight_RK).to(SENT), self).to(out.dtype) for out in outputs]
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens and weights; return what this rank received. The host waits for its counts."""
+        per_rank, per_node, per_expert, is_in_rank = self._layout
+        with self._call("dispatch of tokens", self._sent, x_TD, weight_TK, self._expert_TK):
+            x_RD, expert_RK, weight_RK, self._counts, self._handle, _event = self._buffer.dispatch(
+                x_TD.contiguous(),
+                topk_idx=self._expert_TK,
+                topk_weights=weight_TK.contiguous(),
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=per_expert,
+            )
+        self._received_RK = expert_RK.long()
+        return x_RD, weight_RK
+
+    def dispatch_again(self, x_TD: Tensor) -> Tensor:
+        """Send other rows of the same tokens."""
+        fence(self._group, x_TD.device)
+        with self._call("dispatch of gradients", self._sent, x_TD):
+            return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
+
+    def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the sums over ranks of the rows, and of the weights, of each token."""
+        fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank does not come
+        weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
+        with self._call("combination of tokens", self._received, y_RD, *weights):
+            return self._buffer.combine(y_RD.contiguous(), self._handle, topk_weights=weights[0] if weights else None)[
+                :2
+            ]
+
+    @contextlib.contextmanager
+    def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
+        """Count the bytes of as many rows of each tensor, and turn a timeout of the package into an error that names
+        the missing ranks."""
+        monitor, begin = monitor_of(self._group), time.monotonic()
+        monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
+        try:
+            yield
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+            raise monitor.broken(error, what, monitor.started + 1, begin) from error
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, sent: _Sent) -> tuple[Tensor, Tensor]:
+        ctx.sent = sent
+        return sent.dispatch(x_TD, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor, grad_RK: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        _refuse_second_derivatives()
+        return *ctx.sent.combine(grad_RD, grad_RK), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, sent: _Sent) -> Tensor:
+        ctx.sent = sent
+        return sent.combine(y_RD)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        _refuse_second_derivatives()
+        return ctx.sent.dispatch_again(grad_TD), None
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise UserError("exchange='deepep' has no second derivatives (create_graph=True): use all_to_all")
+
+
+def _package() -> ModuleType:
+    try:
+        return importlib.import_module("deep_ep")
+    except Exception as error:  # an extension built for another torch or CUDA may raise any error
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(
+            f"exchange='deepep' needs the package deep_ep ({reason}): see https://github.com/deepseek-ai/DeepEP"
+        ) from error
+
+
+_buffers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Any]" = weakref.WeakKeyDictionary()
+
+
+def _buffer_of(group: dist.ProcessGroup, buffer: Any, row_bytes: int) -> Any:
+    """Return the group's communication buffer, for rows of this size. A new one replaces a smaller one; every rank of
+    the group must call it."""
+    ranks = group.size()
+    try:
+        configs = (buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks))
+    except AssertionError as error:
+        raise UserError(f"exchange='deepep' does not support {ranks} expert parallel ranks: {error}") from error
+    near = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
+    far = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
+    found = _buffers.get(group)
+    if found is None or found.num_nvl_bytes < near or found.num_rdma_bytes < far:
+        _buffers[group] = found = buffer(group, near, far)
+    return found

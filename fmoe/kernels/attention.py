@@ -1,0 +1,128 @@
+"""Causal attention within a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
+
+A window of W tokens is computed in blocks of W queries, each with at most 2 W keys, so that time and memory grow with
+the length, not with its square.
+
+A sink (arXiv 2309.17453; one learned number per head in GPT-OSS, arXiv 2508.10925) is a score that takes part in the
+softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here it is a further first key with a value of
+zero. Its score comes from eight further elements of each query and key, so that kernels with a causal mask stay usable.
+
+Shape letters: B sequences, S queries, K keys, H query heads, G key/value heads, d width of a key, v width of a value, W
+window.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_FURTHER = 8  # elements of a head; fused kernels for GPUs need a multiple of eight
+
+
+def causal_attention(
+    query_BHSd: Tensor,
+    key_BGKd: Tensor,
+    value_BGKv: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+    seen: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the outputs [B, H, S, v] of queries, the last of which is at the position of the last key.
+
+    Args:
+        scale: factor of the scores.
+        window: number of last keys, with that of its own position, that a query sees; None for all.
+        sinks_H: sink of each head; None for none.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, which must include later ones;
+            None for all keys up to the query's.
+        dropout: rate of dropout of the probabilities.
+    """
+    queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
+    if window is not None and queries < keys:  # with a cache: no query sees keys before the first one's window
+        first = max(0, keys - queries - window + 1)
+        key_BGKd, value_BGKv, keys = key_BGKd[:, :, first:], value_BGKv[:, :, first:], keys - first
+        seen = None if seen is None else seen[..., first:]
+    options: dict[str, Any] = {"scale": scale, "sinks_H": sinks_H, "dropout": dropout}
+    if window is None or keys <= window or queries == 1:
+        if seen is None and 1 < queries < keys:
+            seen = visible(queries, keys, window, query_BHSd.device)
+        return _attend(query_BHSd, key_BGKd, value_BGKv, seen, **options)
+    if queries < keys:
+        near = visible(queries, keys, window, query_BHSd.device)
+        return _attend(query_BHSd, key_BGKd, value_BGKv, near if seen is None else near & seen, **options)
+    return _by_blocks(query_BHSd, key_BGKd, value_BGKv, window, seen, **options)
+
+
+def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [S, K] of causal attention, True where a query sees a key; the last ones have one position."""
+    position_S1 = torch.arange(keys - queries, keys, dtype=torch.int64, device=device).unsqueeze(1)
+    distance_SK = position_S1 - torch.arange(keys, dtype=torch.int64, device=device)
+    return (distance_SK >= 0) if window is None else (distance_SK >= 0) & (distance_SK < window)
+
+
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
+    """Attend with as many keys as queries: each block of W queries to its own keys and those of the block before."""
+    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would cost S gradients of all keys
+    near = visible(window, 2 * window, window, query.device)
+    outputs: list[Tensor] = []
+    for index, block in enumerate(query.split(window, dim=2)):
+        begin, count = index * window, block.shape[2]
+        first = max(0, begin - window)
+        mask = None if index == 0 else near[:count, : window + count]
+        if seen is not None:
+            part = seen[..., begin : begin + count, first : begin + count]
+            mask = part if mask is None else mask & part
+        own, before = slice(index, index + 1), slice(max(0, index - 1), index)
+        block_keys, block_values = (torch.cat([*x[before], *x[own]], dim=2) for x in (keys, values))
+        outputs.append(_attend(block, block_keys, block_values, mask, **options))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    *,
+    scale: float,
+    sinks_H: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attend under a mask; without one, causally, or with all keys for a single query."""
+    is_causal = seen is None and query.shape[2] > 1
+    width = value.shape[-1]
+    if sinks_H is not None:
+        query, key, value = _with_sinks(query, key, value, sinks_H, scale, is_causal)
+        seen = None if seen is None else F.pad(seen, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        *(query, key, value),
+        attn_mask=seen,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out if sinks_H is None else out[:, :, int(is_causal) :, :width]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with the sink as the first key; if causal, with an unused first query."""
+    score_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
+    high_H = score_H.to(query.dtype)
+    low_H = (score_H - high_H).to(query.dtype)  # what 16 bits lose of the first term
+    sink_H2 = torch.stack([high_H, low_H], dim=1)
+    batch, heads, length, _ = query.shape
+    query = torch.cat([query, sink_H2.view(1, heads, 1, 2).expand(batch, heads, length, 2)], dim=-1)
+    query = F.pad(query, (0, _FURTHER - 2, int(is_causal), 0))
+    width = key.shape[-1]
+    sink_key = key.new_zeros(width + _FURTHER)
+    sink_key[width : width + 2] = 1
+    key = torch.cat([sink_key.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _FURTHER))], dim=2)
+    # Fused kernels for CPUs need values as wide as keys.
+    return query, key, F.pad(value, (0, key.shape[-1] - value.shape[-1], 1, 0))

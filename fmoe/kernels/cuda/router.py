@@ -1,0 +1,257 @@
+"""A softmax router from tokens to experts, weights, losses and statistics, as one operation forward and one backward.
+
+Forward: jitter (if any), logits, one kernel for scores, choices and weights, one for losses and statistics, and one for
+capacity (if any). The backward pass adds the experts' gradient of the tokens within the product that computes the
+router's. `fmoe.gates.router` computes the same in plain torch.
+
+Shape letters: T tokens, D width, E experts, K choices, G routing groups.
+"""
+
+from dataclasses import dataclass
+from typing import Any, List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fmoe.kernels.cuda import calls, launch
+from fmoe.kernels.cuda.calls import TokenTiles
+from fmoe.kernels.cuda.instances import MAX_EXPERTS
+from fmoe.kernels.cuda.routing import Rule
+
+LOSSES = ("balance", "z")  # in the order of `Result.stats`
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Multiplicative noise on the router's input, uniform in [1 - half_width, 1 + half_width).
+
+    Attributes:
+        key, first_group: key of the noise, and index of the first routing group (`fmoe.routing.RoutingGroups`).
+    """
+
+    half_width: float
+    key: int
+    first_group: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of `route`. ``weight_TK``, ``balance`` and ``z`` are differentiable.
+
+    Attributes:
+        expert_TK: -1 for padding and for assignments over capacity.
+        stats: [E + 5], `fmoe.routing.RoutingStats.sums` with `LOSSES`.
+        tile_count: assignments by tile and expert (`calls.place`), empty without capacity.
+        tokens_TD: the tokens, for the experts: the router's backward pass adds their gradient. None if they need none.
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    balance: Tensor
+    z: Tensor
+    stats: Tensor
+    tile_count: Tensor
+    tokens_TD: Tensor | None
+
+
+def fits(num_experts: int, top_k: int, rule: Rule, has_capacity: bool) -> bool:
+    """Return whether the kernels can count these choices in shared memory."""
+    _, of_block, of_warp = calls.route_words(num_experts, top_k, rule.groups, True, has_capacity)
+    return num_experts <= MAX_EXPERTS and 4 * (of_block + of_warp) <= launch.SHARED
+
+
+def route(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    top_k: int,
+    rule: Rule,
+    tiles: TokenTiles,
+    mask_T: Tensor | None,
+    factor: float | None,
+    jitter: Jitter | None,
+) -> Result:
+    """Return the routing of tokens by the softmax of ``x @ weight.T``, which is computed in float32.
+
+    Args:
+        rule: its scores are a softmax.
+        mask_T: bool; False for tokens that are not routed.
+        factor: capacity factor; None for no limit.
+    """
+    assert not rule.is_sigmoid
+    mask_T = None if mask_T is None else mask_T.contiguous()
+    flags = (rule.by_logits, rule.normalize, rule.scale, rule.groups, rule.kept_groups, rule.best_of)
+    shape = (tiles.group_size, tiles.sequences, tiles.sequence_length)
+    noise = (0.0, 0, 0) if jitter is None else (jitter.half_width, jitter.key, jitter.first_group)
+    options = (top_k, *flags, *shape, float(factor or 0.0), *noise)
+    return Result(*_Route.apply(x_TD.contiguous(), weight_ED.contiguous(), mask_T, options))
+
+
+@torch.library.custom_op("fmoe_cuda::router", mutates_args=())
+def _router(
+    x: Tensor,
+    weight: Tensor,
+    mask: Optional[Tensor],  # noqa: UP045
+    top_k: int,
+    by_logits: bool,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    kept_groups: int,
+    best_of: int,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    factor: float,
+    half_width: float,
+    key: int,
+    first_group: int,
+) -> List[Tensor]:  # noqa: UP006
+    """Return experts before and after capacity, weights, balance, z, stats, counts by tile; and what the backward pass
+    needs: logits, their logsumexp, fractions, the jittered input. Those that do not exist are empty."""
+    tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
+    jittered, logits = x.new_empty(0), _product32(x, weight.t())
+    if half_width:
+        jittered, change = calls.jitter_and_change(x, key, first_group, half_width, tiles)
+        # The rounding error of the change is 2^-9 of it; that of a 16-bit product would be 2^-9 of x.
+        logits = _product32(change, weight.t(), logits)
+    expert, weights, logsumexp, counted = calls.route_counted(
+        *(logits, mask, top_k, tiles),
+        by_choice=factor > 0,
+        by_logits=by_logits,
+        normalize=normalize,
+        scale=scale,
+        groups=groups,
+        kept_groups=kept_groups,
+        best_of=best_of,
+    )
+    kept, tile_count = expert.new_empty(0), expert.new_empty(0, dtype=torch.int32)
+    queued = calls.queue(counted, top_k, factor)
+    if factor:
+        kept, tile_count = calls.drop_over_capacity(expert, counted, queued)
+    sums = queued.sums
+    assert sums is not None
+    losses = (sums.balance, sums.z, sums.stats)
+    return [expert, kept, weights, *losses, tile_count, logits, logsumexp, sums.fraction_GE, jittered]
+
+
+@_router.register_fake
+def _(x, weight, mask, top_k, *flags_and_sizes):
+    *_, group_size, _, _, factor, half_width, _, _ = flags_and_sizes
+    tokens, experts, new = x.shape[0], weight.shape[0], x.new_empty
+    floats, integers = {"dtype": torch.float32}, {"dtype": torch.int32}
+    expert = new(tokens, top_k, dtype=torch.int64)
+    kept, counts = new(0, dtype=torch.int64), new(0, **integers)
+    if factor:
+        kept, counts = torch.empty_like(expert), new(*calls.tile_count_shape(tokens * top_k, experts), **integers)
+    losses = (new((), **floats), new((), **floats), new(experts + 5, **floats))
+    groups = max(1, -(-tokens // group_size))
+    inner = (new(tokens, experts, **floats), new(tokens, **floats), new(groups, experts, **floats))
+    jittered = torch.empty_like(x) if half_width else new(0)
+    return [expert, kept, new(tokens, top_k, **floats), *losses, counts, *inner, jittered]
+
+
+@torch.library.custom_op("fmoe_cuda::router_backward", mutates_args=())
+def _router_backward(
+    d_weights: Optional[Tensor],  # noqa: UP045
+    d_balance: Optional[Tensor],  # noqa: UP045
+    d_z: Optional[Tensor],  # noqa: UP045
+    d_tokens: Optional[Tensor],  # noqa: UP045
+    x: Tensor,
+    weight: Tensor,
+    mask: Optional[Tensor],  # noqa: UP045
+    expert: Tensor,
+    stats: Tensor,
+    logits: Tensor,
+    logsumexp: Tensor,
+    fraction: Tensor,
+    normalize: bool,
+    scale: float,
+    group_size: int,
+    sequences: int,
+    sequence_length: int,
+    half_width: float,
+    key: int,
+    first_group: int,
+    needs: List[bool],  # noqa: UP006
+) -> Tuple[Tensor, Tensor]:  # noqa: UP006
+    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed. ``x`` is the
+    jittered input."""
+    tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
+    losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
+    # bfloat16 has float32's range: the gradient of logits is rounded as that of any other linear map of the model.
+    is_rounded = x.dtype == weight.dtype == torch.bfloat16
+    d_logits = calls.route_backward(
+        *(logits, expert, logsumexp, d_weights, None, None, losses),
+        is_sigmoid=False,
+        normalize=normalize,
+        scale=scale,
+        dtype=torch.bfloat16 if is_rounded else None,
+    )
+    d_x, d_weight = x.new_empty(0), weight.new_empty(0)
+    if needs[0]:
+        factors = (d_logits, weight) if is_rounded else (d_logits, weight.float())
+        if half_width:
+            d_x = torch.mm(*factors).to(x.dtype)
+            d_x = calls.jitter(d_x, key, first_group, half_width, tiles, d_tokens)
+        elif d_tokens is None:
+            d_x = torch.mm(*factors).to(x.dtype)
+        else:
+            d_x = torch.addmm(d_tokens.to(d_logits.dtype), *factors).to(x.dtype)
+    if needs[1]:
+        d_weight = torch.mm(d_logits.t(), x) if is_rounded else (d_logits.t() @ x.float()).to(weight.dtype)
+    return d_x, d_weight
+
+
+@_router_backward.register_fake
+def _(d_weights, d_balance, d_z, d_tokens, x, weight, *rest):
+    needs = rest[-1]
+    return tuple(
+        torch.empty_like(t) if needed else t.new_empty(0) for t, needed in zip((x, weight), needs, strict=True)
+    )
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        expert, kept, weights, balance, z, stats, tile_count, *inner = _router(x, weight, mask, *options)
+        logits, logsumexp, fraction, jittered = inner
+        _, _, normalize, scale, _, _, _, *shape, factor, half_width, key, first_group = options
+        ctx.save_for_backward(jittered if half_width else x, weight, mask, expert, stats, logits, logsumexp, fraction)
+        ctx.options = (normalize, scale, *shape, half_width, key, first_group)
+        chosen = kept if factor else expert
+        ctx.mark_non_differentiable(chosen, stats, tile_count)
+        ctx.set_materialize_grads(False)
+        tokens = x.view_as(x) if ctx.needs_input_grad[0] else None
+        return chosen, weights, balance, z, stats, tile_count, tokens
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _chosen: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_weights, d_balance, d_z, _, _, d_tokens = (None if d is None else d.contiguous() for d in gradients)
+        if d_weights is None and d_balance is None and d_z is None:
+            return d_tokens, None, None, None
+        needs = list(ctx.needs_input_grad[:2])
+        given = (d_weights, d_balance, d_z, d_tokens, *ctx.saved_tensors)
+        found = _router_backward(*given, *ctx.options, needs)
+        return *(d if needed else None for d, needed in zip(found, needs, strict=True)), None, None
+
+
+def _product32(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + addend`` in float32: sums of exact products, also of 16-bit factors."""
+    if not a.is_cuda or a.dtype != b.dtype or a.dtype == torch.float32:
+        a, b = a.float(), b.float()
+        return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
+    if addend is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(addend, a, b, out_dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.fmoe_cuda.router)
+def _flops(x, weight, *others, out_shape=None) -> int:
+    return 2 * x[0] * weight[0] * weight[1]
+
+
+@register_flop_formula(torch.ops.fmoe_cuda.router_backward)
+def _flops_backward(d_weights, d_balance, d_z, d_tokens, x, weight, *others, **options) -> int:
+    return 2 * x[0] * weight[0] * weight[1] * sum(others[-1])

@@ -1,0 +1,48 @@
+"""Gated linear units: what lies between the two linear maps of a gated expert.
+
+Shape letters: n rows, H hidden width.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class SwiGLUOAI:
+    """The activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)`` of a gate g, at
+    most 7, and a value v, clamped to -7 .. 7.
+
+    Called with gates, it returns the first factor; `second` returns the other one.
+    """
+
+    alpha, limit = 1.702, 7.0
+
+    def __call__(self, gates: Tensor) -> Tensor:
+        gates = gates.clamp(max=self.limit)
+        return gates * (self.alpha * gates).sigmoid()
+
+    def second(self, values: Tensor) -> Tensor:
+        """Return the factor of the values."""
+        return values.clamp(-self.limit, self.limit) + 1
+
+    def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of both factors; zero where a clamp changes the input."""
+        clamped = gates.clamp(max=self.limit)
+        sigmoid = (self.alpha * clamped).sigmoid()
+        slope = sigmoid * (1 + self.alpha * clamped * (1 - sigmoid))
+        return slope * (gates <= self.limit), (values.abs() <= self.limit).to(values.dtype)
+
+    def __repr__(self) -> str:
+        return "swiglu_oai"
+
+
+def gate(activation: Callable[[Tensor], Tensor], hidden_nP: Tensor) -> Tensor:
+    """Return ``activation(first half) * second half`` (GLU variants, arXiv 2002.05202): [n, 2 H] -> [n, H].
+
+    `SwiGLUOAI` also transforms the second half.
+    """
+    gates, values = hidden_nP.unsafe_chunk(2, dim=-1)  # views that an activation may change in place
+    if isinstance(activation, SwiGLUOAI) and torch.finfo(hidden_nP.dtype).bits == 16:  # rounded once, as in kernels
+        return (activation(gates.float()) * activation.second(values.float())).to(hidden_nP.dtype)
+    return activation(gates) * (activation.second(values) if isinstance(activation, SwiGLUOAI) else values)

@@ -1,0 +1,29 @@
+"""Single biases of a GPT; Megatron-core has one switch, ``add_bias_linear``, for those of all linear maps."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from torch import nn
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """`RowParallelLinear` with a bias, whatever the configuration has."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any):
+        super().__init__(*args, bias=True, **options)
+
+
+def add_output_bias(model: GPTModel) -> None:
+    """Add a bias of zeros to the logits of a model; does nothing for a pipeline stage without output layer.
+
+    Each tensor parallel rank has the elements of its part of the vocabulary.
+    """
+    if not model.post_process:
+        return
+    layer = model.output_layer
+    zeros = torch.zeros(layer.output_size_per_partition, dtype=model.config.params_dtype)
+    layer.bias = nn.Parameter(zeros)
+    set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+    layer.bias.allreduce = True

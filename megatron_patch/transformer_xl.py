@@ -1,0 +1,263 @@
+"""Transformer-XL (Dai et al. 2019, arXiv 1901.02860 section 3): relative positions and segment recurrence.
+
+Layers keep their input hidden states as the memory of the next segment of the same text. Keys and values come from the
+memory and the segment, queries from the segment alone; no gradient enters the memory. A score depends on the position
+only through the distance of query and key.
+
+Shape letters: S tokens of the segment, M of the memory, K = M + S keys, B sequences, A heads on this rank, W head
+width, D hidden size.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from fmoe import UserError
+
+
+def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
+    """Return the encodings R of the distances ``count - 1`` down to 0: sines, then cosines.
+
+    Returns:
+        float32 [count, width].
+    """
+    distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
+    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angles = distances.unsqueeze(1) * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """Move scores by distance to the keys at that distance (appendix B).
+
+    Args:
+        scores: [..., S, K]; column c belongs to the distance K - 1 - c.
+
+    Returns:
+        [..., S, K]; column j of row i belongs to key j, at the distance i + M - j. Columns of later keys are undefined.
+    """
+    queries, keys = scores.shape[-2:]
+    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
+    return padded[..., queries:].unflatten(-1, (queries, keys))
+
+
+class PositionBiases(nn.Module):
+    """The vectors u and v of each head, which replace the position of the query.
+
+    Args:
+        config: config of the model.
+        width: elements of a head.
+
+    Attributes:
+        content: u, added to queries that meet the content of a key; [A * W].
+        position: v, added to queries that meet the distance of a key; [A * W].
+    """
+
+    content: nn.Parameter
+    position: nn.Parameter
+
+    def __init__(self, config: TransformerConfig, width: int):
+        super().__init__()
+        size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        count = config.num_attention_heads * width
+        for name in ("content", "position"):
+            value = nn.Parameter(torch.empty(count // size, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(value, is_parallel=True, dim=0, stride=1)
+            setattr(self, name, value)
+            if not value.is_meta:
+                whole = torch.empty(count, device="cpu", dtype=torch.float32)
+                nn.init.normal_(whole, std=config.init_method_std)
+                value.data.copy_(whole.chunk(size)[rank])
+
+    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, B, A, W] for contents and for distances."""
+        # A forward pass of its own, because Megatron-core's overlapped gathering of parameters waits for modules.
+        content, position = (bias.view(query.shape[-2:]) for bias in (self.content, self.position))
+        return query + content, query + position
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the vectors as this rank's slices of those of all heads."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"content": 0, "position": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class RelativeAttention(SelfAttention):
+    """Causal self attention with Transformer-XL's scores, over a memory and a segment.
+
+    With query q, content key k and projected distance encoding r, a score is the scaled sum of
+    (q + u) k and (q + v) r: the terms (a) + (c) and (b) + (d) of section 3.3. u, v and the projection belong to a
+    layer. The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
+
+    Attributes:
+        memory: normalized hidden states before the segment [M, B, D], a slice of them under sequence parallelism; None
+            for none. `RecurrentLayer` sets it.
+    """
+
+    memory: Tensor | None = None
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **options)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False  # every rank has the encodings of all distances
+        self.linear_position = ColumnParallelLinear(
+            config.hidden_size,
+            self.query_projection_size,
+            config=plain,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            disable_grad_reduce=True,  # the encodings have no gradient
+            tp_group=self.pg_collection.tp,
+        )
+        self.biases = PositionBiases(config, self.hidden_size_per_attention_head)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map normalized hidden states [S, B, D] to the output of attention and its bias.
+
+        Args:
+            attention_mask: True where a query must not see a key, [B, 1, S, S]; None for causal attention. It hides no
+                memory.
+
+        Raises:
+            UserError: keys are cached by Megatron-core, or sequences are packed.
+        """
+        for name, value in (("inference_context", inference_context), ("packed_seq_params", packed_seq_params)):
+            if value is not None:
+                raise UserError(f"{name} is not supported with the relative positions of Transformer-XL")
+        query, key, value = self.get_query_key_value_tensors(hidden_states)[:3]
+        if self.memory is not None:
+            _, old_key, old_value = self.get_query_key_value_tensors(self.memory)[:3]
+            key, value = torch.cat([old_key, key]), torch.cat([old_value, value])
+        (length, _, heads, width), count = query.shape, len(key)
+        hidden = torch.ones(length, count, dtype=torch.bool, device=query.device).triu(1 + count - length)
+        hidden = hidden[None, None]
+        if attention_mask is not None:
+            hidden = hidden | nn.functional.pad(attention_mask, (count - length, 0))
+        for_contents, for_distances = self.biases(query)
+        encodings = sinusoids(count, self.config.hidden_size, query.device).to(query.dtype)
+        distances, _ = self.linear_position(encodings.unsqueeze(1))
+        distances_AWK = distances.view(count, heads, width).permute(1, 2, 0)
+        scores = relative_shift(for_distances.permute(1, 2, 0, 3) @ distances_AWK)
+        out = self.core_attention(
+            for_contents,
+            key,
+            value,
+            hidden,
+            attn_mask_type=self.attn_mask_type,
+            attention_bias=scores * self.core_attention.softmax_scale,
+        )
+        return self.linear_proj(out)
+
+
+class RecurrentLayer(TransformerLayer):
+    """Transformer layer that attends to a memory of its input, and keeps the input for the next segment.
+
+    Attributes:
+        memory_length: number of hidden states to keep.
+        past: hidden states before the segment [M, B, D]; None for none.
+        present: the last ``memory_length`` hidden states of memory and segment, after a forward pass.
+    """
+
+    memory_length = 0
+    past: Tensor | None = None
+    present: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """Run the layer on hidden states [S, B, D]; arguments and result are those of `TransformerLayer`."""
+        attention: Any = self.self_attention
+        past = self.past
+        if self.memory_length:
+            self.present = self._extended(hidden_states.detach())
+        if past is not None and self.config.sequence_parallel:
+            past = past.chunk(self.config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+        # The weights of the norm get their gradient from memory and segment, as all weights of keys and values do.
+        attention.memory = None if past is None else self.input_layernorm(past)
+        try:
+            return super().forward(hidden_states, *args, **options)
+        finally:
+            attention.memory = None
+
+    @torch.no_grad()
+    def _extended(self, hidden_states: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
+        states = hidden_states if self.past is None else torch.cat([self.past, hidden_states])
+        return states[-self.memory_length :].clone()  # a view would hold all of them
+
+
+class StreamMemory:
+    """Memory of streams that a model reads side by side, segment after segment.
+
+    Sequences are numbered: sequence n is the next segment of stream ``n % streams``. A micro batch holds consecutive
+    sequences, and begins at the same stream in each round.
+
+    Args:
+        model: model, or pipeline chunk of it, with layers of type `RecurrentLayer`.
+        length: hidden states per layer and stream.
+        streams: number of streams.
+
+    Attributes:
+        states: memory of each layer [M, B, D], by the first stream of a micro batch; nothing before a first segment.
+    """
+
+    def __init__(self, model: nn.Module, length: int, streams: int):
+        self.layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+        self.length, self.streams = length, streams
+        self.states: dict[int, list[Tensor]] = {}
+        self._stream: int | None = None
+
+    def enter(self, first: int, is_start: bool = False) -> None:
+        """Give the layers the memory of a micro batch, until the next call or `leave`.
+
+        Recomputation of the layers in the backward pass needs it, so it remains after the forward pass.
+
+        Args:
+            first: number of the first sequence of the micro batch.
+            is_start: begin the streams anew, without memory.
+        """
+        self.leave()
+        self._stream = first % self.streams
+        past: Sequence[Tensor | None] = self.states.get(self._stream, ())
+        if is_start or not past:
+            past = [None] * len(self.layers)
+        for layer, state in zip(self.layers, past, strict=True):
+            layer.memory_length, layer.past, layer.present = self.length, state, None
+
+    def leave(self) -> None:
+        """Keep the memory that the layers made since `enter`, and take it from them."""
+        if self._stream is None:
+            return
+        present = [layer.present for layer in self.layers if layer.present is not None]
+        if len(present) == len(self.layers):  # unless an error ended the forward pass
+            self.states[self._stream] = present
+        for layer in self.layers:
+            layer.memory_length, layer.past, layer.present = 0, None, None
+        self._stream = None

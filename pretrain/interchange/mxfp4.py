@@ -1,0 +1,40 @@
+"""Weights in MXFP4 (OCP Microscaling Formats 1.0, section 5.3.4): 32 numbers of four bits share a power of two."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fmoe.errors import UserError
+from pretrain.interchange.tensors import Sizes, Transform
+
+# E2M1: a sign, two bits of exponent, one of mantissa.
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
+_BIAS = 127  # of the scales' exponents (E8M0); 255 is NaN
+
+
+class FromMXFP4:
+    """bfloat16 matrices [E, out, in] from blocks [E, out, in / 32, 16], the lower four bits of a byte first, and scales
+    [E, out, in / 32]; exact. An import only: an export writes bfloat16.
+
+    Args:
+        of_rows: transform of the matrices, with outputs before inputs.
+    """
+
+    def __init__(self, of_rows: Transform):
+        self.of_rows = of_rows
+
+    def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
+        raise UserError("MXFP4 is not written: export other weights")
+
+    def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        blocks, scales = theirs
+        matrices = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16)
+        for matrix, block, scale in zip(matrices, blocks, scales, strict=True):  # experts one by one, for their memory
+            codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(2)
+            exponents = scale.int().sub_(_BIAS).unsqueeze(-1)
+            matrix.copy_(torch.ldexp(_VALUES[codes.int()], exponents).flatten(1))
+        if bool((scales == 255).any()) or not bool(matrices.isfinite().all()):
+            raise UserError("its numbers are not finite")
+        return self.of_rows.join([matrices], sizes)

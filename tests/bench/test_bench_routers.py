@@ -1,0 +1,94 @@
+"""The probe of routers: what random experts cost, and gradients by loss."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from forks import only
+
+from bench import routers
+from fmoe.errors import UserError
+from fmoe.gates import Choice, Scores
+from pretrain.config import ModelConfig, Recipe, TrainConfig
+
+RECIPE = Recipe(
+    model=ModelConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        ffn_hidden_size=16,
+        sequence_length=16,
+        vocab_size=64,
+        init_std=0.5,
+        num_experts=4,
+        top_k=2,
+        gate="naive",
+        eval_capacity_factor=None,
+    ),
+    train=TrainConfig(micro_batch=2),
+)
+SAMPLES = np.random.default_rng(1).integers(64, size=(4, 17))
+
+
+def measure(cases):
+    """The reports of new models: of a recipe, with experts that are alike or not."""
+    from megatron_patch import MegatronMoE, cpu
+
+    cpu.install()
+    from pretrain.engine import init_parallel
+    from pretrain.engine.model import build_model
+    from pretrain.process import Processes
+
+    init_parallel(RECIPE, Processes(0, 1, torch.device("cpu")))
+    reports = []
+    for recipe, are_alike in cases:
+        model = build_model(recipe).eval()
+        for layer in (m for m in model.modules() if isinstance(m, MegatronMoE)):
+            for weight in layer.experts.parameters() if are_alike else ():
+                weight.data.copy_(weight.data[:1].expand_as(weight).clone())
+        reports.append(routers.measure("run", model, recipe, SAMPLES, 4))
+    return reports
+
+
+@pytest.fixture(scope="module")
+def reports(forks):
+    """Reports of the recipe, of the same with all experts alike, and with twice the balance loss."""
+    twice = replace(RECIPE, model=replace(RECIPE.model, balance_loss=2 * RECIPE.model.balance_loss))
+    return only(forks.run(1, measure, [(RECIPE, False), (RECIPE, True), (twice, False)]))
+
+
+def test_random_experts_cost_something_unless_all_are_alike(reports):
+    others, alike, _ = reports
+    assert alike.random_loss == pytest.approx(alike.loss, rel=1e-6)
+    assert abs(others.random_loss - others.loss) > 1e-3
+    for number in (1, 2):
+        assert abs(alike.layers[number]["random experts"]) < 1e-5
+        assert abs(others.layers[number]["random experts"]) > 1e-4
+        assert abs(alike.layers[number]["no experts"]) > 1e-4
+
+
+def test_the_gradient_of_a_loss_grows_with_its_factor_alone(reports):
+    before, _, after = reports
+    for number in (1, 2):
+        found, expected = after.layers[number], before.layers[number]
+        assert found["balance"] == pytest.approx(2 * expected["balance"], rel=1e-2) and found["balance"] > 0
+        for name in ("text", "z", "cosine", "entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3)
+    text = routers.text([before])
+    assert "| run " in text and f"{before.layers[2]['text']:.3g}" in text
+
+
+def test_random_experts_of_a_token_differ():
+    scores = Scores(torch.zeros(50, 1), torch.zeros(50, 4), torch.full((50, 4), 0.25), torch.zeros(50))
+    choice = Choice(torch.zeros(50, 2, dtype=torch.int64), torch.ones(50, 2))
+    found = routers.at_random(scores, choice)
+    assert (found.expert_TK[:, 0] != found.expert_TK[:, 1]).all() and found.expert_TK.unique().tolist() == [0, 1, 2, 3]
+    assert torch.equal(found.weight_TK, choice.weight_TK)
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(UserError, match="--sequences=0"):
+        routers.main([str(tmp_path), "--sequences", "0"])
+    with pytest.raises(UserError, match="nothing does not exist"):
+        routers.main([str(tmp_path / "nothing")])

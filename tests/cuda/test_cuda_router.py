@@ -1,0 +1,213 @@
+"""The router as one operation against its plain path in float64: choices, weights, losses, statistics, gradients."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from compare import assert_close
+from cpu_launcher import on_cpu
+
+import fmoe
+from fmoe.gates import GShardRouter, NaiveRouter, SwitchRouter
+from fmoe.kernels.cuda import router
+from fmoe.kernels.cuda.calls import TokenTiles
+from fmoe.kernels.cuda.routing import Rule
+from fmoe.routing import RoutingGroups
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+D, E = 24, 10
+GATES = {
+    "naive": lambda: NaiveRouter(D, E, 3),
+    "all scores": lambda: NaiveRouter(D, E, 2, normalize=False, routed_scale=2.5, expert_groups=5, kept_groups=3),
+    "capacity": lambda: NaiveRouter(D, E, 3, capacity_factor=0.6),
+    "switch": lambda: SwitchRouter(D, E, jitter=0.2, capacity_factor=0.8),
+    "switch of two": lambda: SwitchRouter(D, E, 2, jitter=0.0),
+}
+MASK = torch.rand(48, generator=torch.Generator().manual_seed(3)) < 0.7
+GROUPS = {
+    "sequences": lambda: RoutingGroups(3, 16, first_group=5, noise_key=lambda: 77),
+    "interleaved": lambda: RoutingGroups(3, 16, sequence_first=True, noise_key=lambda: 77),
+    "ragged": lambda: RoutingGroups(3, 16, size=13, noise_key=lambda: 77),
+    "padding": lambda: RoutingGroups(3, 16, sequence_first=True, size=9, mask_T=MASK, noise_key=lambda: 77),
+    "one": lambda: RoutingGroups(1, 48, size=100, noise_key=lambda: 77),
+}
+
+
+@pytest.fixture
+def on(kernels):
+    with on_cpu(kernels) as launcher:
+        yield launcher
+
+
+def results(gate, x, groups):
+    """Everything of a routing but its experts, and all gradients; the losses weighted differently."""
+    routing = gate(x, groups)
+    tokens = x if routing.passed is None else routing.passed[1]
+    grad = torch.randn(routing.weight_TK.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss = (routing.weight_TK.double() * torch.where(routing.expert_TK < 0, 0, grad)).sum() + 3 * tokens.double().sum()
+    loss = loss + sum(30 * n * value.double() for n, value in enumerate(routing.losses.values(), 1))
+    loss.backward()
+    stats = {f.name: getattr(routing.stats, f.name) for f in dataclasses.fields(routing.stats)[:4]}
+    found = {"weights": routing.weight_TK.detach(), **routing.losses, **stats, "x": x.grad, "weight": gate.weight.grad}
+    return routing, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("gate", GATES)
+def test_router(gate, groups, dtype, on):
+    x = torch.randn(48, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.manual_seed(4)
+    mine = GATES[gate]().to(dtype)
+    plain = copy.deepcopy(mine).double()
+    routing, found = results(mine, x.clone().requires_grad_(), GROUPS[groups]())
+    kernels = {"route", "queue", "route_backward"} | ({"drop_over_capacity"} if mine.capacity_factor else set())
+    assert on.names() == kernels | ({"jitter"} if getattr(mine, "jitter", 0) else set())
+    expected_routing, expected = results(plain, x.double().requires_grad_(), GROUPS[groups]())
+    assert torch.equal(routing.expert_TK, expected_routing.expert_TK)
+    assert routing.max_load == expected_routing.max_load and expected_routing.passed is None
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # The change by noise is rounded to 16 bits; at the default jitter of 0.01 the error is a twentieth of this.
+        inner = 4e-4 if gate == "switch" and dtype.itemsize == 2 else 1e-5
+        assert_close(found[name], value, LIMITS[dtype] if found[name].dtype == dtype else inner, name)
+
+
+def test_evaluation(on):
+    gate = GATES["switch"]().eval()
+    x = torch.randn(48, D, generator=torch.Generator().manual_seed(0))
+    routing = gate(x, GROUPS["ragged"]())
+    assert on.names() == {"route", "queue", "drop_over_capacity"}
+    expected = copy.deepcopy(gate).double()(x.double(), GROUPS["ragged"]())
+    assert not routing.losses and not routing.stats.loss_names
+    assert torch.equal(routing.expert_TK, expected.expert_TK)
+    assert torch.equal(routing.stats.load_E, expected.stats.load_E)
+
+
+class Changed(NaiveRouter):
+    """Inherits all that the operation computes, but says nothing of it."""
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        Changed(D, E, 2),
+        NaiveRouter(D, E, 2, bias=True),
+        NaiveRouter(D, E, 2, score="sigmoid"),
+        GShardRouter(D, E, 2),
+        NaiveRouter(D, E, 2).double(),
+    ],
+    ids=["subclass", "bias", "sigmoid", "gshard", "float64"],
+)
+def test_gates_that_compute_something_else(gate, on):
+    routing = gate(torch.randn(8, D, dtype=gate.weight.dtype), RoutingGroups(1, 8))
+    assert routing.stats.sums is None and routing.passed is None and routing.counted is None
+
+
+def test_what_does_not_fit_into_shared_memory(on):
+    assert router.fits(4000, 2, Rule(), False) == (4 * (3 * 4000 + 2 + 3) <= 48 * 1024)
+    assert not router.fits(4000, 8, Rule(), True) and router.fits(256, 8, Rule(), True)
+
+
+def test_tiles_cover_all_tokens():
+    for tokens, size in ((1, 1), (5, 3), (4096, 4096), (100_000, 512), (0, 4)):
+        tiles = TokenTiles(tokens, size)
+        assert tiles.tile % 8 == 0 and tiles.tile * tiles.per_group >= size
+        assert tiles.count == max(1, tiles.groups) * tiles.per_group
+
+
+def layers(**options):
+    one = fmoe.FMoE(d_model=D, num_experts=E, d_hidden=16, seed=3, **options, backend="cuda")
+    other = fmoe.FMoE(d_model=D, num_experts=E, d_hidden=16, seed=3, **options, backend="torch").double()
+    other.load_state_dict({name: value.double() for name, value in one.state_dict().items()})
+    return one, other
+
+
+def step(layer, x, scale):
+    x = x.clone().requires_grad_()
+    fmoe.set_loss_scale(scale)
+    try:
+        (layer(x) * 0.01).double().square().sum().backward()
+    finally:
+        fmoe.set_loss_scale(1.0)
+    return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+@pytest.mark.parametrize("scale", [1.0, 7.5, torch.tensor(1024.0)], ids=str)
+def test_scaled_losses_and_what_is_counted(scale, on):
+    """Of the layer: weights of the losses, their scale as a number and as a tensor, statistics of several passes."""
+    options = {"gate": "switch", "gate_options": {"jitter": 0.0}, "loss_weights": {"balance": 30.0, "z": 20.0}}
+    one, other = layers(**options)
+    x = torch.randn(3, 16, D, generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        found, expected = step(one, x, scale), step(other, x.double(), scale)
+        for name, value in expected.items():
+            assert_close(found[name], value, 1e-5, name)
+    for _ in range(2):  # read, and again after more passes
+        mine, plain = one.metrics.report(), other.metrics.report()
+        assert mine.load == pytest.approx(plain.load) and mine.losses == pytest.approx(plain.losses)
+        assert (mine.drop_rate, mine.entropy, mine.tokens) == pytest.approx(
+            (plain.drop_rate, plain.entropy, plain.tokens)
+        )
+        step(one, x, scale), step(other, x.double(), scale)
+    assert one.metrics.take().tokens == 4 * 48 and one.metrics.report().tokens == 0
+
+
+def test_many_passes_are_added_at_once(on):
+    one, _ = layers()
+    x = torch.randn(2, 4, D)
+    for _ in range(70):
+        one(x).sum().backward()
+    assert len(one.metrics._pending) < 64 and one.metrics.report().tokens == 70 * 8
+
+
+def test_frozen_parts(on):
+    """Without gradients for tokens, router or experts the others are as they were."""
+    x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(6))
+    for frozen in ("x", "gate", "experts"):
+        (one, other), gradients = layers(), []
+        for layer in (one, other):
+            if frozen != "x":
+                getattr(layer, frozen).requires_grad_(False)
+            given = x.to(next(layer.parameters()).dtype, copy=True).requires_grad_(frozen != "x")
+            layer(given).sum().backward()
+            gradients.append(given.grad)
+        if frozen != "x":
+            assert_close(*gradients, 1e-5, f"x, {frozen} frozen")
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                assert_close(p.grad, q.grad, 1e-5, name)
+
+
+def test_manual_losses(on):
+    one, other = layers(aux_loss="manual")
+    x = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(6))
+    for layer in (one, other):
+        y = layer(x.to(next(layer.parameters()).dtype))
+        (y.sum() + fmoe.collect_losses(layer)).backward()
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert_close(p.grad, q.grad, 1e-5, name)
+
+
+def test_a_wrapper_that_changes_tokens_or_choices(on):
+    """What goes with the original tokens and choices is not used for others."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, gate):
+            super().__init__()
+            self.gate, self.top_k = gate, gate.top_k
+
+        def forward(self, x_TD, groups):
+            routing = self.gate(2 * x_TD, groups)
+            return dataclasses.replace(routing, expert_TK=routing.expert_TK.flip(0))
+
+    one, other = layers(gate="switch", gate_options={"jitter": 0.0, "capacity_factor": 0.5})
+    one.check = other.check = True
+    x = torch.randn(600, D, generator=torch.Generator().manual_seed(6)).repeat(4, 1)
+    outputs = []
+    for layer in (one, other):
+        layer.gate = Wrapper(layer.gate)
+        outputs.append(layer(x.to(next(layer.parameters()).dtype)))
+    assert_close(outputs[0], outputs[1], 1e-5, "y")

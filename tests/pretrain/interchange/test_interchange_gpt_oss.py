@@ -1,0 +1,190 @@
+"""GPT-OSS: weights in MXFP4, keys of config.json, and models that the family does not have."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from huggingface_folders import GPT_OSS, save_random, weights
+from safetensors.torch import save_file
+
+from fmoe.errors import UserError
+from pretrain.config import ModelConfig
+from pretrain.interchange import export_checkpoint, import_folder
+from pretrain.interchange.configs import config_of, model_of
+from pretrain.interchange.families import FAMILIES, family_for
+
+CASE = "gpt_oss, other layers, bf16"
+# Sizes that blocks of 32 divide.
+WIDE = {"hidden_size": 64, "intermediate_size": 32}
+CONFIG = GPT_OSS | {"model_type": "gpt_oss"}
+OURS = ModelConfig(
+    num_layers=4,
+    norm="rms",
+    activation="swiglu_oai",
+    gated=True,
+    attention_sinks=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    sliding_window=16,
+    sliding_layers=(1, 3),
+    gate="naive",
+    gate_options={"bias": True},
+    expert_options={"bias": True},
+    eval_capacity_factor=None,
+)
+
+
+def number(code, scale):
+    """Of four bits, by the format's definition, and the power of two of its block."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    value = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return (-value if code & 8 else value) * 2.0 ** (scale - 127)
+
+
+def pack(folder):
+    """Replace a folder's matrices of experts by random ones in MXFP4; return these as transformers has them."""
+    tensors, g, plain = weights(folder), torch.Generator().manual_seed(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=g).to(torch.uint8)
+        scales = torch.randint(117, 125, (experts, outputs, inputs // 32), generator=g).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        matrix = [
+            [
+                [
+                    number(byte >> shift & 15, scale)
+                    for bytes_, scale in zip(*row, strict=True)
+                    for byte in bytes_
+                    for shift in (0, 4)
+                ]
+                for row in zip(rows, of_rows, strict=True)
+            ]
+            for rows, of_rows in zip(blocks.tolist(), scales.tolist(), strict=True)
+        ]
+        plain[name] = torch.tensor(matrix).transpose(1, 2).bfloat16()
+        assert torch.equal(plain[name].float(), torch.tensor(matrix).transpose(1, 2)), "bfloat16 is not exact"
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors, plain
+
+
+def test_published_weights_are_unpacked_exactly(tmp_path):
+    folder = tmp_path / "theirs"
+    save_random(folder, CASE, **WIDE)
+    tensors, plain = pack(folder)
+    done = import_folder(folder, tmp_path / "run")
+    assert done.family is FAMILIES["gpt_oss"] and done.recipe.train.precision == "bf16"
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    found = weights(tmp_path / "out")
+    expected = plain | {name: value for name, value in tensors.items() if value.dtype != torch.uint8}
+    assert found.keys() == expected.keys() and len(plain) == 6
+    for name, value in expected.items():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], value), name
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"layers.0.mlp.experts.down_proj_blocks: its numbers are not finite"):
+        import_folder(folder, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_published_config():
+    """Of openai/gpt-oss-20b."""
+    kinds = ["sliding_attention", "full_attention"]
+    _, model = model_of(
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "initializer_range": 0.02,
+            "intermediate_size": 2880,
+            "layer_types": kinds * 12,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        }
+    )
+    from pretrain.config import Recipe
+
+    Recipe(model=model).check()
+    assert (model.sliding_window, model.sliding_layers) == (128, tuple(range(1, 25, 2)))
+    assert (model.rope_scaling, model.rope_factor, model.rope_truncate) == ("yarn", 32.0, False)
+    assert round(Recipe(model=model).num_params() / 1e9, 2) == 20.91  # as its model card has it
+    assert family_for(model).name == "gpt_oss"
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds", "window"),
+    [
+        ({}, ["sliding_attention", "full_attention"] * 2, 16),
+        ({"sliding_layers": ()}, ["sliding_attention"] * 4, 16),
+        ({"sliding_layers": (), "sliding_window": None}, ["full_attention"] * 4, 128),
+    ],
+)
+def test_windows_come_back(values, kinds, window):
+    model = replace(OURS, **values)
+    config = config_of(FAMILIES["gpt_oss"], model, "float32")
+    assert (config["layer_types"], config["sliding_window"]) == (kinds, window)
+    found = model_of(config)[1]
+    assert (found.sliding_window, found.sliding_layers) == (model.sliding_window, model.sliding_layers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must be a list of 3 times"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types=.* full_attention or sliding_attention"),
+        ({"sliding_window": None}, "sliding_window=none must be an integer"),
+        ({"swiglu_limit": 8.0}, "swiglu_limit=8.0 is not supported"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*fp8"),
+    ],
+)
+def test_configs_that_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        model_of(CONFIG | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"attention_sinks": False}, "attention_sinks"),
+        ({"activation": "silu"}, "activation"),
+        ({"qkv_bias": False}, "attention_output_bias"),
+        ({"gate_options": {}}, "gate_options"),
+        ({"expert_options": {}}, "expert_options"),
+        ({"moe_every": 2}, "moe_every"),
+        ({"num_shared_experts": 1}, "num_shared_experts"),
+        ({"normalize": False}, "normalize"),
+    ],
+)
+def test_models_that_are_refused(values, key):
+    assert family_for(OURS).name == "gpt_oss"
+    with pytest.raises(UserError, match=rf"model\.{key}=.* is not supported by gpt_oss"):
+        family_for(replace(OURS, **values), "gpt_oss")
