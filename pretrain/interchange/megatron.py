@@ -145,6 +145,11 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         UserError: an argument differs from the recipe, or our models do not have it; common.pt is damaged.
     """
     arguments = _arguments_in(path / COMMON)
+    if arguments and model.rope_scaling is not None:  # Megatron-LM's own YaRN has arguments that are not compared here
+        raise UserError(
+            f"{path / COMMON}: model.rope_scaling={model.rope_scaling} is not supported in an import from Megatron-LM: "
+            "use none, and set it in the run that starts from the result"
+        )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
         is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)

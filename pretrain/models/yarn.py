@@ -30,12 +30,12 @@ def prepare_yarn(config: TransformerConfig, model: ModelConfig) -> None:
 
 def scale_positions(module: nn.Module, model: ModelConfig) -> None:
     """Set the frequencies of a GPTModel's rotary positions, also in the layers of multi-token prediction."""
-    for attention in list(module.modules()):
-        if isinstance(attention, MultiLatentAttention):
-            attention.rotary_pos_emb = _LatentRotary(model)
-    for embedding in module.modules():
-        if isinstance(embedding, RotaryEmbedding):
-            embedding.inv_freq = rotary_frequencies(model)
+    shared = _LatentRotary(model)  # Megatron-core has one per layer, with equal angles
+    for part in list(module.modules()):
+        if isinstance(part, MultiLatentAttention):
+            part.rotary_pos_emb = shared
+        elif isinstance(part, RotaryEmbedding):
+            part.inv_freq = rotary_frequencies(model)
 
 
 class _LatentRotary(RotaryEmbedding):
@@ -43,6 +43,7 @@ class _LatentRotary(RotaryEmbedding):
 
     def __init__(self, model: ModelConfig):
         super().__init__(rotary_width(model), rotary_percent=1.0, use_cpu_initialization=True)
+        self.inv_freq = rotary_frequencies(model)
         self.factor = rotary_factor(model)
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, float]:

@@ -161,7 +161,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.by_default("CP2", "latent attention, PP2")
+@pytest.mark.by_default("CP2")
 @pytest.mark.parametrize("case", SPLITS)
 def test_splits_equal_one_process(forks, case):
     """Losses, gradient norms, weights and moments."""

@@ -438,6 +438,12 @@ def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
     assert f"{word.strip()} differs from the recipe" in str(error.value)
 
 
+def test_scaled_positions_are_refused(tmp_path):
+    yarn = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 8}
+    with pytest.raises(UserError, match=r"model\.rope_scaling=yarn is not supported .* use none"):
+        result_of_arguments(tmp_path, {}, yarn)
+
+
 @pytest.mark.parametrize("value", [[0], 10**5000], ids=["a list", "an int"])
 def test_a_message_has_the_type_of_a_value_that_may_have_no_end(tmp_path, value):
     if isinstance(value, list):
