@@ -37,7 +37,7 @@ class SDPAttention(DotProductAttention):
 
     A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks, and a learned offset of the
     softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets begin at zero, at
-    every split, and each tensor parallel rank has those of its heads. Masks and windows both apply; megatron-core's
+    every split, and each tensor parallel rank has the offsets of its heads. Masks and windows both apply; megatron-core's
     code ignores a mask in layers with a window.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
@@ -87,7 +87,7 @@ class SDPAttention(DotProductAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the learned offsets, if any, as this rank's slice of those of all heads."""
+        """Return this rank's slice of the learned offsets of all heads, if there are any."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),

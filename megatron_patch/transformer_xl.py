@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al. 2019, arXiv 1901.02860 section 3): relative positions and segment recurrence.
 
 Layers keep their input hidden states as the memory of the next segment of the same text. Keys and values come from the
-memory and the segment, queries from the segment alone; no gradient enters the memory. A score depends on the position
+memory and the segment, queries only from the segment; no gradient enters the memory. A score depends on the position
 only through the distance of query and key.
 
 Shape letters: S tokens of the segment, M of the memory, K = M + S keys, B sequences, A heads on this rank, W head
@@ -60,8 +60,8 @@ class PositionBiases(nn.Module):
         width: elements of a head.
 
     Attributes:
-        content: u, added to queries that meet the content of a key; [A * W].
-        position: v, added to queries that meet the distance of a key; [A * W].
+        content: u, added to queries for their products with keys; [A * W].
+        position: v, added to queries for their products with distances; [A * W].
     """
 
     content: nn.Parameter
@@ -89,7 +89,7 @@ class PositionBiases(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the vectors as this rank's slices of those of all heads."""
+        """Return this rank's slices of the vectors of all heads."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -191,7 +191,7 @@ class RecurrentLayer(TransformerLayer):
     present: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Run the layer on hidden states [S, B, D]; arguments and result are those of `TransformerLayer`."""
+        """Run the layer on hidden states [S, B, D]; arguments and result as in `TransformerLayer`."""
         attention: Any = self.self_attention
         past = self.past
         if self.memory_length:
@@ -241,7 +241,7 @@ class StreamMemory:
 
         Args:
             first: number of the first sequence of the micro batch.
-            is_start: begin the streams anew, without memory.
+            is_start: restart the streams without memory.
             size: number of sequences of the micro batch; None if no micro batch is shorter than those before.
         """
         self.leave()

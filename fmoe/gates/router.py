@@ -300,10 +300,15 @@ class TopKRouter(Router):
     def _decide(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Scores, Choice, Tensor]:
         """Return scores, choice and the entropy of each token's probabilities."""
         chosen = self.rule() if backends.cuda_takes_tokens(x_TD, self.num_experts) else None
-        if chosen is None:
-            scores = self.scores(x_TD, groups)
-            return scores, self.choose(scores, groups), _entropy(scores.probs_TE.detach())
-        (rule, bias_E), (x_TD, logits_TE) = chosen, self.logits(x_TD, groups)
+        if chosen is not None:
+            return self._decide_by_kernel(x_TD, groups, *chosen)
+        scores = self.scores(x_TD, groups)
+        return scores, self.choose(scores, groups), _entropy(scores.probs_TE.detach())
+
+    def _decide_by_kernel(
+        self, x_TD: Tensor, groups: RoutingGroups, rule: routing.Rule, bias_E: Tensor | None
+    ) -> tuple[Scores, Choice, Tensor]:
+        x_TD, logits_TE = self.logits(x_TD, groups)
         routed = routing.route(logits_TE, self.top_k, rule, bias_E=bias_E, mask_T=groups.mask_T)
         scores = Scores(x_TD, logits_TE, self.probs(routed.score_TE), routed.logsumexp_T)
         choice = self.finish_choice(routed.expert_TK, routed.weight_TK, routed.score_TE, groups)
@@ -318,8 +323,7 @@ class TopKRouter(Router):
         if "z" in self.common_losses:
             losses["z"] = router_z_loss(scores.logsumexp_T, groups.mask_T)
         if "balance" in self.common_losses:
-            count_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
-            load_GE = count_GE.to(scores.probs_TE.dtype)
+            load_GE = count_by_group(self.balance_choices(expert_TK), groups, self.num_experts)
             if self.balance_group is not None:
                 total_E = load_GE.sum(0)
                 all_reduce(self.balance_group, total_E, what="sum of loads").wait()

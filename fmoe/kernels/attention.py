@@ -35,7 +35,7 @@ def causal_attention(
 
     Args:
         scale: factor of the scores.
-        window: number of last keys, with that of its own position, that a query sees; None for all.
+        window: number of keys that a query sees: the last ones, up to its own position; None for all.
         sinks_H: sink of each head; None for none.
         seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, which must include later ones;
             None for all keys up to the query's.
@@ -65,7 +65,7 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries: each block of W queries to its own keys and those of the block before."""
+    """Attend with as many keys as queries: each block of W queries sees its own keys and the keys before them."""
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would cost S gradients of all keys
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []

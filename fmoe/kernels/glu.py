@@ -1,4 +1,4 @@
-"""Gated linear units: what lies between the two linear maps of a gated expert.
+"""Gated linear units: the activation between the two linear maps of a gated expert.
 
 Shape letters: n rows, H hidden width.
 """

@@ -63,7 +63,7 @@ def flops_per_token(model: ModelConfig, decoder_length: int = 0) -> float:
 
 def _relative_flops(model: ModelConfig) -> float:
     """Return the operations per token that Transformer-XL adds: scores by distance, and attention to the memory, which
-    is projected to keys and values again for each sequence, without a gradient of its own."""
+    is projected to keys and values again for each sequence, without a gradient."""
     memory, length, width = model.memory_length, model.sequence_length, model.head_width
     by_distance = 6.0 * model.num_heads * width * (length + memory)
     by_content = 6.0 * model.num_heads * (width + model.value_width) * memory
@@ -134,8 +134,8 @@ def _latent_attention(model: ModelConfig, rank: int) -> int:
 
 
 def _norms(model: ModelConfig, number: int) -> int:
-    """Return the number of norm parameters of a layer: one norm per block, plus those of queries and keys, or of
-    compressed vectors."""
+    """Return the number of norm parameters of a layer: one norm per block, plus the norms of queries and keys,
+    or of compressed vectors."""
     total = (3 if _is_decoder(model, number) else 2) * _norm(model, model.hidden_size)
     total += sum(_norm(model, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank is not None)
     heads = 2 if model.qk_norm_over == "head" else model.num_heads + model.query_groups

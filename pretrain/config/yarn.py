@@ -1,4 +1,4 @@
-"""Rotary positions, and their scaling by YaRN (arXiv 2309.00071) for sequences longer than those of earlier training.
+"""Rotary positions, and their scaling by YaRN (arXiv 2309.00071) for sequences longer than in earlier training.
 
 Attention sees two tokens n positions apart through the angles n f of pairs of elements. YaRN keeps the frequency f of
 pairs that turn often within the original length, divides it by ``rope_factor`` for pairs that turn seldom, and mixes

@@ -26,7 +26,7 @@ YARN = ("rope_scaling", "rope_original_length", "rope_truncate", *(ours for _, o
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for rotary positions, but for ``rope_theta`` of transformers 4."""
+    """Return the keys of config.json for rotary positions, except the ``rope_theta`` of transformers 4."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is None:
         return {"rope_scaling": None, "rope_parameters": rope}
