@@ -37,8 +37,8 @@ class SDPAttention(DotProductAttention):
 
     A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks, and a learned offset of the
     softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets begin at zero, at
-    every split, and each tensor parallel rank has the offsets of its heads. Masks and windows both apply; megatron-core's
-    code ignores a mask in layers with a window.
+    every split, and each tensor parallel rank has the offsets of its heads. Masks and windows both apply;
+    megatron-core's code ignores a mask in layers with a window.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
 

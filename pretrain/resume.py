@@ -26,7 +26,7 @@ MAY_CHANGE = {
     "parallel.*": "the split; losses agree within rounding",
     "optimizer.*": "from here on; the schedule continues at its step. `optimizer.name` may not change",
     "checkpoint.*": "from here on",
-    "guard.*": "from here on; the window of the spikes is kept",
+    "guard.*": "from here on; the spike guard keeps its window",
     "tracking.*": "from here on",
     "model.eval_capacity_factor": "validation only",
     "model.mtp_loss": "from here on",
@@ -36,7 +36,7 @@ MAY_CHANGE = {
     "train.micro_batch": "losses agree within rounding",
     "train.validation_every": "validation only",
     "train.validation_sequences": "validation only",
-    "train.init_from": "nothing: only a run's start uses it",
+    "train.init_from": "none: only the start of a new run uses it",
 }
 # Exceptions to `MAY_CHANGE`: another optimizer has another state.
 MAY_NOT_CHANGE = ("optimizer.name",)

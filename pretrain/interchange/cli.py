@@ -84,7 +84,7 @@ def import_main(argv: Sequence[str]) -> int:
     done = import_folder(arguments.folder, arguments.out, tokenizer=arguments.tokenizer)
     recipe, out = done.recipe, printable(str(arguments.out))
     print(
-        f"{out}: a {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
+        f"{out}: family {done.family.name}, {recipe.num_params():,} parameters, {recipe.num_active_params():,} "
         f"active per token, {recipe.train.precision}"
     )
     if done.tokenizer is None:

@@ -107,7 +107,7 @@ def export_checkpoint(
             names.append(write_gguf(llama_cpp, folder, out.resolve().name, dtype, pre))
     notes = family.notes(recipe.model)
     if form == "auto" and (why := why_own(recipe.model)):
-        notes = (why, *notes)
+        notes = (f"--format auto chose {family.name}: {why}", *notes)
     weights = [place for place in found if place.ours and place.dtype is None]
     num_params = sum(prod(shape) for place in weights for shape in place.theirs.values())
     return Exported(family, num_params, tuple(names), notes)

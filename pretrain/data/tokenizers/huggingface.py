@@ -34,7 +34,9 @@ class HuggingFaceTokenizer(Tokenizer):
             model = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the Rust side raises plain Exception
             what = " ".join(str(error).split())[:200]
-            raise UserError(f"{path} is damaged, or not a tokenizer.json of Hugging Face tokenizers: {what}") from error
+            raise UserError(
+                f"{path} is damaged, or is not a tokenizer.json of Hugging Face tokenizers: {what}"
+            ) from error
         model.no_padding()
         model.no_truncation()
         model.encode_special_tokens = True

@@ -100,7 +100,7 @@ def test_one_of_bert(texts: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is damaged, or not a tokenizer.json of Hugging Face tokenizers: .*EOF"),
+        (b"", "is damaged, or is not a tokenizer.json of Hugging Face tokenizers: .*EOF"),
         (b"cos\nmkdir\n(V/tmp/x\ntR.", "is not a tokenizer.json"),
         (b"{}", "is not a tokenizer.json"),
         (b"\xff\xfe", "is not a tokenizer.json"),

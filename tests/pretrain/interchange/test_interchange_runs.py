@@ -80,7 +80,7 @@ def test_a_run_goes_out_and_comes_back(forks, recipe_file, tiny_corpus, tmp_path
 
     assert import_main([str(out), str(second)]) == 0
     said = capsys.readouterr().out
-    assert f"{second}: a {family}" in said and "--run.folder" in said and str(second / "tokenizer") in said
+    assert f"{second}: family {family}" in said and "--run.folder" in said and str(second / "tokenizer") in said
     imported = open_checkpoint(second)
     for name in imported.names():
         assert torch.equal(imported.read(name), open_checkpoint(first).read(name)), name
