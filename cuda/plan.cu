@@ -1,6 +1,6 @@
-// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive; and the sums that
-// go with them, a router's losses and statistics. No result depends on the order of threads: atomics count integers,
-// ranks come from positions.
+// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive; and the sums
+// that go with them, a router's losses and statistics. No result depends on the order of threads: atomics count
+// integers, ranks come from positions.
 //
 // Shape letters: T tokens, K choices, N = T * K assignments, E experts, G routing groups, B tiles, C choices that are
 // counted apart (K with a capacity, else 1), S segments of rows that arrive, R those rows.
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// As `route` counts them: the choices [B, K, E] of each tile of a routing group's tokens, and in sum_B3 (the last of the
-// three numbers) its tokens that are routed. A block takes a tile and a choice.
+// As `route` counts them: the choices [B, K, E] of each tile of a routing group's tokens, and in sum_B3 (the last of
+// the three numbers) its tokens that are routed. A block takes a tile and a choice.
 __global__ void __launch_bounds__(256)
     count_choices(const i64* __restrict__ expert_TK, const u8* __restrict__ mask_T, i64 tokens, i64 top_k,
                   i64 num_experts, i64 group_size, i64 sequences, i64 sequence_length, i64 tile,
@@ -146,11 +146,12 @@ __device__ __forceinline__ T sum_of_block(T x, T* shared) {
 
 constexpr int QUEUE_WARPS = 16;
 
-// From what tiles counted and summed (`route`, `count_choices`), a block of 32 x 16 threads for 32 experts of a routing
-// group: with a capacity, `count_BCE` becomes each tile's first position in the queues of the experts, which serve first
-// choices of all tokens before second ones; limit_G; zeros in tile_count; with sum_BE, fraction_GE, each expert's share of the choices. The
-// last block to finish adds up all groups: stats, [E + 5], has the kept assignments by expert, the number of dropped
-// ones, sums over tokens of entropy, 1, the balance loss and the z loss; balance and z are the losses.
+// From what tiles counted and summed (`route`, `count_choices`), a block of 32 x 16 threads for 32 experts of a group:
+// with a capacity, `count_BCE` becomes each tile's first position in the queues of the experts, which serve first
+// choices of all tokens before second ones; limit_G; zeros in tile_count; with sum_BE, fraction_GE, each expert's
+// share of the choices. The last block to finish adds up all groups: stats, [E + 5], has the kept assignments by
+// expert, the number of dropped ones, sums over tokens of entropy, 1, the balance loss and the z loss; balance and z
+// are the losses.
 __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     queue(int* count_BCE, const float* __restrict__ sum_BE, const float* __restrict__ sum_B3, i64 num_groups, i64 tiles,
           i64 choices, i64 num_experts, i64 top_k, double factor, i64* __restrict__ limit_G,
@@ -218,9 +219,10 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
       volatile double* parts = part_GX + (group * gridDim.x + blockIdx.x) * 2;
       parts[0] = part;
       parts[1] = dropped;
-      __threadfence();
-      integers[0] = atomicAdd(ticket, 1) == int(gridDim.x * gridDim.y) - 1;
     }
+    __threadfence();  // of every lane, before the ticket
+    __syncwarp();
+    if (lane == 0) integers[0] = atomicAdd(ticket, 1) == int(gridDim.x * gridDim.y) - 1;
   }
   __syncthreads();
   const bool is_last = integers[0];
@@ -232,7 +234,10 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     stats[i] = float(kept);
   }
   double sums[5] = {};  // fraction * score, dropped, logsumexp^2, entropy, tokens
-  for (i64 i = thread; i < num_groups * gridDim.x; i += THREADS) sums[0] += part_GX[2 * i], sums[1] += part_GX[2 * i + 1];
+  for (i64 i = thread; i < num_groups * gridDim.x; i += THREADS) {
+    sums[0] += part_GX[2 * i];
+    sums[1] += part_GX[2 * i + 1];
+  }
   for (i64 b = thread; b < num_groups * tiles; b += THREADS)
     for (int i = 0; i < 3; i++) sums[2 + i] += sum_B3[b * 3 + i];
 #pragma unroll
@@ -245,8 +250,8 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
   rest[3] = float(double(experts) * sums[0] * by * tokens), rest[4] = float(sums[2] * by * tokens);
 }
 
-// -1 for assignments over their expert's capacity, given `queue`'s positions. A block takes a tile, a warp a choice. Adds
-// to `tile_count` what `count_tiles` would count of the result.
+// -1 for assignments over their expert's capacity, given `queue`'s positions. A block takes a tile, a warp a choice.
+// Adds to `tile_count` what `count_tiles` would count of the result.
 __global__ void __launch_bounds__(256)
     drop_over_capacity(const i64* __restrict__ expert_TK, i64 tokens, i64 top_k, i64 num_experts, i64 group_size,
                        i64 sequences, i64 sequence_length, i64 tile, const int* __restrict__ queue_BKE,

@@ -132,9 +132,9 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
   return normal;
 }
 
-// A block takes a tile of a routing group's tokens, a warp takes a token. `count_BCE`, `sum_BE` and `sum_B3` go together:
-// the tile's choices by expert (and by choice, if `by_choice`), its sums of probabilities, and its sums of logsumexp^2,
-// entropy and 1, all over the tokens that are routed. `queue` in plan.cu continues from them.
+// A block takes a tile of a routing group's tokens, a warp takes a token. `count_BCE`, `sum_BE` and `sum_B3` go
+// together: the tile's choices by expert (and by choice, if `by_choice`), its sums of probabilities, and its sums of
+// logsumexp^2, entropy and 1, all over the tokens that are routed. `queue` in plan.cu continues from them.
 template <class T, int I>
 __global__ void __launch_bounds__(256, 2)
     route(const T* __restrict__ logits_TE, const float* __restrict__ bias_E, const u8* __restrict__ mask_T, i64 tokens,

@@ -155,8 +155,8 @@ __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* r
   return dot;
 }
 
-// out[t] = sum over k of weight[t, k] * (rows[place[t, k]] + its expert's bias), in float and in a fixed order, over the
-// places that are kept.
+// out[t] = sum over k of weight[t, k] * (rows[place[t, k]] + its expert's bias), in float and in a fixed order, over
+// the places that are kept.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine(const T* __restrict__ rows, const i64* __restrict__ place_TK, const float* __restrict__ weight_TK,

@@ -5,15 +5,18 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_close
 from cpu_launcher import on_cpu
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
 from fmoe.errors import UserError
-from fmoe.kernels.cuda import calls, selfcheck
+from fmoe.exchange import hops
+from fmoe.kernels.cuda import calls, launch, selfcheck
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import RoutingGroups
@@ -223,10 +226,9 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("gate", ["naive", "switch", "gshard", "sigmoid"])
-@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
-def test_nothing_looks_at_a_value(gate, expert, kernels, monkeypatch):
-    """On the meta device no value is there to be looked at, and whatever is copied from the host is seen."""
+@pytest.fixture
+def copies_to_devices(monkeypatch):
+    """Devices of the tensors that are made of numbers of the host. On the meta device no value can be read."""
     made = []
     with torch.device("cpu"):  # whose table of functions that make tensors is filled once, and must not hold the next
         tensor, as_tensor = torch.tensor, torch.as_tensor
@@ -235,6 +237,13 @@ def test_nothing_looks_at_a_value(gate, expert, kernels, monkeypatch):
     monkeypatch.setattr(torch, "as_tensor", lambda *a, **k: made.append(k.get("device")) or as_tensor(*a, **k))
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    return made
+
+
+@pytest.mark.parametrize("gate", ["naive", "switch", "gshard", "sigmoid"])
+@pytest.mark.parametrize("expert", ["ffn", "swiglu"])
+def test_nothing_looks_at_a_value(gate, expert, kernels, copies_to_devices):
+    """A step with losses and statistics, as a CUDA graph captures it: the host neither waits nor copies."""
     with on_cpu(kernels) as launcher, torch.device("cpu"):
         layer = layer_of("cuda", gate=gate, expert=expert).to("meta")
         x = X.to("meta").requires_grad_()
@@ -243,7 +252,48 @@ def test_nothing_looks_at_a_value(gate, expert, kernels, monkeypatch):
             y.sum().backward()
     assert y.shape == X.shape and x.grad.shape == X.shape and all(p.grad is not None for p in layer.parameters())
     assert not watch.moves and not launcher.launched
-    assert all(device in (None, "cpu", torch.device("cpu")) for device in made), made
+    assert all(device in (None, "cpu", torch.device("cpu")) for device in copies_to_devices), copies_to_devices
+
+
+class _Done:
+    """An all-to-all of equal parts, done."""
+
+    def __init__(self, group, rows, receive, send):
+        assert len(set(receive)) == 1 and receive == send
+        self._rows = rows.clone()
+
+    def wait(self):
+        return self._rows
+
+
+def test_nothing_looks_at_a_value_in_a_padded_exchange(kernels, copies_to_devices, monkeypatch):
+    """With bounded slots, expert parallel ranks exchange rows of fixed shapes; only the first step copies anything."""
+    monkeypatch.setattr(hops, "all_to_all", _Done)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        options = {
+            "gate": "switch",
+            "exchange": "padded",
+            "exchange_options": {"slots": 24},
+            "moe_group": dist.group.WORLD,
+        }
+        with on_cpu(kernels), torch.device("cpu"):
+            launch.launchers["none"] = lambda *_: None  # of kernels outside of torch's operations
+            layer = layer_of("cuda", expert="swiglu", **options).to("meta")
+            layer.exchange._is_prepared = True
+            passes = []
+            for _ in range(2):
+                del copies_to_devices[:]
+                x = X.to("meta").requires_grad_()
+                with _Watch() as watch:
+                    layer(x).sum().backward()
+                passes.append(
+                    (watch.moves, [d for d in copies_to_devices if d not in (None, "cpu", torch.device("cpu"))])
+                )
+        assert x.grad.shape == X.shape
+        assert passes[1] == ([], []), passes
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("gate", ["naive", "sigmoid"])

@@ -17,7 +17,7 @@ from fmoe.errors import UserError
 from fmoe.exchange.hops import Hop
 from fmoe.experts.ffn import ACTIVATIONS
 from fmoe.kernels import reference
-from fmoe.kernels.cuda import build, ffn, gemm, routing, rows, tuning
+from fmoe.kernels.cuda import build, ffn, gemm, router, routing, rows, tuning
 from fmoe.kernels.cuda.instances import DTYPES, KERNELS
 from fmoe.kernels.cuda.tuning import TuningCache
 from fmoe.kernels.rows import DispatchPlan
@@ -252,6 +252,21 @@ def test_torch_takes_the_operations(number):
     if operation is routing._route:  # the last adds up all outputs, integers too; test_cuda_layer.py compiles it
         checks = checks[:3]
     torch.library.opcheck(operation, arguments, test_utils=checks)
+
+
+def test_torch_takes_the_router():
+    """Schemas and fake kernels; `_Route` has the derivative, and test_cuda_layer.py compiles it."""
+    x, weight = (draw(n, D, seed=n, requires_grad=False) for n in (T, 40))
+    flags = (True, True, 1.0, 0, 1, 1)
+    checks = ("test_schema", "test_faketensor")
+    for factor, jitter in ((0.0, 0.0), (0.5, 0.1)):
+        given = (x, weight, None, K, *flags, 7, 1, T, factor, jitter, 3, 0)
+        torch.library.opcheck(router._router, given, test_utils=checks)
+        expert, _, weights, balance, z, stats, _, *inner, jittered = router._router(*given)
+        tokens = jittered if jitter else x
+        given = (weights, balance, z, x if jitter else None, tokens, weight, None, expert, stats, *inner)
+        options = (True, 1.0, 7, 1, T, jitter, 3, 0, [True, not jitter])
+        torch.library.opcheck(router._router_backward, (*given, *options), test_utils=checks)
 
 
 def test_gemm_of_the_environment(monkeypatch):

@@ -126,6 +126,7 @@ def test_an_output_that_is_changed_in_place_counts():
 
 def test_the_bias_moves_behind_a_frozen_router():
     layer, body = built("sigmoid", "no router")
+    torch.manual_seed(0)  # of a hundred random batches, one is balanced
     body(torch.randn(TOKENS, WIDTH)).sum().backward()
     fmoe.end_step(layer)
     assert layer.gate.expert_bias_E.abs().max().item() == pytest.approx(1e-3)

@@ -60,15 +60,24 @@ def expert_ffn(
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        end = torch.tensor(on_host, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        if rows_MD.is_cuda:  # a copy from pinned memory is asynchronous
-            end = end.pin_memory().to(rows_MD.device, non_blocking=True)
+        end = _ends_on(rows_MD.device, on_host)
     given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
     x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
     tensors = (x, perm_N, inverse_TK, weight_TK, end, limit, w_in, b_in, w_out, b_out)
     options = (activation_code(activation), gated, requested(gemm), into_main_grad)
     out, _ = _expert_ffn(*tensors, on_host, *options)
     return out
+
+
+def _ends_on(device: torch.device, counts: list[int]) -> Tensor:
+    """Return the end of each expert's rows, int32, on a device."""
+    if counts and counts[0] and min(counts) == max(counts):
+        # `fmoe.exchange.PaddedExchange`: without a copy, whose memory on the host would have to live as long as a CUDA
+        # graph that repeats it.
+        return torch.arange(counts[0], len(counts) * counts[0] + 1, counts[0], dtype=torch.int32, device=device)
+    end = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    # A copy from pinned memory is asynchronous.
+    return end.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else end
 
 
 @torch.library.custom_op("fmoe_cuda::expert_ffn", mutates_args=())

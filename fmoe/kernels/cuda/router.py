@@ -244,7 +244,10 @@ def _product32(a: Tensor, b: Tensor, addend: Tensor | None = None) -> Tensor:
         return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
     if addend is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(addend, a, b, out_dtype=torch.float32)
+    try:
+        return torch.addmm(addend, a, b, out_dtype=torch.float32)
+    except RuntimeError:  # older versions of torch want an addend of the dtype of the factors
+        return addend.add_(torch.mm(a, b, out_dtype=torch.float32))
 
 
 @register_flop_formula(torch.ops.fmoe_cuda.router)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fmoe.kernels import reference
 from fmoe.kernels.backends import activation_code
-from fmoe.kernels.cuda import rows
+from fmoe.kernels.cuda import router, rows
 from fmoe.kernels.cuda.variants import NAMES, Backward, Batch, forward
 from fmoe.kernels.rows import DispatchPlan
 
@@ -74,4 +74,46 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
             error = float((a.cpu().double() - b).norm() / b.norm())
             if not error <= near:
                 return f"the {name} in {dtype} is {error:.1e} off"
+        wrong = _failure_of_router(device, normal(_T, _D).to(dtype), (normal(_E, _D) / _D**0.5).to(dtype), near)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
+    """Return a description of the first wrong result of the router's operations, or None.
+
+    Jitter is on, and too small to matter; the capacity is, and too large.
+    """
+    factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
+    x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
+    flags = (False, False, 1.0, 0, 1, 1)  # weighted by the softmax over all experts
+    found = router._router(x, weight, None, _K, *flags, *group, factor, half_width, 3, 0)
+    expert, kept, weights, balance, z, stats, _, logits, logsumexp, fraction, jittered = found
+    ones = torch.ones_like(weights)
+    given = (ones, torch.ones_like(balance), torch.ones_like(z), None, jittered, weight, None, expert, stats)
+    sizes = (False, 1.0, *group, half_width, 3, 0, [True, True])
+    d_x, d_weight = router._router_backward(*given, logits, logsumexp, fraction, *sizes)
+    # On the CPU, by hand: autograd would wait for a backward pass that this one is part of.
+    logits_TE = x_TD.double() @ weight_ED.double().t()
+    logsumexp_T1 = logits_TE.logsumexp(-1, keepdim=True)
+    prob_TE = (logits_TE - logsumexp_T1).exp()
+    weight_TK, expert_TK = prob_TE.topk(_K, dim=-1)
+    hit_TE = torch.zeros_like(prob_TE).scatter(1, expert_TK, 1.0)
+    slope_E = _E * hit_TE.mean(0) / _K
+    d_prob_TE = hit_TE + slope_E / _T
+    d_logits_TE = prob_TE * (d_prob_TE - (prob_TE * d_prob_TE).sum(-1, keepdim=True) + 2 * logsumexp_T1 / _T)
+    pairs = [
+        ("choice of experts", kept.double(), expert_TK.double()),
+        ("router's weights", weights, weight_TK),
+        ("balance loss", balance, (slope_E * prob_TE.mean(0)).sum()),
+        ("z loss", z, logsumexp_T1.square().mean()),
+        ("load", stats[:_E], hit_TE.sum(0)),
+        ("router's gradient of tokens", d_x, d_logits_TE @ weight_ED.double()),
+        ("router's gradient", d_weight, d_logits_TE.t() @ x_TD.double()),
+    ]
+    for name, a, b in pairs:
+        error = float((a.cpu().double() - b).norm() / b.norm())
+        if not error <= near:
+            return f"the {name} in {x_TD.dtype} is {error:.1e} off"
     return None
