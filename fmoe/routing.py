@@ -236,9 +236,10 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Gather values of all tokens from this rank's ``x_TX``; ``x_TX`` itself if this rank has all tokens.
+        """Return the values of all ranks' tokens, of which ``x_TX`` are this rank's; ``x_TX`` itself if it has all.
 
-        All ranks must compute the same from the result, and the weights of a token only from the token's own values.
+        The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result,
+        except combine weights: those of a token may depend only on the token's own values.
         """
         if self.shards is None:
             return x_TX

@@ -175,11 +175,12 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
             f"{type(optimizer).__name__} steps whole tensors: use_distributed_optimizer=True, which splits them, is "
             "not supported"
         )
-    if isinstance(optimizer, Adafactor) and any(group.size() > 1 for group in _tensor_groups(shard.parameter)):
+    size = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
+    if isinstance(optimizer, Adafactor) and size > 1:
+        key = "expert_tensor_parallel_size" if is_expert(shard.parameter) else "tensor_model_parallel_size"
         raise UserError(
-            f"Adafactor factors whole matrices: "
-            f"tensor_model_parallel_size={parallel_state.get_tensor_model_parallel_world_size()}, which splits them, "
-            "is not supported"
+            f"Adafactor factors whole matrices: {key}={size}, which splits them, is not supported: use 1, or another "
+            "optimizer"
         )
 
 

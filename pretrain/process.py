@@ -1,6 +1,7 @@
 """The ranks of a run: device, rendezvous, process group, exit codes.
 
-A run that ends with a code other than 0 and 2 (`fmoe.errors.EXIT_USAGE`, invalid input) ends with one of those here.
+Here are the exit codes of a run besides 0, 2 (`fmoe.errors.EXIT_USAGE`, invalid input), and those of crashes and
+interrupts (docs/operations.md).
 """
 
 import os

@@ -72,7 +72,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count traffic in this context: setup, which is not part of a step."""
+        """Do not count traffic in this context, which is for setup that is not part of a step."""
         sent = self.sent
         yield
         self.sent = sent

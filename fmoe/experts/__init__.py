@@ -138,7 +138,9 @@ def build_experts(
         )
     sources: list[Any] = list(expert) if isinstance(expert, Sequence) else [expert] * num_experts
     if len(sources) != num_experts:
-        raise UserError(f"expert has {len(sources)} entries; it must have num_experts={num_experts}")
+        raise UserError(
+            f"expert has {len(sources)} entries, not num_experts={num_experts}: pass one module for each expert"
+        )
     ready = [isinstance(source, nn.Module) for source in sources]
     return _keyed(lambda i: sources[i] if ready[i] else sources[i](d_model), local.start, count, seed)
 

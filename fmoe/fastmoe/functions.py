@@ -70,9 +70,9 @@ def count_by_gate(
         gate: int64 [T] or [T, K], ids among the ``num_expert * world_size`` experts; -1 for no choice.
 
     Returns:
-        ``pos`` [M], indices into ``gate.view(-1)`` sorted by expert, then by index, None unless ``require_pos``;
-        ``local_expert_count`` [W * L], number of this rank's choices of every expert;
-        ``global_expert_count`` [W * L], number of each rank's choices, in order of ranks, of this rank's experts.
+        ``pos`` [M], indices into ``gate.view(-1)``, sorted by expert and then by index; None without ``require_pos``;
+        ``local_expert_count`` [W * L], how often this rank chose every expert;
+        ``global_expert_count`` [W * L], for each rank in order, how often it chose each of this rank's experts.
     """
     choices_N1 = gate.reshape(-1, 1).long()
     plan = DispatchPlan.from_routing(Routing(choices_N1, choices_N1), num_expert * world_size)

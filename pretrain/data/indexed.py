@@ -293,7 +293,8 @@ class IndexedCorpus:
             raise UserError(f"{path} is a multimodal index, with a mode per sequence: not a text corpus")
         if size != expected:
             raise UserError(
-                f"{path} has {size} bytes; {num_sequences} sequences and {num_boundaries} boundaries take {expected}"
+                f"{path} is damaged: it has {size} bytes, but its header's {num_sequences} sequences and "
+                f"{num_boundaries} document boundaries take {expected}: copy or prepare the corpus again"
             )
         data = _map(path, np.dtype(np.uint8), size)
         cuts = _HEADER.size + np.cumsum([0, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])

@@ -105,7 +105,7 @@ class T5Decoder:
     Args:
         model: a T5 without expert capacity limits (``load_model(..., drops=False)``).
         inputs_S: the encoder's tokens.
-        num_samples: number of samples that share them.
+        num_samples: number of samples to decode from these tokens.
     """
 
     def __init__(self, model: Any, inputs_S: Tensor, num_samples: int):
@@ -149,7 +149,10 @@ def generate(
     for _ in range(max_tokens):
         logits_NV = decoder(tokens_NS)[:, :vocab_size]
         if not bool(logits_NV.isfinite().all()):
-            raise UserError("the model's logits are not finite: its weights are not, or its precision is too low")
+            raise UserError(
+                "the model's logits are not finite: its weights contain NaN or infinity (use an earlier checkpoint), "
+                "or the range of the run's train.precision is too small for them"
+            )
         drawn = draw(distribution(logits_NV, sampling), generators)
         yield [None if over else token for token, over in zip(drawn, is_over, strict=True)]
         is_over = [over or token == end for token, over in zip(drawn, is_over, strict=True)]

@@ -52,7 +52,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     width, expert = config.get("shared_expert_intermediate_size"), config["moe_intermediate_size"]
     if type(width) is not int or width < 1 or width % expert:
         raise UserError(
-            f"shared_expert_intermediate_size={width!r} must be a multiple of moe_intermediate_size={expert}"
+            f"shared_expert_intermediate_size={width!r} must be a positive multiple of moe_intermediate_size={expert}"
         )
     return QWEN3_MOE.read(config) | {"num_shared_experts": width // expert}
 

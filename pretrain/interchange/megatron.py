@@ -147,8 +147,9 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     arguments = _arguments_in(path / COMMON)
     if arguments and model.rope_scaling is not None:  # Megatron-LM's own YaRN has arguments that are not compared here
         raise UserError(
-            f"{path / COMMON}: model.rope_scaling={model.rope_scaling} is not supported in an import from Megatron-LM: "
-            "use none, and set it in the run that starts from the result"
+            f"{path / COMMON} has arguments of Megatron-LM, whose import does not support model.rope_scaling="
+            f"{model.rope_scaling} in the recipe: import with model.rope_scaling=none, then set it in the recipe of "
+            "the run that starts from the imported checkpoint"
         )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)

@@ -111,5 +111,7 @@ def _strict(key: str, value: Any) -> dict[str, Any]:
 def _nonfinite_name(key: str, number: float | int) -> str | None:
     if not isinstance(number, float | int):
         # A tensor in particular: reading it would synchronize the device.
-        raise TypeError(f"metric {key!r} is a {type(number).__name__}, not a number, a list of numbers or a str")
+        raise TypeError(
+            f"metric {key!r} is or contains a {type(number).__name__}, not a number, a list of numbers or a str"
+        )
     return None if math.isfinite(number) else str(float(number))

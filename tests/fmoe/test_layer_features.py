@@ -400,7 +400,7 @@ def test_frozen_router_still_counts():
     ("make", "says"),
     [
         (lambda: build(expert="fnn"), "did you mean 'ffn'"),
-        (lambda: build(expert=[Block, Block]), "expert has 2 entries; it must have num_experts=4"),
+        (lambda: build(expert=[Block, Block]), "expert has 2 entries, not num_experts=4"),
         (lambda: build(expert=Block(D)), "one module, Block"),
         (lambda: build(expert=Block, expert_options={"bias": True}), "expert_options"),
         (

@@ -185,7 +185,7 @@ LENGTHS, POINTERS, BOUNDARIES = HEADER, HEADER + 4 * 50, HEADER + 12 * 50
         (17, b"\x00", "type code 0"),
         (17, b"\x03", "type code 3"),  # int16: as wide as uint16
         (17, b"\x04", "sequence 1 does not begin"),
-        (18, struct.pack("<Q", 2**64 - 1), "bytes; 18446744073709551615 sequences"),
+        (18, struct.pack("<Q", 2**64 - 1), "18446744073709551615 sequences"),
         (18, struct.pack("<Q", 49), "49 sequences"),
         (26, struct.pack("<Q", 2**62), "boundaries take"),
         (18, struct.pack("<QQ", 52, 48), "does not begin|has the length"),  # fits the size of the file
@@ -199,7 +199,7 @@ LENGTHS, POINTERS, BOUNDARIES = HEADER, HEADER + 4 * 50, HEADER + 12 * 50
         (BOUNDARIES + 8, struct.pack("<q", -1), "not ascending"),
         (BOUNDARIES + 8, struct.pack("<qq", 2**63 - 1, -(2**63)), "not ascending"),
         (BOUNDARIES + 8 * 50, struct.pack("<q", 51), "to 50 sequences"),
-        (BOUNDARIES + 8 * 51, b"\0", "bytes; 50 sequences"),
+        (BOUNDARIES + 8 * 51, b"\0", "50 sequences"),
         (BOUNDARIES + 8 * 51, bytes(50), "multimodal"),
     ],
 )

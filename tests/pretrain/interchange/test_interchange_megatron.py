@@ -440,7 +440,7 @@ def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
 
 def test_scaled_positions_are_refused(tmp_path):
     yarn = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 8}
-    with pytest.raises(UserError, match=r"model\.rope_scaling=yarn is not supported .* use none"):
+    with pytest.raises(UserError, match=r"does not support model\.rope_scaling=yarn .* model\.rope_scaling=none"):
         result_of_arguments(tmp_path, {}, yarn)
 
 
