@@ -23,7 +23,8 @@ def add_output_bias(model: GPTModel) -> None:
     if not model.post_process:
         return
     layer = model.output_layer
-    zeros = torch.zeros(layer.output_size_per_partition, dtype=model.config.params_dtype)
+    device = next(model.parameters()).device
+    zeros = torch.zeros(layer.output_size_per_partition, dtype=model.config.params_dtype, device=device)
     layer.bias = nn.Parameter(zeros)
     set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
     layer.bias.allreduce = True

@@ -10,7 +10,7 @@ from pretrain.interchange.tensors import Sizes, Transform
 
 # E2M1: a sign, two bits of exponent, one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
+_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.float32, device="cpu")
 _BIAS = 127  # of the scales' exponents (E8M0); 255 is NaN
 
 
@@ -30,7 +30,7 @@ class FromMXFP4:
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         blocks, scales = theirs
-        matrices = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16)
+        matrices = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device="cpu")
         for matrix, block, scale in zip(matrices, blocks, scales, strict=True):  # experts one by one, for their memory
             codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(2)
             exponents = scale.int().sub_(_BIAS).unsqueeze(-1)

@@ -278,7 +278,7 @@ WRONG = {
     "base without scaling": ({"base_batch": 8}, "optimizer.base_batch=8 has no effect with optimizer.lr_scaling=none"),
     "base": ({"base_batch": 0, "lr_scaling": "sqrt"}, "optimizer.base_batch=0 is not positive"),
     "momentum": ({"name": "sgd", "momentum": 1.0}, "optimizer.momentum=1.0 is not less than 1"),
-    "momentum of muon": ({"name": "muon", "momentum": -0.5}, "optimizer.momentum=-0.5 is"),
+    "momentum of muon": ({"name": "muon", "momentum": -0.5}, "optimizer.momentum=-0.5 must be at least 0"),
     "no iteration": ({"name": "muon", "ns_steps": 0}, "optimizer.ns_steps=0 is not positive"),
     "offloaded muon": (
         {"name": "muon", "cpu_offload": 0.5, "distributed": True},
