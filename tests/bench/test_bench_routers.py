@@ -58,6 +58,7 @@ def reports(forks):
     return only(forks.run(1, measure, [(RECIPE, False), (RECIPE, True), (twice, False)]))
 
 
+@pytest.mark.slow
 def test_random_experts_cost_something_unless_all_are_alike(reports):
     others, alike, _ = reports
     assert alike.random_loss == pytest.approx(alike.loss, rel=1e-6)

@@ -109,7 +109,7 @@ def test_no_pattern_of_token_counts_hangs(request, pool, exchange, options):
     assert max(values(ranks.run(faults.random_counts, exchange, options, 50))) < 1e-5
 
 
-@pytest.mark.by_default(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "timeout", "limit", "told"),
     [

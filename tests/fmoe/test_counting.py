@@ -86,7 +86,7 @@ def test_a_backward_pass_that_runs_again_counts_nothing(gate, how):
         torch.testing.assert_close(p.grad, 2 * once[name])
 
 
-@pytest.mark.by_default("sigmoid-all")
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("gate", ["sigmoid", "random"])
 def test_compiled_passes_count_once(gate, trained):

@@ -62,7 +62,7 @@ NOISY = {  # kind, model, split
 }
 
 
-@pytest.mark.by_default("gpt, recomputed on four ranks", "a gate that needs whole tokens", "learned positions")
+@pytest.mark.by_default("gpt, recomputed on four ranks")
 @pytest.mark.parametrize("case", NOISY)
 def test_dropout_masks_of_documents_and_positions_are_those_of_one_process(forks, case):
     kind, model, options = NOISY[case]

@@ -93,7 +93,7 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.by_default("EP2, expert, after the reduction", "TP2, expert", "PP2, expert")
+@pytest.mark.by_default("EP2, expert, after the reduction", "PP2, expert")
 @pytest.mark.parametrize("case", OVERFLOWS)
 def test_an_overflow_on_one_rank_skips_one_step_on_both(forks, case):
     split, name = OVERFLOWS[case]
@@ -177,7 +177,7 @@ DISTRIBUTED = [
 ]
 
 
-@pytest.mark.by_default("adamw", "adamw8bit", "lamb distributed")
+@pytest.mark.by_default("adamw8bit", "lamb distributed")
 @pytest.mark.parametrize(
     ("name", "distributed"), [*(pytest.param(n, False, id=n) for n in ("adamw", *OPTIMIZERS)), *DISTRIBUTED]
 )

@@ -47,11 +47,11 @@ SPLITS = {
 }
 WHOLE = ("EP2", "DP2", "PP2")  # what steps whole matrices runs at these alone
 IN_CI = {
-    "lamb": ("EP2", "TP2 with cut experts", "TP2 DP2 distributed"),
+    "lamb": ("TP2 with cut experts", "TP2 DP2 distributed"),
     "lars": ("EP2 distributed",),
     "muon": ("TP2 DP2 distributed", "PP2"),
     "adafactor": ("EP2",),
-    "sgd": ("EP2 distributed",),
+    "sgd": (),
 }
 CASES = [
     pytest.param(name, split, marks=[] if split in IN_CI[name] else [pytest.mark.slow])

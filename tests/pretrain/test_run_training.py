@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("ep2", "bf16, dropout and gshard", "some layers have experts", "sigmoid gate")
+@pytest.mark.by_default("ep2", "bf16, dropout and gshard")
 @pytest.mark.parametrize("case", CASES)
 def test_resume_at_half_time_is_the_run_that_was_not_stopped(forks, recipe_file, tmp_path, case):
     half, sections = CASES[case]

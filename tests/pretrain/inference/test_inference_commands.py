@@ -78,7 +78,7 @@ def runs(forks, write_tiny_recipe, tmp_path_factory):
     return make
 
 
-@pytest.mark.by_default("EP2", "PP2")
+@pytest.mark.by_default("EP2")
 @pytest.mark.parametrize("split", list(SPLITS)[1:])
 def test_a_checkpoint_of_any_split_is_the_model_of_one_process(runs, values, split):
     argv = ["--prompt", PROMPT, "--max-tokens", "30", "--num-samples", "2", "--top-p", "0.5"]
