@@ -85,7 +85,7 @@ class Routing:
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
         counted: ``expert_TK`` and its counts for `fmoe.kernels.cuda.rows.place`; None to count them there.
-        is_fused: whether one operation computed weights and losses; their names are then `DEFAULT_LOSS_WEIGHTS`'.
+        is_fused: whether one operation computed weights and losses; their names are then in ``DEFAULT_LOSS_WEIGHTS``.
         passed: the gate's input, and the same tokens for the experts to take: the gate then adds the experts' gradient
             to its own. None if the experts take the input itself.
     """
