@@ -56,7 +56,7 @@ class Trainer:
 
     @property
     def is_last(self) -> bool:
-        """True if the step just made is the last of this process."""
+        """True if this process takes no further step: training is done, or a rank was asked to stop."""
         return self.is_done or self.is_stopping
 
     def run(self) -> None:

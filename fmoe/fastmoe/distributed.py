@@ -18,15 +18,16 @@ class DistributedGroupedDataParallel(nn.Module):
     """Wrapper whose `allreduce_params` averages gradients; call it after the backward pass.
 
     A parameter's ``dp_comm`` names the group over which its gradient is averaged: "dp", "gate", "moe", "world", or any
-    NAME with an argument ``NAME_group``. Gradients with other names, such as "none", are not averaged. A parameter
-    without ``dp_comm`` counts as "none" if it belongs to the experts of a layer that are split over ranks, else "dp".
+    NAME with an argument ``NAME_group``. Gradients of parameters that name another group, such as "none", are
+    not averaged. A parameter without ``dp_comm`` counts as "none" if it belongs to experts that a layer divides among
+    ranks, and otherwise as "dp".
 
     Args:
         module: module to train.
         auto_allreduce: must be False: reduction during the backward pass is not supported.
         need_sync: whether to broadcast each parameter from the first rank of its group.
-        groups: ``dp_group=``, ``gate_group=``, ``moe_group=``, ``world_group=``, which default to all processes, or
-            any other ``NAME_group=``.
+        groups: process groups as ``NAME_group=``. ``dp_group``, ``gate_group``, ``moe_group`` and ``world_group``
+            default to all processes.
 
     Attributes:
         comms: groups by name.

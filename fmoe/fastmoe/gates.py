@@ -85,7 +85,10 @@ class NaiveGate(BaseGate):
         self.gate.reset_parameters()
 
     def forward(self, inp: Tensor, return_all_scores: bool = False):
-        """Map [T, D] to index [T, K], best first, and score [T, K] in the dtype of ``inp`` (and all logits [T, E])."""
+        """Map [T, D] to index [T, K], best first, and score [T, K] in the dtype of ``inp``.
+
+        With ``return_all_scores``, also return all logits [T, E].
+        """
         logits_TE = self.gate(inp)
         logit_TK, index_TK = logits_TE.topk(self.top_k, dim=-1)
         score_TK = softmax(logit_TK).view(-1, self.top_k).to(inp.dtype)

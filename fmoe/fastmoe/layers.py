@@ -229,7 +229,7 @@ class FMoE(MoE):
 
     @property
     def aux_loss(self) -> str:
-        """Application of the losses: "auto" or "manual", as in `fmoe.build.Spec`."""
+        """How the auxiliary losses are applied: "auto" or "manual", as in `fmoe.build.Spec`."""
         return "manual" if self.aux.is_manual else "auto"
 
     @aux_loss.setter

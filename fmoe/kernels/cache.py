@@ -233,7 +233,7 @@ def clean() -> int:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return (inode, modification time), which differ for a later file of the same name; None without a file."""
+    """Return (inode, modification time), which change if the file is replaced; None if it cannot be examined."""
     try:
         found = path.stat()
     except OSError:

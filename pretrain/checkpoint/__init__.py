@@ -1,4 +1,4 @@
-"""Crash-safe checkpoints, addressed by global tensor names, that load at any split. Independent of Megatron.
+"""Crash-safe checkpoints, which load at any parallel split because tensors have global names. Independent of Megatron.
 
 A checkpoint is a folder ``step-NNNNNNNN`` of safetensors shards, JSON states and a manifest with the digest of every
 file and the location of every piece. `save` writes one, `open_checkpoint` reads it. `collect` and `write` are the two

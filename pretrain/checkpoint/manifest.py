@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _manifest_from_json(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is malformed: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} is malformed: {type(error).__name__}: {error}: use another checkpoint") from error
     return manifest
 
 

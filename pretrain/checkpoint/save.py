@@ -358,8 +358,8 @@ class _Index:
         known_dtype, known_shape, pieces = self._known.setdefault(name, (dtype, shape, []))
         if (known_dtype, known_shape) != (dtype, shape):
             raise UserError(
-                f"tensor {name}: one piece is of a {name_of(known_dtype)} tensor {known_shape}, "
-                f"another of a {name_of(dtype)} tensor {shape}"
+                f"the pieces of tensor {name} disagree on the whole tensor: {name_of(known_dtype)} of shape "
+                f"{known_shape}, or {name_of(dtype)} of shape {shape}"
             )
         return pieces
 

@@ -184,7 +184,7 @@ class Recipe:
         if data.validation:
             of = f"train.validation_sequences={train.validation_sequences}"
             if train.validation_sequences % train.global_batch:
-                raise UserError(f"train.global_batch={train.global_batch} does not divide {of}, as {key} needs")
+                raise UserError(f"{key} needs {of} to be a multiple of train.global_batch={train.global_batch}")
 
     def _check_batches(self) -> None:
         parallel, train = self.parallel, self.train

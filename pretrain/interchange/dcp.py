@@ -55,7 +55,10 @@ _STORAGES = {
 
 
 def blocks(shape: Shape, itemsize: int, max_bytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (offset, shape) of the slices of a tensor along its first axis, of at most ``max_bytes`` or one row."""
+    """Yield (offset, shape) of slices of a tensor along its first axis.
+
+    A slice has at most ``max_bytes``, except that it always has at least one row.
+    """
     rows = max(1, max_bytes // max(1, itemsize * prod(shape[1:]))) if shape else 1
     for row in range(0, max(1, shape[0]), rows) if shape else (0,):
         first = (min(rows, shape[0] - row),) if shape else ()
@@ -299,7 +302,7 @@ def member(archive: zipfile.ZipFile, name: str, default: bytes | None = None) ->
         raise ValueError(f"{name} is compressed")
     assert archive.fp is not None
     if found[0].file_size > archive.fp.seek(0, io.SEEK_END):
-        raise ValueError(f"{name} is larger than its file")
+        raise ValueError(f"{name} should have {found[0].file_size} bytes, which is more than its archive has")
     data = bytearray(found[0].file_size)
     view, at = memoryview(data), 0
     with archive.open(found[0]) as file:

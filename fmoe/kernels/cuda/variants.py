@@ -24,8 +24,8 @@ class Batch:
     Attributes:
         x: rows [M, D]; or tokens [T, D], with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
         end: int32 [L], end of each expert's rows.
-        counts: number of rows of each expert on the host, or None.
-        activation: number of the activation in the kernels.
+        counts: number of rows of each expert as a list on the host, or None.
+        activation: index of the activation in ``ACTIVATIONS``.
     """
 
     x: Tensor
