@@ -127,9 +127,9 @@ class Muon(Optimizer):
     _plan_now: _Plan | None
 
     def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
-        """Set the hidden matrices by parameter, and the parameters of the tensors in the groups.
+        """Set which parameters hold hidden matrices, and of which parameter each stepped tensor is a range.
 
-        From then on all ranks of the groups in both must take the same steps.
+        From then on, all ranks of the process groups in ``matrices`` and ``shards`` must take the same steps.
         """
         self._matrices, self._shards, self._plan_now = matrices, shards, None
 

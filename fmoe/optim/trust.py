@@ -35,7 +35,7 @@ class Slot:
     def gradient(self) -> Tensor:
         """The gradient of the tensor, which must have one."""
         if self.tensor.grad is None:
-            raise RuntimeError("the tensor has no gradient")
+            raise RuntimeError(f"a tensor of shape {list(self.tensor.shape)} has no gradient: callers must skip it")
         return self.tensor.grad
 
 

@@ -188,10 +188,12 @@ def _run_info(folder: Path) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UserError(f"{path}: {key}={value!r} must be a finite number of at least 0")
     data = info.get("data") or {}
-    sums = [data.get("tokenizer"), data.get("train"), data.get("validation")] if isinstance(data, dict) else [data]
-    for value in sums:
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: data={data!r} must be an object of digests")
+    for key in ("tokenizer", "train", "validation"):
+        value = data.get(key)
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{path}: data={data!r} is invalid: its digests must be strings or null")
+            raise UserError(f"{path}: data.{key}={value!r} must be a string (a digest), a list of strings, or null")
     return info
 
 

@@ -123,7 +123,10 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         return tuple(_convert(item, arguments[0], key) for item in value)
     if hint == _TABLE:
         if not isinstance(value, Mapping):
-            raise UserError(f"{key}={value!r} must be a table")
+            option = key.replace("_", "-")
+            raise UserError(
+                f"{key}={value!r} must be a table: in TOML {{name = value}}, as arguments --{option}.name value"
+            )
         return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

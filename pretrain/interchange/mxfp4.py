@@ -15,8 +15,10 @@ _BIAS = 127  # of the scales' exponents (E8M0); 255 is NaN
 
 
 class FromMXFP4:
-    """bfloat16 matrices [E, out, in] from blocks [E, out, in / 32, 16], the lower four bits of a byte first, and scales
-    [E, out, in / 32]; exact. An import only: an export writes bfloat16.
+    """Decoder of MXFP4 into bfloat16 matrices [E, out, in], without rounding; only for import.
+
+    The inputs are blocks [E, out, in / 32, 16], with the lower four bits of each byte first, and scales
+    [E, out, in / 32].
 
     Args:
         of_rows: transform of the matrices, with outputs before inputs.

@@ -160,7 +160,10 @@ def _tuple(values: list[Any]) -> tuple:
     made.depth = 1 + max(getattr(value, "depth", 1) for value in inner)
     made.size = len(values) + sum(getattr(value, "size", len(value)) for value in inner)
     if made.depth > _MAX_DEPTH or made.size > _MAX_SIZE:
-        raise ValueError(f"malformed pickle (a tuple of depth {made.depth} with {made.size} elements)")
+        raise ValueError(
+            f"malformed pickle (a tuple of depth {made.depth} with {made.size} elements; the limits are {_MAX_DEPTH} "
+            f"and {_MAX_SIZE})"
+        )
     return made
 
 

@@ -409,7 +409,7 @@ def route(
     best_of: int = 1,
     with_scores: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T), with scores only on request."""
+    """Return (expert_TK, weight_TK, score_TE, logsumexp_T, entropy_T); score_TE is None if ``with_scores`` is False."""
     tokens = logits_TE.shape[0]
     score_TE = torch.empty_like(logits_TE, dtype=torch.float32) if with_scores else None
     entropy_T = logits_TE.new_empty(tokens, dtype=torch.float32)

@@ -40,10 +40,10 @@ def expert_ffn(
     gemm: str = "auto",
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` of rows; or gather, compute and combine tokens, [T, D] -> [T, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows. With ``perm_N``, gather tokens, compute and combine: [T, D] -> [T, D].
 
     Args:
-        counts: rows of each expert, on the host, or with ``perm_N`` a tensor on the device.
+        counts: number of rows of each expert: on the host, or, with ``perm_N``, a tensor on the device.
         perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
         weight_TK: weights of the assignments of the plan.
         offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.
