@@ -316,7 +316,10 @@ def _with_gradients(
     """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
     gradients."""
     device = next(t.device.type for t in given if t is not None)
-    with torch.inference_mode(False), torch.set_grad_enabled(is_training), torch.autocast(device, enabled=False):
+    # A checkpoint around the caller must not count what is saved here: its recomputation does not save it again.
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+    no_autocast = torch.autocast(device, enabled=False)
+    with torch.inference_mode(False), torch.set_grad_enabled(is_training), no_autocast, own_hooks:
         *leaves, counts = (_apart(t) for t in (*given, counts))
         plan = {name: _apart(value) for name, value in plan.items()}
         trained = [t.requires_grad_(is_training) for t in leaves if t is not None]
