@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
   constexpr int THREADS = 32 * QUEUE_WARPS;
   double* numbers = reinterpret_cast<double*>(shared_memory());  // [QUEUE_WARPS, 32]
   int* integers = reinterpret_cast<int*>(numbers + THREADS);     // [QUEUE_WARPS, 32]
-  const i64 group = blockIdx.y, first = group * tiles;
-  const int e = blockIdx.x * 32 + lane;
+  const i64 group = blockIdx.x, chunk = blockIdx.y, chunks = gridDim.y, first = group * tiles;
+  const int e = int(chunk) * 32 + lane;
   const bool is_expert = e < experts;
   int routed = 0;
   for (i64 b = thread; b < tiles; b += THREADS) routed += int(sum_B3[(first + b) * 3 + 2]);
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
       next += count;
     }
   }
-  if (limit_G && blockIdx.x == 0 && thread == 0) limit_G[group] = limit;
-  const i64 block = group * gridDim.x + blockIdx.x, blocks = i64(gridDim.x) * gridDim.y;
+  if (limit_G && chunk == 0 && thread == 0) limit_G[group] = limit;
+  const i64 block = group * chunks + chunk, blocks = i64(gridDim.x) * chunks;
   for (i64 i = block * THREADS + thread; i < num_tile_counts; i += blocks * THREADS) tile_count[i] = 0;
   if (!stats) return;
   double score = 0;
@@ -216,13 +216,13 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     const double part = warp_sum(is_expert ? fraction * score : 0.0);
     const int dropped = warp_sum(is_expert ? int(total - kept) : 0);
     if (lane == 0) {
-      volatile double* parts = part_GX + (group * gridDim.x + blockIdx.x) * 2;
+      volatile double* parts = part_GX + block * 2;
       parts[0] = part;
       parts[1] = dropped;
     }
     __threadfence();  // of every lane, before the ticket
     __syncwarp();
-    if (lane == 0) integers[0] = atomicAdd(ticket, 1) == int(gridDim.x * gridDim.y) - 1;
+    if (lane == 0) integers[0] = atomicAdd(ticket, 1) == int(blocks) - 1;
   }
   __syncthreads();
   const bool is_last = integers[0];
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     stats[i] = float(kept);
   }
   double sums[5] = {};  // fraction * score, dropped, logsumexp^2, entropy, tokens
-  for (i64 i = thread; i < num_groups * gridDim.x; i += THREADS) {
+  for (i64 i = thread; i < blocks; i += THREADS) {
     sums[0] += part_GX[2 * i];
     sums[1] += part_GX[2 * i + 1];
   }

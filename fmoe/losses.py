@@ -224,6 +224,8 @@ class AuxLosses:
 
     def _attach_each(self, routing: Routing, share: float | Tensor) -> Tensor:
         """Attach the losses without their weighted sum, which would take several launches on a GPU."""
+        if not routing.losses.keys() <= self.weights.keys():  # a wrapper of the gate added one
+            self.total(routing)  # raises
         losses = {name: x for name, x in routing.losses.items() if self.weights[name] and x.requires_grad}
         if not losses:
             return routing.weight_TK
@@ -241,9 +243,9 @@ class AuxLosses:
         if found is None:
             # Filled on the device: a copy would synchronize.
             found = torch.stack([torch.full((), factor, dtype=torch.float32, device=device) for factor in factors])
-            if len(self._factors) >= 16:  # weights or scales that change from step to step
-                self._factors.clear()
-            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the graph's memory
+            # What was captured is the graph's memory. What is kept stays: a graph captured later may read it. It is not
+            # much, also with weights or scales that change from step to step.
+            if len(self._factors) < 16 and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 self._factors[key] = found
         if isinstance(scale, Tensor):
             found = found * scale.to(device, found.dtype)

@@ -96,20 +96,23 @@ class LayerMetrics:
         is_captured = sums.is_cuda and torch.cuda.is_current_stream_capturing()
         with _lock:
             self.seen.update(losses)
-            if self._sums is None and not is_prefix:
-                self._sums = sums
-            elif is_captured or not is_prefix:
-                self._buffer(sums.device)[: len(sums)].add_(sums)
+            buffer = self._buffer(sums.device)
+            if is_captured or not is_prefix:
+                buffer[: len(sums)].add_(sums)
             else:  # later, many at once: on a GPU each addition is a launch
-                self._buffer(sums.device)
+                if self._pending and (len(self._pending[0]), self._pending[0].device) != (len(sums), sums.device):
+                    self._add_pending()  # those of evaluation have no losses
                 self._pending.append(sums)
                 if len(self._pending) >= _MAX_PENDING:
                     self._add_pending()
 
     def _buffer(self, device: torch.device) -> Tensor:
-        if self._sums is None:
-            size = self.num_experts + len(_SCALARS) + len(self.loss_names)
-            self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside of it
+            if self._sums is None:
+                size = self.num_experts + len(_SCALARS) + len(self.loss_names)
+                self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
+            elif self._sums.device != device:  # the layer has moved
+                self._sums = self._sums.to(device, sum_dtype(device))
         return self._sums
 
     def _add_pending(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmoe.errors import UserError
 from fmoe.kernels.cuda import tuning
@@ -316,7 +317,17 @@ def _with_gradients(
     """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
     gradients."""
     device = next(t.device.type for t in given if t is not None)
-    with torch.inference_mode(False), torch.set_grad_enabled(is_training), torch.autocast(device, enabled=False):
+    # A checkpoint around the caller must not count what is saved here, nor a selective one what is computed here: its
+    # recomputation does not do it again.
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+    no_autocast = torch.autocast(device, enabled=False)
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(is_training),
+        no_autocast,
+        own_hooks,
+        _disable_current_modes(),
+    ):
         *leaves, counts = (_apart(t) for t in (*given, counts))
         plan = {name: _apart(value) for name, value in plan.items()}
         trained = [t.requires_grad_(is_training) for t in leaves if t is not None]

@@ -53,7 +53,7 @@ def count_choices(num_tiles: int, top_k: int, num_experts: int) -> tuple:
 
 
 def queue(num_groups: int, num_experts: int) -> tuple:
-    return (-(-num_experts // 32), max(1, num_groups)), (32, 16), 12 * 32 * 16
+    return (max(1, num_groups), -(-num_experts // 32)), (32, 16), 12 * 32 * 16
 
 
 def drop(num_tiles: int, top_k: int, num_experts: int) -> tuple:

@@ -10,9 +10,10 @@ from cpu_launcher import on_cpu
 
 import fmoe
 from fmoe.gates import GShardRouter, NaiveRouter, SwitchRouter
-from fmoe.kernels.cuda import router
+from fmoe.kernels.cuda import calls, router
 from fmoe.kernels.cuda.calls import TokenTiles
 from fmoe.kernels.cuda.routing import Rule
+from fmoe.metrics import counting
 from fmoe.routing import RoutingGroups
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -113,8 +114,19 @@ def test_what_does_not_fit_into_shared_memory(on):
 def test_tiles_cover_all_tokens():
     for tokens, size in ((1, 1), (5, 3), (4096, 4096), (100_000, 512), (0, 4)):
         tiles = TokenTiles(tokens, size)
-        assert tiles.tile % 8 == 0 and tiles.tile * tiles.per_group >= size
+        assert tiles.tile % 8 == 0 and tiles.tile * tiles.per_group >= min(size, tokens)
         assert tiles.count == max(1, tiles.groups) * tiles.per_group
+    assert TokenTiles(48, 1 << 30).count == TokenTiles(48, 48).count  # not for tokens that are not there
+
+
+def test_more_groups_than_a_grid_is_high(monkeypatch):
+    """A GPU takes up to 2^31 - 1 blocks in x, but 65535 in y and z."""
+    grids = []
+    monkeypatch.setattr(calls, "_start", lambda kernel, geometry, *rest: grids.append(geometry.grid))
+    tiles = TokenTiles(70_000, 1)
+    counted = calls.count_choices(torch.zeros(70_000, 2, dtype=torch.int64), None, 40, tiles)
+    calls.queue(counted, 2, 0.5)
+    assert grids == [(70_000, 2, 1), (70_000, 2, 1)]
 
 
 def layers(**options):
@@ -160,6 +172,36 @@ def test_many_passes_are_added_at_once(on):
     for _ in range(70):
         one(x).sum().backward()
     assert len(one.metrics._pending) < 64 and one.metrics.report().tokens == 70 * 8
+
+
+def test_training_and_evaluation_are_counted_together(on):
+    """Statistics of evaluation have no losses; those of inference mode are added outside of it."""
+    one, _ = layers()
+    x = torch.randn(2, 4, D)
+    with counting(one):
+        for _ in range(2):
+            one.train()(x).sum().backward()
+            with torch.inference_mode():
+                one.eval()(x)
+        report = one.metrics.report()
+    assert report.tokens == 4 * 8 and sum(report.load) == pytest.approx(1)
+
+
+def test_factors_of_losses_that_change_are_not_kept_without_end(on):
+    """Those that are kept stay: a CUDA graph may read them."""
+    one, _ = layers()
+    step(one, x := torch.randn(2, 4, D), 2.0)
+    (kept,) = one.aux._factors.values()
+    for scale in range(3, 22):
+        step(one, x, float(scale))
+    assert len(one.aux._factors) == 16 and next(iter(one.aux._factors.values())) is kept
+
+
+def test_a_loss_of_a_wrapper_without_a_weight(on):
+    one, _ = layers()
+    one.gate.register_forward_hook(lambda gate, given, found: dataclasses.replace(found, losses={"mine": found.stats}))
+    with pytest.raises(fmoe.UserError, match=r"loss_weights .*'mine'"):
+        one(torch.randn(2, 4, D))
 
 
 def test_frozen_parts(on):

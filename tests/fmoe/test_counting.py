@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmoe
+from fmoe.metrics import counting
 from fmoe.routing import Routing, RoutingStats
 
 TOKENS, WIDTH = 12, 8
@@ -114,6 +115,16 @@ def test_evaluation_and_no_grad_do_not_count(gate):
     layer.eval()
     body(torch.randn(TOKENS, WIDTH, requires_grad=True)).sum().backward()
     assert counted(layer) == (0, None)
+
+
+def test_evaluation_in_inference_mode_and_without():
+    layer, body = built("naive")
+    layer.eval()
+    with counting(layer):
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                body(torch.randn(TOKENS, WIDTH))
+        assert counted(layer)[0] == 3 * TOKENS
 
 
 def test_an_output_that_is_changed_in_place_counts():

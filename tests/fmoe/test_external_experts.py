@@ -12,6 +12,7 @@ import torch
 from compare import assert_close
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fmoe
 from fmoe.errors import UserError
@@ -110,11 +111,11 @@ def layer_of(backend, **options):
     return fmoe.FMoE(**{**defaults, **options}, backend=backend)
 
 
-def results(layer, x):
+def results(run, x, layer=None):
     x = x.clone().requires_grad_()
-    y = layer(x)
+    y = run(x)
     y.square().mean().mul(100).backward()
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in (layer or run).named_parameters()}}
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])
@@ -261,6 +262,28 @@ def test_auto_measures_under_inference_mode(auto):
     with torch.inference_mode():
         assert layer_of("torch")(torch.randn(9, WIDTH)).isfinite().all()
     assert auto.measured == [("sonicmoe", "te", "cuda", "forward and backward")] and not any(external._checked.values())
+
+
+def saving_products():
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    kinds = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    return create_selective_checkpoint_contexts(lambda context, op, *args, **options: kinds[op in products])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_reentrant": False}, {"use_reentrant": False, "context_fn": saving_products}],
+    ids=["plain", "selective"],
+)
+def test_auto_measures_inside_a_checkpoint(auto, options):
+    """What the measurement computes and saves is none of the checkpoint's."""
+    layer, plain = layer_of("torch"), layer_of("torch")
+    plain.experts._backend_ffn = lambda *_: None
+    x = torch.randn(9, WIDTH)
+    found = results(lambda x: checkpoint(layer, x, **options), x, layer)
+    for name, value in results(plain, x).items():
+        assert_close(found[name], value, 1e-5, name)
+    assert len(auto.measured) == 1
 
 
 def test_auto_under_capture_measures_nothing(auto):

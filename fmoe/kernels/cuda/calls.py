@@ -54,7 +54,12 @@ class TokenTiles:
     @property
     def per_group(self) -> int:
         """Number of tiles per group."""
-        return -(-self.group_size // self.tile)
+        return -(-self._most // self.tile)
+
+    @property
+    def _most(self) -> int:
+        # A group that is larger than all tokens must not get tiles, with memory and time, for those that are not there.
+        return max(1, min(self.group_size, self.tokens))
 
     @property
     def count(self) -> int:
@@ -64,7 +69,7 @@ class TokenTiles:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """The arguments of kernels."""
-        return self.group_size, self.sequences, self.sequence_length, self.tile
+        return self._most, self.sequences, self.sequence_length, self.tile
 
 
 @dataclass(frozen=True)
@@ -364,7 +369,7 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
         sums = RouterSums(new(groups, experts), new(experts + 5), new(()), new(()))
         kept_GE, part_GX = new(groups, experts, dtype=torch.int64), new(groups, chunks, 2, dtype=torch.float64)
         outputs = (sums.fraction_GE, kept_GE, part_GX, counted.ticket, sums.stats, sums.balance, sums.z)
-    geometry = Geometry((chunks, groups, 1), (32, 16, 1), 12 * 32 * 16)
+    geometry = Geometry((groups, chunks, 1), (32, 16, 1), 12 * 32 * 16)
     sizes = (groups, tiles.per_group, choices, experts, top_k, float(factor or 0.0))
     outputs = (limit_G, tile_count, 0 if tile_count is None else tile_count.numel(), *outputs)
     _start("queue", geometry, count_BCE, count_BCE, counted.sum_BE, counted.sum_B3, *sizes, *outputs)

@@ -266,7 +266,8 @@ inline const char* launch(const char* name, void (*call)(void**), const unsigned
   m.random = seed * 0x9e3779b97f4a7c15u | 1;
   b.threads = {threads[0], threads[1], threads[2]}, b.blocks = {grid[0], grid[1], grid[2]};
   b.size = threads[0] * threads[1] * threads[2];
-  if (b.size == 0 || b.size > 1024 || b.size % 32 || grid[0] == 0 || grid[1] == 0 || grid[2] == 0)
+  if (b.size == 0 || b.size > 1024 || b.size % 32 || grid[0] == 0 || grid[1] == 0 || grid[2] == 0 ||
+      grid[1] > 65535 || grid[2] > 65535)
     return (m.error = m.kernel + ": blocks of " + name_of(b.threads) + ", grid " + name_of(b.blocks)).c_str();
   if (b.fibers.size() < b.size) b.fibers.resize(1024);
   b.order.clear();
