@@ -174,29 +174,6 @@ __global__ void __launch_bounds__(256)
     combine_row<1>(rows, place, weight, bound, int(top_k), width, bias_LD, end_L, experts, out);
 }
 
-// d_weight[t, k] += <d_out[t], bias of the expert of place[t, k]> over the places below the last end.
-template <class T>
-__global__ void __launch_bounds__(256)
-    bias_dots(const T* __restrict__ d_out_TD, const T* __restrict__ bias_LD, const i64* __restrict__ place_TK,
-              const int* __restrict__ end_L, i64 experts, i64 tokens, i64 top_k, i64 width,
-              float* __restrict__ d_weight_TK) {
-  constexpr int N = VECTOR<T>;
-  float* shared = reinterpret_cast<float*>(shared_memory());
-  const bool is_wide = width % N == 0 && is_aligned(d_out_TD, bias_LD);
-  const i64 t = own_row();
-  const T* d_out = d_out_TD + t * width;
-  for (i64 k = 0; k < top_k; k++) {
-    const i64 expert = t < tokens ? segment_of(end_L, experts, place_TK[t * top_k + k]) : experts;
-    const T* bias = bias_LD + expert * width;
-    float dot = 0;
-    if (expert < experts)
-      dot = is_wide ? combine_row_backward<N, T>(d_out, bias, 0.0f, width, nullptr)
-                    : combine_row_backward<1, T>(d_out, bias, 0.0f, width, nullptr);
-    dot = row_sum(dot, shared);
-    if (expert < experts && threadIdx.x == 0) d_weight_TK[t * top_k + k] += dot;
-  }
-}
-
 // d_rows[place[t, k]] = weight[t, k] * d_out[t] and d_weight[t, k] = <d_out[t], rows[place[t, k]]>. Every row is
 // written by its only assignment; rows from `limit` to `num_rows` are zero.
 template <class T>
@@ -255,28 +232,75 @@ __global__ void __launch_bounds__(256) add_bias(const T* rows, const T* __restri
   is_wide ? add_row<N>(x, bias, width, to) : add_row<1>(x, bias, width, to);
 }
 
-// out[e] = sum over the rows i of expert e of scale[index[i]] * rows[i]; zero for an expert without rows. Block (32,
-// 32): 32 columns of an expert, with its rows over threadIdx.y.
-template <class T, class Out>
-__global__ void __launch_bounds__(1024)
-    column_sums(const T* __restrict__ rows, const float* __restrict__ scale, const i64* __restrict__ index_M,
-                const int* __restrict__ end_L, i64 experts, i64 width, Out* __restrict__ out_LD) {
-  float* shared = reinterpret_cast<float*>(shared_memory());  // [32, 33]
-  const i64 expert = blockIdx.y, column = i64(blockIdx.x) * 32 + threadIdx.x;
-  const i64 begin = expert ? end_L[expert - 1] : 0, end = end_L[expert];
+// The gradient of one expert's bias, in the block's 32 columns: the sum of weight[order[i]] * rows[order[i] / per] over
+// the expert's rows i. `shared`: a float per thread. All threads of the block must call it.
+template <class T>
+__device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i64 per, const float* weight,
+                                            const int* end_L, i64 expert, i64 chunk, i64 width, float* shared,
+                                            T* out_LD) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x, lane = thread % 32;
+  const int warps = blockDim.x * blockDim.y / 32;
+  const i64 column = chunk * 32 + lane, end = end_L[expert];
   float sum = 0;
   if (column < width) {
 #pragma unroll 4
-    for (i64 i = begin + threadIdx.y; i < end; i += 32) {
-      const float by = scale ? scale[index_M ? index_M[i] : i] : 1.0f;
-      sum += by * to_float(rows[i * width + column]);
+    for (i64 i = (expert ? end_L[expert - 1] : 0) + thread / 32; i < end; i += warps) {
+      const i64 index = order_M ? order_M[i] : i;
+      const float by = weight ? weight[index] : 1.0f;
+      sum += by * to_float(rows[index / per * width + column]);
     }
   }
-  shared[threadIdx.y * 33 + threadIdx.x] = sum;
+  shared[thread] = sum;
   __syncthreads();
-  sum = warp_sum(shared[threadIdx.x * 33 + threadIdx.y]);
-  const i64 own = i64(blockIdx.x) * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && own < width) put(out_LD + expert * width + own, sum);
+  if (thread >= 32 || column >= width) return;
+  for (int w = 1; w < warps; w++) sum += shared[w * 32 + lane];
+  put(out_LD + expert * width + column, sum);
+}
+
+// Gradients of the biases; and those of tokens and weights, which need no other pass over the same rows. The first
+// blocks sum columns. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
+// <d_out[t], second bias of the expert of place[t, k]>. Four blocks per multiprocessor: no register spills.
+template <class T>
+__global__ void __launch_bounds__(256, 4)
+    bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ order_M, const float* __restrict__ weight_N,
+                   const T* __restrict__ d_hidden_MP, const int* __restrict__ end_L, i64 experts, i64 width, i64 height,
+                   T* __restrict__ d_bias_in_LP, T* __restrict__ d_bias_out_LD, const i64* __restrict__ place_TK,
+                   const i64* __restrict__ limit, i64 tokens, i64 top_k, i64 num_rows, const T* __restrict__ d_rows_MD,
+                   T* __restrict__ d_x_TD, const T* __restrict__ bias_out_LD, float* __restrict__ d_weight_TK) {
+  constexpr int N = VECTOR<T>;
+  float* shared = reinterpret_cast<float*>(shared_memory());
+  const i64 of_in = d_bias_in_LP ? (height + 31) / 32 : 0, of_out = d_bias_out_LD ? (width + 31) / 32 : 0;
+  const i64 of_expert = of_in + of_out, block = blockIdx.x;
+  if (block < experts * of_expert) {
+    const i64 expert = block / of_expert, chunk = block % of_expert;
+    if (chunk < of_in)
+      sum_columns<T>(d_hidden_MP, nullptr, 1, nullptr, end_L, expert, chunk, height, shared, d_bias_in_LP);
+    else
+      sum_columns<T>(d_out, order_M, top_k, weight_N, end_L, expert, chunk - of_in, width, shared, d_bias_out_LD);
+    return;
+  }
+  const i64 t = (block - experts * of_expert) * blockDim.y + threadIdx.y;
+  const i64* place = place_TK + t * top_k;
+  if (d_x_TD && t < tokens) {
+    const i64 bound = rows_kept(limit, num_rows);
+    if (width % N == 0 && is_aligned(d_rows_MD, d_x_TD))
+      combine_row<N, T>(d_rows_MD, place, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
+    else
+      combine_row<1, T>(d_rows_MD, place, nullptr, bound, int(top_k), width, nullptr, nullptr, 0, d_x_TD + t * width);
+  }
+  if (!d_weight_TK) return;
+  const bool is_wide = width % N == 0 && is_aligned(d_out, bias_out_LD);
+  const T* d = d_out + t * width;
+  for (i64 k = 0; k < top_k; k++) {
+    const i64 expert = t < tokens ? segment_of(end_L, experts, place[k]) : experts;
+    const T* bias = bias_out_LD + expert * width;
+    float dot = 0;
+    if (expert < experts)
+      dot = is_wide ? combine_row_backward<N, T>(d, bias, 0.0f, width, nullptr)
+                    : combine_row_backward<1, T>(d, bias, 0.0f, width, nullptr);
+    dot = row_sum(dot, shared);
+    if (expert < experts && threadIdx.x == 0) d_weight_TK[t * top_k + k] += dot;
+  }
 }
 
 // The noise of `fmoe.random`: MurmurHash3's finalizer twice, of a counter and the two halves of a key.

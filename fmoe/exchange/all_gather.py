@@ -83,18 +83,14 @@ class _Gathered:
         self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        num_rows = sum(self._counts)
-        num_tokens = weight_TK.shape[0]
-        rows = [self._plan.permute(self._gather(join_graph(x, self._depth == 2)), num_rows) for x in inputs]
+        tokens = [self._gather(join_graph(x, self._depth == 2)) for x in inputs]
         weight_TK = join_graph(weight_TK, self._depth == 2)
         lacking = self._top_k - weight_TK.shape[1]
         weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
         weights = _Gather.apply(weights, self._longest, self._group, None)
-        outputs = [tie(join_graph(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
-        return [
-            _SumScatter.apply(self._plan.combine(out, weights), num_tokens, self._group, self._wire_dtype)
-            for out in outputs
-        ]
+        shares = experts.combined(tokens, weights, self._plan, self._counts)
+        tied = [tie(join_graph(share, self._depth > 0), [*tokens, weights]) for share in shares]
+        return [_SumScatter.apply(share, weight_TK.shape[0], self._group, self._wire_dtype) for share in tied]
 
     def _gather(self, x_TD: Tensor) -> Tensor:
         wire = self._wire_dtype if x_TD.is_floating_point() else None

@@ -167,9 +167,9 @@ class _Sent:
         expert_RK = self._received_RK
         assert expert_RK is not None
         plan = DispatchPlan.from_routing(Routing(expert_RK, expert_RK), self._exchange.num_local_experts)
-        rows = [plan.permute(received_RD, sum(self._counts))]
-        outputs = [tie(join_graph(out, self._depth > 0), rows) for out in experts(rows, self._counts)]
-        return [_Combine.apply(plan.combine(out, weight_RK).to(SENT), self).to(out.dtype) for out in outputs]
+        shares = experts.combined([received_RD], weight_RK, plan, self._counts)
+        tied = [tie(join_graph(share, self._depth > 0), [received_RD, weight_RK]) for share in shares]
+        return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in tied]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens and weights; return what this rank received. The host waits for its counts."""

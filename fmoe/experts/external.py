@@ -123,7 +123,7 @@ def ffn(
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or inverse_TK is None or weight_TK is None:
         out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
-    elif backend == "sonicmoe" and inverse_TK.numel():
+    elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # it computes dropped rows too
         counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
         end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
         out = _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
@@ -293,8 +293,8 @@ def fastest_ffn(
         _with_gradients(operations[name], is_training, given, counts, activation, gated, plan)
 
     num_rows = rows_MD.shape[0]
-    if isinstance(inverse_TK := plan.get("inverse_TK"), Tensor):
-        num_rows = inverse_TK.numel()
+    if isinstance(perm_N := plan.get("perm_N"), Tensor):
+        num_rows = perm_N.numel()
     key = _key(rows_MD, num_rows, w_in_LPD, w_out_LDH, names, is_training)
     found = _tuned.get(key)
     if found not in operations:

@@ -278,8 +278,8 @@ class FFNExperts(Stacked):
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
     def fused_forward(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
-        """Permute, compute and combine in one operation, on a rank that has every expert; None if the backend has no
-        such operation.
+        """Permute, compute and combine in one operation, on a rank that has all experts of the plan; None if the
+        backend has no such operation.
 
         Returns:
             ``sum_k weight_tk * output of expert (t, k)``, [T, D].
@@ -386,6 +386,20 @@ class ExpertCall:
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         """Call the module."""
         return [self.module(rows[0], counts_L, *keys_R)]
+
+    def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
+        """Permute, compute and combine; in one operation if the experts have one, which saves no outputs of experts for
+        the gradient of the weights.
+
+        Args:
+            plan: of tokens that are on this rank, whose assignments to other ranks' experts are dropped.
+            counts: number of rows of each expert.
+        """
+        num_rows = sum(counts)
+        if (outputs := self.fused(inputs, weight_TK, plan.kept_only(num_rows))) is not None:
+            return outputs
+        rows = [plan.permute(x, num_rows) for x in inputs]
+        return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
     def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
         """Permute, compute and combine in one operation; None if the experts have no such operation, or a hook is

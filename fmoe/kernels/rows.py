@@ -9,7 +9,7 @@ Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M 
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ class DispatchPlan:
     The plan has the fixed size N, so that the host need not wait for the number of dropped assignments.
 
     Attributes:
-        perm_N: the assignment (token * K + choice) of each row.
+        perm_N: the assignment (token * K + choice) of each row; only of the kept rows in a plan from `kept_only`.
         inverse_TK: the row of each assignment; the inverse of ``perm_N``. Dropped assignments have the rows from M on.
         kept_TK: whether each assignment is kept.
         count_E: number of rows of each expert.
@@ -79,6 +79,10 @@ class DispatchPlan:
     def combine(self, rows_MD: Tensor, weight_TK: Tensor) -> Tensor:
         """Apply `combine` with the indices of this plan."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
+
+    def kept_only(self, num_rows: int) -> "DispatchPlan":
+        """Return the plan without rows of dropped assignments, for a host that has their number M."""
+        return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
         """Return arguments for a backend's `expert_ffn` to take tokens: it gathers rows and combines outputs itself."""

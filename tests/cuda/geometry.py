@@ -13,6 +13,12 @@ def rows(num_rows: int, width: int, at_once: int, shared_a_warp: int = 0) -> tup
     return max(1, -(-num_rows // by)), (bx, by), shared_a_warp * by * bx // 32
 
 
+def bias_gradients(columns: list[int], num_experts: int, num_tokens: int, width: int, at_once: int) -> tuple:
+    """``columns``: the widths of the biases whose gradients are taken."""
+    of_tokens, block, _ = rows(num_tokens, width, at_once)
+    return num_experts * sum(-(-n // 32) for n in columns) + of_tokens, block, 4 * 256
+
+
 def warps(fixed: int, each: int) -> int:
     """Return the number of warps that fit into shared memory."""
     return max(1, min(8, (SHARED - fixed) // max(each, 1)))

@@ -26,10 +26,9 @@ KERNELS = {
         *_of("gather", T, T),
         *_of("combine", T),
         *_of("combine_backward", T),
-        *_of("bias_dots", T),
+        *_of("bias_gradients", T),
         *_of("jitter", T),
         *_of("add_bias", T),
-        *_of("column_sums", SAME_OR_FLOAT),
     ),
     "activation.cu": (
         *_of("activate", T, range(4), ("false", "true")),

@@ -135,6 +135,23 @@ def test_a_bias_is_added_before_the_product_is_rounded(gated):
         assert_close(found, exact, max(2 * relative_error(plain, exact), 2**-8), str(number))
 
 
+@pytest.mark.parametrize("variant", ["grouped", "loop"])
+@pytest.mark.parametrize("dropped", [0.0, 0.4, 1.0])
+def test_a_plan_of_kept_rows_alone(dropped, variant, on):
+    """The same bits as with rows of dropped assignments, which are most of those of all ranks."""
+    plan = plan_of(dropped)
+    num_rows = sum(plan.counts)
+    given = [draw(T, D), draw(E, 2 * H, D, seed=1), draw(E, 2 * H, seed=2), draw(E, D, H, seed=3), draw(E, D, seed=4)]
+    weight, results, saved = draw(T, K, seed=5), [], []
+    for known in (plan, plan.kept_only(num_rows)):
+        call = (plan.count_E, ACTIVATIONS["silu"], True)
+        y = ffn.expert_ffn(*given, *call, **known.fused_arguments(weight), gemm=variant)
+        saved.append(y.grad_fn.saved_tensors[-1].shape)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [*given, weight])])
+    assert saved == [(T * K, 2 * H), (num_rows, 2 * H)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("planned", [False, True], ids=["rows", "tokens"])
 def test_second_derivatives_of_the_experts(planned):
     plan = plan_of()

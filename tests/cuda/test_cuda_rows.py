@@ -138,21 +138,6 @@ def test_combine(launch, seed):
 
 
 @pytest.mark.parametrize("seed", range(27))
-def test_bias_dots(launch, seed):
-    case = Case(seed)
-    d_out, bias = case.normal(case.tokens, case.width), case.normal(case.experts, case.width)
-    before = torch.randn(case.tokens, case.top_k, generator=case.g)
-    (found,) = launch(
-        f"fmoe::bias_dots<{case.name}>", geometry.rows(case.tokens, case.width, case.at_once, 4), d_out, bias,
-        case.plan.inverse_TK, case.end(), case.experts, case.tokens, case.top_k, case.width, InOut(before),
-    )  # fmt: skip
-    dots_TE = d_out.double() @ bias.double().t()
-    expert_TK = torch.searchsorted(case.end().long(), case.plan.inverse_TK, right=True).clamp(max=case.experts - 1)
-    expected = before.double() + torch.where(case.plan.kept_TK, dots_TE.gather(1, expert_TK), 0)
-    assert_close(found, expected, 1e-5, "d_weight")
-
-
-@pytest.mark.parametrize("seed", range(27))
 def test_jitter(launch, seed):
     """The noise of the switch gate's plain path, however tokens lie in memory."""
     case = Case(seed)
@@ -214,21 +199,47 @@ def test_add_bias(launch, seed):
     assert_close(out, expected, TOLERANCE[case.dtype], "out")
 
 
-@pytest.mark.parametrize("seed", range(18))
-def test_column_sums(launch, seed):
+@pytest.mark.parametrize("seed", range(54))
+def test_bias_gradients(launch, seed):
+    """Each gradient alone and with the others; of tokens, and of rows that came from other ranks."""
     case = Case(seed)
-    rows = case.tokens * case.top_k
-    out_dtype = case.dtype if seed % 2 else torch.float32
-    x = case.normal(rows, case.width)
-    x[case.kept :] = torch.nan
-    scale = case.weight_TK if seed % 4 else None
-    (out,) = launch(
-        f"fmoe::column_sums<{case.name}, {NAMES[out_dtype]}>",
-        ((-(-case.width // 32), case.experts), (32, 32), 4 * 33 * 32), x, scale, case.plan.perm_N, case.end(),
-        case.experts, case.width, Output((case.experts, case.width), out_dtype),
+    plan, end, height, rows = case.plan, case.end(), case.draw.choice([1, 31, 64, 72]), case.tokens * case.top_k
+    of_tokens, has_weight = seed % 5 != 0, seed % 4 != 0
+    wants = [case.draw.random() < 0.6 for _ in range(4)]  # first bias, second bias, tokens, weights
+    wants = wants if of_tokens else [*wants[:2], False, False]
+    per, rows_of_grad = (case.top_k, case.tokens) if of_tokens else (1, case.kept)
+    d_out, d_hidden = case.normal(rows_of_grad, case.width), case.normal(rows, height)
+    d_rows, bias = case.normal(rows, case.width), case.normal(case.experts, case.width)
+    d_hidden[case.kept :], d_rows[case.kept :] = torch.nan, torch.nan  # not to be read
+    order, weight = (plan.perm_N, case.weight_TK if has_weight else None) if of_tokens else (None, None)
+    before = torch.randn(case.tokens, case.top_k, generator=case.g)
+    shapes = ((case.experts, height), (case.experts, case.width), (case.tokens, case.width))
+    d_bias_in, d_bias_out, d_x = (
+        Output(shape, case.dtype) if want else None for shape, want in zip(shapes, wants[:3], strict=True)
+    )
+    columns = [n for n, want in zip((height, case.width), wants[:2], strict=True) if want]
+    tokens = case.tokens if of_tokens else 0
+    found = launch(
+        f"fmoe::bias_gradients<{case.name}>",
+        geometry.bias_gradients(columns, case.experts, tokens, case.width, case.at_once), d_out, order, weight,
+        d_hidden, end, case.experts, case.width, height, d_bias_in, d_bias_out, plan.inverse_TK if of_tokens else None,
+        case.limit if of_tokens else None, tokens, per, rows, d_rows if wants[2] else None, d_x,
+        bias if wants[3] else None, InOut(before) if wants[3] else None,
     )  # fmt: skip
-    weighted = x[: case.kept].double()
-    if scale is not None:
-        weighted = weighted * scale.double().reshape(-1, 1)[case.plan.perm_N[: case.kept]]
-    expected = torch.stack([part.sum(0) for part in weighted.split(case.plan.count_E.tolist())])
-    assert_close(out, expected, TOLERANCE[out_dtype], "sums")
+    index = plan.perm_N[: case.kept]
+    weighted = d_out.double()[index // per] if of_tokens else d_out.double()
+    if weight is not None:
+        weighted = weighted * weight.double().reshape(-1, 1)[index]
+    sums = [
+        [part.sum(0) for part in t.split(plan.count_E.tolist())] for t in (d_hidden[: case.kept].double(), weighted)
+    ]
+    ones_TK, kept_MD = torch.ones_like(case.weight_TK).double(), d_rows[: case.kept].double()
+    expected = [*map(torch.stack, sums), reference.combine(kept_MD, ones_TK, plan.inverse_TK), before.double()]
+    if of_tokens:
+        expert_TK = torch.searchsorted(end.long(), plan.inverse_TK, right=True).clamp(max=case.experts - 1)
+        dots_TE = d_out.double() @ bias.double().t()
+        expected[3] += torch.where(plan.kept_TK, dots_TE.gather(1, expert_TK), 0)
+    names, limits = ("first bias", "second bias", "tokens", "weights"), [TOLERANCE[case.dtype]] * 3 + [1e-5]
+    wanted = [given for given in zip(expected, limits, names, wants, strict=True) if given[-1]]
+    for value, (right, limit, name, _) in zip(found, wanted, strict=True):
+        assert_close(value, right, limit, name)

@@ -81,7 +81,6 @@ def cases(is_long: bool):
     if not is_long:
         return
     yield "schedule", "large", {}
-    yield "column_sums", "large", {}
     yield "weights", "large", {"GATHERS_LEFT": False, "GATHERS_RIGHT": True, "ADDS": True}
     for shape in SHAPES:
         yield "up", shape, {"GATED": False}

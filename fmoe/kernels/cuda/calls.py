@@ -133,15 +133,6 @@ def combine(
     return out
 
 
-def bias_dots(d_out_TD: Tensor, bias_LD: Tensor, inverse_TK: Tensor, end_L: Tensor, d_weight_TK: Tensor) -> None:
-    """Add <d_out, bias of the expert> to the gradients of the weights of assignments that are not dropped."""
-    (tokens, width), top_k = d_out_TD.shape, inverse_TK.shape[1]
-    geometry = by_rows(tokens, width, at_once(d_out_TD), 4)
-    sizes = (end_L.shape[0], tokens, top_k, width)
-    name = f"bias_dots<{DTYPES[d_out_TD.dtype]}>"
-    _start(name, geometry, d_out_TD, d_out_TD, bias_LD, inverse_TK, end_L, *sizes, d_weight_TK)
-
-
 def jitter(
     x_TD: Tensor, key: int, first_group: int, half_width: float, tiles: TokenTiles, addend_TD: Tensor | None = None
 ) -> Tensor:
@@ -206,16 +197,52 @@ def add_bias(rows_MD: Tensor, bias_LD: Tensor, end_L: Tensor) -> None:
     _start(f"add_bias<{DTYPES[rows_MD.dtype]}>", geometry, rows_MD, *arguments)
 
 
-def column_sums(
-    rows_MD: Tensor, end_L: Tensor, dtype: torch.dtype, scale: Tensor | None = None, index_M: Tensor | None = None
-) -> Tensor:
-    """Return ``sum of scale[index[i]] * rows[i]`` over the rows i of each expert: [L, D]."""
-    experts, width = end_L.shape[0], rows_MD.shape[1]
-    out = rows_MD.new_empty(experts, width, dtype=dtype)
-    geometry = Geometry((max(1, -(-width // 32)), max(1, experts), 1), (32, 32, 1), 4 * 33 * 32)
-    name = f"column_sums<{DTYPES[rows_MD.dtype]}, {DTYPES[dtype]}>"
-    _start(name, geometry, rows_MD, rows_MD, scale, index_M, end_L, experts, width, out)
-    return out
+def bias_gradients(
+    d_out: Tensor,
+    d_hidden_MP: Tensor | None,
+    end_L: Tensor,
+    perm_M: Tensor | None,
+    weight_N: Tensor | None,
+    *,
+    needs_in: bool,
+    needs_out: bool,
+    inverse_TK: Tensor | None = None,
+    limit: Tensor | None = None,
+    d_rows_MD: Tensor | None = None,
+    bias_out_LD: Tensor | None = None,
+    d_weight_TK: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of both biases; combine ``d_rows``; add <d_out, bias of the expert> to the gradients of the
+    weights of assignments that are not dropped.
+
+    Args:
+        d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M`` and ``inverse_TK``.
+        d_hidden_MP: gradient of the pre-activations, for ``needs_in``.
+        inverse_TK: needed with ``d_rows_MD`` or ``d_weight_TK``.
+        d_rows_MD: gradients of rows to be combined; None for none.
+        d_weight_TK: changed in place, with ``bias_out_LD``; None for none.
+
+    Returns:
+        Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
+    """
+    experts, width, height = end_L.shape[0], d_out.shape[1], 0 if d_hidden_MP is None else d_hidden_MP.shape[1]
+    d_bias_in = d_out.new_empty(experts, height) if needs_in else None
+    d_bias_out = d_out.new_empty(experts, width) if needs_out else None
+    d_x = None if d_rows_MD is None else torch.empty_like(d_out)
+    has_tokens = d_x is not None or d_weight_TK is not None
+    tokens, top_k = (0, 1) if inverse_TK is None else inverse_TK.shape
+    geometry = by_rows(tokens, width, at_once(d_out))
+    columns = -(-height // 32) * needs_in + -(-width // 32) * needs_out
+    blocks = experts * columns + (geometry.grid[0] if has_tokens else 0)
+    sizes = (tokens, top_k, 0 if d_rows_MD is None else d_rows_MD.shape[0])
+    of_tokens = (inverse_TK, limit, *sizes, d_rows_MD, d_x, bias_out_LD, d_weight_TK)
+    _start(
+        f"bias_gradients<{DTYPES[d_out.dtype]}>",
+        Geometry((max(1, blocks), 1, 1), geometry.block, 4 * 256),
+        *(d_out, d_out, perm_M, weight_N, d_hidden_MP, end_L, experts, width, height, d_bias_in, d_bias_out),
+        *of_tokens,
+    )
+    return d_bias_in, d_bias_out, d_x
 
 
 def activate(

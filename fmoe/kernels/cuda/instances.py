@@ -30,10 +30,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *_each("gather", _T, _T),
         *_each("combine", _T),
         *_each("combine_backward", _T),
-        *_each("bias_dots", _T),
+        *_each("bias_gradients", _T),
         *_each("jitter", _T),
         *_each("add_bias", _T),
-        *_each("column_sums", _SAME),
     ),
     "activation.cu": (
         *_each("activate", _T, range(4), ("false", "true")),

@@ -276,20 +276,6 @@ class TritonGemms:
         sizes = (height, width, self._mean_rows)
         return self._with_config(launch, left, "weights", *sizes, False, may_tune=total is None)
 
-    def column_sums(self, rows: Tensor, index_M: Tensor | None, per: int, weight_N: Tensor | None) -> Tensor:
-        """Return ``sum of weight[index[i]] * rows[index[i] // per]`` over the rows i of each expert: [L, D]."""
-        experts, width = self._end.shape[0], rows.shape[1]
-        out = rows.new_empty(experts, width)
-        columns = _clipped(width, 128)
-        _kernels().column_sums[(_ceil(width, columns), experts)](
-            *(rows, _or(index_M, rows), _or(weight_N, rows), out, self._end, width, per),
-            IS_GATHERED=index_M is not None,
-            HAS_WEIGHT=weight_N is not None,
-            BLOCK_M=32,
-            BLOCK_N=columns,
-        )
-        return out
-
     @property
     def _mean_rows(self) -> int:
         return max(1, self._rows // max(1, self._end.shape[0]))

@@ -138,23 +138,39 @@ class Backward:
             sums: float32 sums by name; None for those of the constructor.
         """
         sums = self._sums if sums is None else sums
-        found = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
+        found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
         batch = self._batch
-        if "x" in found:
-            found["x"] = batch.mixed(found["x"], None)
         if "weight" in found and batch.weight is not None:
             found["weight"] = found["weight"].view_as(batch.weight)
-            if batch.b_out is not None and batch.inverse is not None:
-                calls.bias_dots(self._grad, batch.b_out, batch.inverse, batch.end, found["weight"])
+        has_dots = batch.b_out is not None and batch.inverse is not None and "weight" in found
+        if has_dots or self._needs["b_in"] or self._needs["b_out"]:
+            found |= self._with_biases(found, d_hidden)
+        elif "x" in found:
+            found["x"] = batch.mixed(found["x"], None)
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
-    def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
+        """Return the gradients of the biases and of a plan's tokens; complete those of a plan's weights, in place."""
+        batch, has_tokens = self._batch, self._batch.inverse is not None
+        gradients = calls.bias_gradients(
+            *(self._grad, d_hidden, batch.end, batch.perm, batch.flat),
+            needs_in=self._needs["b_in"],
+            needs_out=self._needs["b_out"],
+            inverse_TK=batch.inverse,
+            limit=batch.limit,
+            d_rows_MD=found.get("x") if has_tokens else None,
+            bias_out_LD=batch.b_out,
+            d_weight_TK=found.get("weight") if has_tokens and batch.b_out is not None else None,
+        )
+        names = ("b_in", "b_out", "x")
+        return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+
+    def _by_gemms(self, variant: str, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return gradients of rows, weights and matrices, and of the pre-activations."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = Gemms(batch.end, variant, batch.counts)
         d_out = batch.rows(self._grad)
-        if needs["b_out"]:
-            found["b_out"] = calls.column_sums(d_out, batch.end, d_out.dtype, batch.flat, batch.perm)
         if self._needs_inner:
             d_active = gemms.backward(d_out, batch.w_out)
             scaled, d_hidden, found["weight"] = calls.activate_backward(
@@ -168,21 +184,18 @@ class Backward:
                 found["w_out"] = gemms.weights(d_out, scaled, sums["w_out"])
                 del scaled
         del d_out
-        if d_hidden is not None and needs["b_in"]:
-            found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
         if d_hidden is not None and needs["w_in"]:
             found["w_in"] = gemms.weights(d_hidden, batch.rows(batch.x), sums["w_in"])
         if d_hidden is not None and needs["x"]:
             found["x"] = gemms.backward(d_hidden, batch.w_in)
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}, d_hidden
 
-    def _by_triton(self, sums: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    def _by_triton(self, sums: dict[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return gradients of rows, weights and matrices, and of the pre-activations."""
         batch, needs, d_hidden = self._batch, self._needs, None
         found: dict[str, Tensor | None] = {}
         gemms = TritonGemms(batch.end, batch.num_rows)
         at = (batch.perm, batch.per)
-        if needs["b_out"]:
-            found["b_out"] = gemms.column_sums(self._grad, *at, batch.flat)
         if self._needs_inner:
             scaled, d_hidden, found["weight"] = gemms.down_backward(
                 *(self._grad, *at, batch.w_out, self._hidden, batch.flat, batch.activation, batch.gated),
@@ -193,10 +206,8 @@ class Backward:
             if scaled is not None:
                 found["w_out"] = gemms.weights(self._grad, scaled, *at, gathered="left", total=sums["w_out"])
                 del scaled
-        if d_hidden is not None and needs["b_in"]:
-            found["b_in"] = calls.column_sums(d_hidden, batch.end, d_hidden.dtype)
         if d_hidden is not None and needs["w_in"]:
             found["w_in"] = gemms.weights(d_hidden, batch.x, *at, gathered="right", total=sums["w_in"])
         if d_hidden is not None and needs["x"]:
             found["x"] = gemms.up_backward(d_hidden, batch.w_in)
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}, d_hidden

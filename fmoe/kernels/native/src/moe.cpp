@@ -54,7 +54,7 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
     return rows;
   }
   TORCH_CHECK(place && weight && place->dim() == 2 && place->sizes() == weight->sizes() &&
-                  place->size(0) == x.size(0) && order->numel() == place->numel() && rows <= order->numel(),
+                  place->size(0) == x.size(0) && order->numel() <= place->numel() && rows <= order->numel(),
               "fmoe: a plan of other sizes");
   TORCH_CHECK(order->scalar_type() == at::kLong && place->scalar_type() == at::kLong &&
                   weight->scalar_type() == at::kFloat && order->is_contiguous() && place->is_contiguous() &&
@@ -62,7 +62,7 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
               "fmoe: a plan is int64, its weights float32, all contiguous");
   const auto* index = order->const_data_ptr<int64_t>();
   const auto* places = place->const_data_ptr<int64_t>();
-  const int64_t all = order->numel();
+  const int64_t all = place->numel();
   for (int64_t i = 0; i < rows; i++)
     TORCH_CHECK(index[i] >= 0 && index[i] < all, "fmoe: assignment ", index[i], " of ", all);
   for (int64_t i = 0; i < all; i++) TORCH_CHECK(places[i] >= 0, "fmoe: place ", places[i]);
