@@ -126,7 +126,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
     """Add the rotary positions that transformers assumes where config.json has none; weights in MXFP4 are read."""
     config = dict(config)
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":

@@ -21,6 +21,7 @@ from megatron_patch.moe_layer import LIMITS, sharded_names
 from pretrain.checkpoint import Piece
 from pretrain.checkpoint.geometry import Shape
 from pretrain.config import ModelConfig
+from pretrain.config.model import GPT_SCALES
 from pretrain.interchange.dcp import DAMAGE, DcpFolder, chunks_of, pickle_in
 from pretrain.interchange.family import toml
 from pretrain.interchange.pickled import Made
@@ -145,12 +146,14 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
         UserError: an argument differs from the recipe, or our models do not have it; common.pt is damaged.
     """
     arguments = _arguments_in(path / COMMON)
-    if arguments and model.rope_scaling is not None:  # Megatron-LM's own YaRN has arguments that are not compared here
-        raise UserError(
-            f"{path / COMMON} has arguments of Megatron-LM, whose import does not support model.rope_scaling="
-            f"{model.rope_scaling} in the recipe: import with model.rope_scaling=none, then set it in the recipe of "
-            "the run that starts from the imported checkpoint"
-        )
+    for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
+        # Megatron-LM has no factors, or their arguments, as those of its own YaRN, are not compared here.
+        if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
+            raise UserError(
+                f"{path / COMMON} has arguments of Megatron-LM, whose import does not support model.{ours}={value} in "
+                f"the recipe: import with model.{ours}={toml(default)}, then set it in the recipe of the run that "
+                "starts from the imported checkpoint"
+            )
     for name, ours, key in _same_values(model, arguments):
         theirs = arguments.get(name, ours)
         is_default = (theirs is None and ours in (False, 1.0)) or (theirs is False and ours is None)
@@ -206,7 +209,7 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
     yield "position_embedding_type", model.position, key("position")
     if model.position == "rope":
         yield "rotary_base", model.rope_theta, key("rope_theta")
-        yield "rotary_percent", 1.0, "no partial rotary positions"
+        yield "rotary_percent", model.rotary_fraction, key("rotary_fraction")
         yield "use_rope_scaling", False, "no scaled rotary positions"
         yield "rotary_interleaved", False, "no interleaved rotary positions"
         yield "rotary_seq_len_interpolation_factor", None, "no interpolated positions"

@@ -1,5 +1,6 @@
 """Phi-3.5-MoE (``phimoe``): LayerNorm, biases of attention and logits, and two experts by SparseMixer."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -59,8 +60,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     if window is not None and window >= config["max_position_embeddings"]:  # as in Phi-3.5-MoE, without effect
         window = None
     noise = config.get("router_jitter_noise", _MARGIN / 2)
-    if type(noise) not in (int, float) or not noise >= 0:
-        raise UserError(f"router_jitter_noise={toml(noise)} must be 0 or more")
+    if type(noise) not in (int, float) or not 0 <= noise <= sys.float_info.max / 2:
+        raise UserError(f"router_jitter_noise={toml(noise)} must be a finite number of at least 0")
     values = {"gate": "sparsemixer", "attention_output_bias": config.get("attention_bias", False)}
     values |= {} if 2 * noise == _MARGIN else {"gate_options": {"margin": 2.0 * noise}}
     return read_llama(config) | DROPLESS | values | {"sliding_window": window}

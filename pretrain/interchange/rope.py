@@ -59,7 +59,9 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: value for key, value in _rope(config).items() if value is not None}
     if _kind(rope) == "default":
         return {}
-    values: dict[str, Any] = {"rope_scaling": "yarn", "rope_truncate": read_bool(rope, "truncate", True)}
+    # transformers takes null for false, unlike a missing key.
+    truncate = "truncate" not in _rope(config) if rope.get("truncate") is None else read_bool(rope, "truncate", True)
+    values: dict[str, Any] = {"rope_scaling": "yarn", "rope_truncate": truncate}
     for theirs, ours, default in _NUMBERS:
         values[ours] = _number(theirs, rope.get(theirs, default), 1 if theirs == "factor" else 0)
     # Unlike other implementations, transformers takes mscale only with mscale_all_dim, and not the other way round.

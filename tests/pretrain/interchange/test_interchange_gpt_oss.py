@@ -138,6 +138,14 @@ def test_a_published_config():
     assert family_for(model).name == "gpt_oss"
 
 
+@pytest.mark.parametrize(("rope", "scaling"), [(None, "yarn"), ({}, None)])
+def test_missing_positions_are_yarns_but_not_empty_ones(rope, scaling):
+    """As transformers 5 has them."""
+    family = FAMILIES["gpt_oss"]
+    config = CONFIG | {"rope_parameters": rope, "rope_scaling": None}
+    assert model_of(family.adapt(config, None))[1].rope_scaling == scaling
+
+
 @pytest.mark.parametrize(
     ("values", "kinds", "window"),
     [

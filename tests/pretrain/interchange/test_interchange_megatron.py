@@ -394,6 +394,7 @@ NOT_OURS = {
     "window_size=(8, 0) ": ({"window_size": (8, 0)}, {"sliding_window": 8}),
     "window_attn_skip_freq=2": ({"window_size": (8, 0), "window_attn_skip_freq": 2}, {"sliding_window": 9}),
     "softmax_type=learnable": ({"softmax_type": "learnable"}, {}),
+    "rotary_percent=1.0": ({}, {"rotary_fraction": 0.5}),
     "qk_l2_norm=true": ({"qk_l2_norm": True}, {}),
     "no_rope_freq=4": ({"no_rope_freq": 4}, {}),
     "apply_residual_connection_post_layernorm=true": ({"apply_residual_connection_post_layernorm": True}, {}),
@@ -410,6 +411,7 @@ NOT_OURS = {
 }
 # None and False are the absence of a feature.
 AS_OURS = [
+    ({"rotary_percent": 0.5}, {"rotary_fraction": 0.5}),
     (
         {"window_size": (8, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
         {"sliding_window": 9, "sliding_layers": (1,), "attention_sinks": True},
@@ -438,10 +440,21 @@ def test_an_argument_that_changes_the_logits_is_refused(tmp_path, word):
     assert f"{word.strip()} differs from the recipe" in str(error.value)
 
 
-def test_scaled_positions_are_refused(tmp_path):
-    yarn = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 8}
-    with pytest.raises(UserError, match=r"does not support model\.rope_scaling=yarn .* model\.rope_scaling=none"):
-        result_of_arguments(tmp_path, {}, yarn)
+NOT_MEGATRONS = {
+    r"rope_scaling=yarn .*model\.rope_scaling=none": {
+        "rope_scaling": "yarn",
+        "rope_factor": 2.0,
+        "rope_original_length": 8,
+    },
+    r"attention_scale=0\.5 .*model\.attention_scale=none": {"attention_scale": 0.5},
+    r"residual_scale=0\.5 .*model\.residual_scale=1\.0": {"residual_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("words", NOT_MEGATRONS)
+def test_a_key_that_megatron_lacks_is_refused(tmp_path, words):
+    with pytest.raises(UserError, match=rf"model\.{words}"):
+        result_of_arguments(tmp_path, {}, NOT_MEGATRONS[words])
 
 
 @pytest.mark.parametrize("value", [[0], 10**5000], ids=["a list", "an int"])

@@ -66,6 +66,11 @@ READ = {
         {"rope_scaling": QWEN | {"truncate": False, "beta_fast": 64, "beta_slow": 2}},
         QWEN_YARN | {"rope_truncate": False, "rope_beta_fast": 64.0, "rope_beta_slow": 2.0},
     ),
+    "null, which is false": (
+        QWEN3_30B_A3B,
+        {"rope_scaling": QWEN | {"truncate": None}},
+        QWEN_YARN | {"rope_truncate": False},
+    ),
     "no object": (QWEN3_30B_A3B, {"rope_scaling": {}}, {}),
 }
 
