@@ -135,7 +135,7 @@ class Backward:
         """Return the gradients by name, without those that are added to a sum.
 
         Args:
-            sums: float32 sums by name; None for those of the constructor.
+            sums: float32 sums by name; None for the sums of the constructor.
         """
         sums = self._sums if sums is None else sums
         found, d_hidden = self._by_triton(sums) if variant == "triton" else self._by_gemms(variant, sums)
@@ -150,7 +150,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients of the biases and of a plan's tokens; complete those of a plan's weights, in place."""
+        """Return the gradients of the biases and of a plan's tokens, and complete the gradients of its weights in place."""
         batch, has_tokens = self._batch, self._batch.inverse is not None
         gradients = calls.bias_gradients(
             *(self._grad, d_hidden, batch.end, batch.perm, batch.flat),
