@@ -187,13 +187,18 @@ def _trial_block(block: Block, granularity: int) -> Block:
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
     """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if no such number exists.
 
-    Half of the tokens are random. The others are all equal, so that they crowd the same experts.
+    Half of the tokens are equal, so that they crowd the same experts. The others are random, and the router almost
+    cannot decide between two copies of the block for every second of them.
     """
     upcycle_(layer, block, how)
     mode = layer.training
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 64, block.d_model, generator=generator, dtype=torch.float32, device="cpu")
     x[1] = x[1, :1]
+    if (router := _router(layer)) is not None and len(router) > how.granularity:
+        best, other = router[(x[0, ::2] @ router.T).topk(how.granularity + 1).indices[:, [0, -1]]].unbind(1)
+        apart = F.normalize(best - other, dim=1)
+        x[0, ::2] -= 0.999 * (x[0, ::2] * apart).sum(1, keepdim=True) * apart
     x = x.transpose(0, 1).contiguous() if block.sequence_first else x
     dense = block(x).double()
     shares = []

@@ -102,6 +102,8 @@ def test_probabilities_are_made_up_for_in_the_output_map():
         ({"granularity": 2, "top_k": 1}, ["top_k=1", "granularity=2"]),
         ({"granularity": 3, "top_k": 3}, ["num_experts=8", "granularity=3"]),
         ({"granularity": 2, "gate": "switch", "top_k": 2, "gate_options": DROPLESS}, ["'switch'", "granularity=2"]),
+        # Its weights are below one only where the logits of two experts are close.
+        ({"gate": "sparsemixer", "top_k": 1}, ["'sparsemixer'", "times the dense block's output"]),
         ({"noise": -0.1}, ["noise=-0.1"]),
         ({"noise": 0.1, "upcycle": False}, ["noise=0.1", "upcycle=False"]),
         ({"d_hidden": 12}, ["d_hidden"]),
