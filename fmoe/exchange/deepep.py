@@ -77,11 +77,7 @@ class DeepEPExchange(GroupExchange):
         d_model, dtype = facts["d_model"], facts["dtype of the input"]
         if d_model % MULTIPLE:
             raise UserError(f"exchange='deepep': d_model={d_model} is not a multiple of {MULTIPLE}")
-        if self.wire_dtype is None and dtype not in (None, SENT):
-            raise UserError(
-                f"exchange='deepep' sends {SENT}, and the input is {dtype}: use "
-                f"exchange_options={{'wire_dtype': {SENT}}}"
-            )
+        self.check_dtype(dtype)
         if self.num_sms is not None:
             self._package.Buffer.set_num_sms(self.num_sms)
         try:
@@ -89,6 +85,14 @@ class DeepEPExchange(GroupExchange):
         except Exception as error:  # the other ranks wait for this one's buffer
             self.post_failure(error)
             raise
+
+    def check_dtype(self, dtype: torch.dtype | None) -> None:
+        """Raise a UserError if tokens of this dtype would be rounded without being asked for it."""
+        if self.wire_dtype is None and dtype not in (None, SENT):
+            raise UserError(
+                f"exchange='deepep' sends {SENT}, and the input is {dtype}: use "
+                f"exchange_options={{'wire_dtype': {SENT}}}"
+            )
 
     def plan(self, routing: Routing) -> Tensor:
         """Return the choices [T, K]."""
@@ -160,6 +164,7 @@ class _Sent:
                 "exchange='deepep' sends one matrix of tokens: experts with dropout or several inputs need another "
                 "exchange, such as all_to_all"
             )
+        self._exchange.check_dtype(inputs[0].dtype)  # the model may have been converted since the first pass
         x_TD, weight_TK = (join_graph(t, self._depth == 2) for t in (inputs[0], weight_TK))
         weight_TK = F.pad(weight_TK, (0, self._expert_TK.shape[1] - weight_TK.shape[1]))
         received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)

@@ -190,15 +190,17 @@ def test_what_cannot_be(two_ranks):
             strict=True,
         ):
             assert words in message
-    for results in values(two_ranks.run(with_libraries, torch.bfloat16, of_another_dtype)):
-        assert "the input is torch.float32: use exchange_options={'wire_dtype': torch.bfloat16}" in results
+    for is_first in (True, False):
+        for results in values(two_ranks.run(with_libraries, torch.bfloat16, of_another_dtype, is_first)):
+            assert "the input is torch.float32: use exchange_options={'wire_dtype': torch.bfloat16}" in results
 
 
-def of_another_dtype():
+def of_another_dtype(is_first):
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, exchange="deepep", moe_group=dist.group.WORLD)
+    if not is_first:
+        layer.bfloat16()(torch.randn(5, WIDTH, dtype=torch.bfloat16))
     try:
-        fmoe.FMoE(d_model=WIDTH, num_experts=EXPERTS, exchange="deepep", moe_group=dist.group.WORLD)(
-            torch.randn(5, WIDTH)
-        )
+        layer.float()(torch.randn(5, WIDTH))
     except fmoe.UserError as error:
         return str(error)
 
