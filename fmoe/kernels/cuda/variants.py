@@ -150,7 +150,7 @@ class Backward:
         return {name: gradient for name, gradient in found.items() if sums.get(name) is None}
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
-        """Return the gradients of the biases and of a plan's tokens, and complete the gradients of its weights in place."""
+        """Return gradients of the biases and of a plan's tokens, and complete the gradients of its weights in place."""
         batch, has_tokens = self._batch, self._batch.inverse is not None
         gradients = calls.bias_gradients(
             *(self._grad, d_hidden, batch.end, batch.perm, batch.flat),
