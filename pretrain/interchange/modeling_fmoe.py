@@ -26,7 +26,7 @@ from fmoe.experts import FFNExperts, truncated_normal_
 from fmoe.experts.ffn import ACTIVATIONS, GATED_ACTIVATIONS
 from fmoe.gates import ExpertChoiceRouter, Router
 from fmoe.kernels import glu
-from fmoe.kernels.attention import causal_attention
+from fmoe.kernels.attention import causal_attention, visible
 from fmoe.random import key
 from pretrain.config import ModelConfig, build_recipe
 from pretrain.config.layer import build_layer
@@ -190,6 +190,79 @@ class LatentAttention(_Attention):
         return torch.cat([q_plain, q_rope], dim=-1), keys, values
 
 
+class PositionBiases(nn.Module):
+    """Transformer-XL's biases u (``content``) and v (``position``), which replace the query's position; [H d]."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.std, self.shape = model.init_std, (model.num_heads, 1, model.head_width)
+        self.content = nn.Parameter(torch.empty(model.num_heads * model.head_width))
+        self.position = nn.Parameter(torch.empty(model.num_heads * model.head_width))
+
+    def reset_parameters(self) -> None:
+        """Draw both biases."""
+        for bias in self.parameters():
+            nn.init.normal_(bias, std=self.std)
+
+    def forward(self, query_BHSd: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries for contents and for distances."""
+        content, position = (bias.to(query_BHSd.dtype).view(self.shape) for bias in (self.content, self.position))
+        return query_BHSd + content, query_BHSd + position
+
+
+class RelativeAttention(SelfAttention):
+    """Attention with Transformer-XL's scores (arXiv 1901.02860 section 3.3).
+
+    The input is a segment. With ``memory_length``, a segment sees itself and that many of the last cached positions.
+    A norm and a linear map act on each position alone, so cached keys and values equal those of the memory's hidden
+    states.
+    """
+
+    def __init__(self, model: ModelConfig, index: int):
+        super().__init__(model, index)
+        self.memory_length = model.memory_length
+        self.linear_position = _Linear(model, model.hidden_size, model.num_heads * model.head_width)
+        self.biases = PositionBiases(model)
+
+    def forward(self, x_BSD: Tensor, rotary: Rotary | None, mask: Tensor | None, cache: Any) -> Tensor:
+        """Attend; arguments as in `_Attention`."""
+        query, keys, values = (x.transpose(1, 2) for x in self.project(x_BSD, rotary))
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.index)
+        length = query.shape[2]
+        if self.memory_length:
+            keys, values = (x[:, :, -self.memory_length - length :] for x in (keys, values))
+        count = keys.shape[2]
+        seen = visible(length, count, None, x_BSD.device) if mask is None else mask[..., -count:]
+        for_contents, for_distances = self.biases(query)
+        encodings_KD = _sinusoids(count, x_BSD.shape[2], x_BSD.device).to(x_BSD.dtype)
+        distances_HdK = self.linear_position(encodings_KD).unflatten(1, (-1, self.width)).permute(1, 2, 0)
+        scores = _relative_shift(for_distances @ distances_HdK) * self.scale
+        y = F.scaled_dot_product_attention(
+            *(for_contents, keys, values),
+            attn_mask=scores.masked_fill(~seen, -torch.inf),
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=for_contents.shape[1] != keys.shape[1],
+        )
+        return self.linear_proj(y.transpose(1, 2).flatten(2))
+
+
+def _sinusoids(count: int, width: int, device: torch.device) -> Tensor:
+    """Return the encodings of the distances ``count - 1`` down to 0, sines, then cosines: [count, width]."""
+    distances = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
+    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angles = distances.unsqueeze(1) * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def _relative_shift(scores: Tensor) -> Tensor:
+    """Move scores [..., S, K], whose column c is that of the distance K - 1 - c, to the keys at that distance."""
+    length, count = scores.shape[-2:]
+    padded = F.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
+    return padded[..., length:].unflatten(-1, (length, count))
+
+
 def _rotated(x_BSHd: Tensor, rotary: Rotary | None) -> Tensor:
     """Rotate the pairs (i, i + r / 2) of the first r elements of each head by the r angles of its position."""
     if rotary is None:
@@ -224,7 +297,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int):
         super().__init__()
-        attention = SelfAttention if model.kv_lora_rank is None else LatentAttention
+        attention: type[_Attention] = SelfAttention if model.kv_lora_rank is None else LatentAttention
+        attention = RelativeAttention if model.position == "transformer_xl" else attention
         self.dropout, self.scale = nn.Dropout(model.dropout), model.residual_scale
         self.input_layernorm = _norm(model, model.hidden_size)
         self.self_attention = attention(model, number - 1)
@@ -284,7 +358,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, Router | FFNExperts):
+        if isinstance(module, Router | FFNExperts | PositionBiases):
             module.reset_parameters()
         elif isinstance(module, _Linear):
             module.init_method(module.weight)
@@ -314,15 +388,18 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
         Args:
             attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
-            position_ids: [B, S]; by default, the number of tokens before that are not padding.
-            past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported.
+            position_ids: [B, S]; by default, the number of tokens before that are not padding. Unused with relative
+                positions.
+            past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported. With
+                ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
             labels: [B, S], the tokens themselves; -100 is not predicted.
             use_cache: return a cache; by default, the configuration's value, or False if a token depends on later ones.
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
-            UserError: a cache with a gate whose choices for a token depend on later tokens, or of fixed length; a mask
-                of another shape; more tokens than learned positions.
+            UserError: a cache with a gate whose choices for a token depend on later tokens, of fixed length, or in
+                training with ``memory_length``; a mask of another shape, or, with relative positions, with padding
+                between tokens; more tokens than learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         x_BSD = x_BSD * self.embedding_scale
@@ -333,12 +410,20 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             raise UserError(f"use_cache=True is not supported with {reason}; only generate() lifts this limit")
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
+        if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():
+            # The memory has no gradient, but the weights of its keys and values have.
+            raise UserError(f"training with a cache is not supported with {self._memory}: use past_key_values=None")
         if wants_cache and past_key_values is None and not reason:
             past_key_values = DynamicCache(config=self.config)
         if attention_mask is not None and attention_mask.shape != (batch, past + length):
             shape = tuple(attention_mask.shape)
             raise UserError(f"attention_mask has shape {shape}; it must be [B, K]={(batch, past + length)}")
         seen_BK = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if seen_BK is not None and self.recipe_model.position == "transformer_xl" and _has_gap(seen_BK):
+            raise UserError(
+                "attention_mask has padding between tokens, which is not supported with "
+                "model.position=transformer_xl: pad on the left"
+            )
         if position_ids is None and seen_BK is not None:
             position_ids = (seen_BK.long().cumsum(1) - 1).clamp(min=0)[:, past:]
         elif position_ids is None:
@@ -377,6 +462,22 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             if reason := self.looks_ahead():
                 raise UserError(f"token-by-token generation is not supported with {reason}")
             return super().generate(*args, **options)
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # transformers reads the names of its arguments
+    def prepare_inputs_for_generation(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the arguments of the next forward pass, as transformers does.
+
+        Raises:
+            UserError: no cache with ``memory_length``: the whole text would be one segment.
+        """
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **options)
+        if self.recipe_model.memory_length and inputs.get("past_key_values") is None:
+            raise UserError(f"generation with use_cache=False is not supported with {self._memory}")
+        return inputs
+
+    @property
+    def _memory(self) -> str:
+        return f"model.memory_length={self.recipe_model.memory_length}"
 
     def looks_ahead(self) -> str:
         """Return the setting by which a token's output depends on later tokens; empty for none."""
@@ -435,6 +536,12 @@ def _mask(seen_BK: Tensor | None, past: int, length: int, device: torch.device) 
     if seen_BK is None:
         return causal_SK[None, None]
     return ((causal_SK & seen_BK.unsqueeze(1)) | (key_K == query_S1)).unsqueeze(1)
+
+
+def _has_gap(seen_BK: Tensor) -> bool:
+    """Return whether a sequence has padding between its tokens."""
+    begins = (seen_BK & ~F.pad(seen_BK, (1, -1))).sum(1)
+    return bool((begins > 1).any())
 
 
 def _loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -75,6 +75,9 @@ def _attention(model: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, 
     if model.kv_lora_rank is None:
         rows = (heads + 2 * model.query_groups) * head
         yield f"{name}.linear_qkv.weight", (rows, width)
+        if model.position == "transformer_xl":
+            yield f"{name}.linear_position.weight", (heads * head, width)
+            yield from ((f"{name}.biases.{part}", (heads * head,)) for part in ("content", "position"))
         if model.qkv_bias:
             yield f"{name}.linear_qkv.bias", (rows,)
         if model.attention_output_bias:
@@ -152,7 +155,6 @@ FMOE = Family(
     keys=(),
     fixed={"kind": "gpt"},
     demands=(
-        Demand("position", lambda m: m.position != "transformer_xl", "another position than Transformer-XL's"),
         Demand("gate", lambda m: m.gate in GATES and is_shipped(GATES[m.gate]), _PLUGIN),
         Demand("gate", lambda m: m.gate not in ("random", "hash"), "a gate whose choice depends on the tokens' values"),
         Demand("expert", lambda m: m.expert in EXPERTS and is_shipped(EXPERTS[m.expert]), _PLUGIN),

@@ -13,7 +13,6 @@ from test_run_training import steps, train
 
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
-from pretrain.interchange.outgoing import export_checkpoint
 
 XL = {"position": "transformer_xl", "memory_length": 24}  # more than a sequence of 16
 SPLITS = {
@@ -220,12 +219,6 @@ def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_
     assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
     (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--memory-length", "8")
     assert end.code == 2 and "--memory-length 8" in end.err and "model.memory_length=0" in end.err, end
-
-
-def test_export_refuses_it_in_one_line(run, tmp_path):
-    for form in ("auto", "fmoe"):
-        with pytest.raises(UserError, match=r"model\.position=transformer_xl is not supported by fmoe"):
-            export_checkpoint(run[1], tmp_path / form, form)
 
 
 DATA = {"train": ("a", "b"), "weights": (1.0, 2.0)}

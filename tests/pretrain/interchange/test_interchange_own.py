@@ -41,6 +41,7 @@ BASE = ModelConfig(
 )
 YARN = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 8, "rope_mscale_all_dim": 0.5}
 LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+XL = {"position": "transformer_xl", "activation": "relu", "tie_embeddings": False}
 MODELS = {
     "learned positions, sigmoid in groups, shared experts, dense layer": {
         "position": "learned_absolute",
@@ -132,6 +133,23 @@ MODELS = {
         "output_bias": True,
         "tie_embeddings": False,
     },
+    "Transformer-XL": {
+        **XL,
+        "memory_length": 4,
+        "num_query_groups": 2,
+        "head_dim": 6,
+        "qk_norm": True,
+        "moe_every": 2,
+        "eval_capacity_factor": 0.75,
+    },
+    "Transformer-XL, dense": {**XL, "memory_length": 8, "num_experts": 0, "top_k": 1, "norm": "rms"},
+    "Transformer-XL, without memory": {
+        **XL,
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "attention_scale": 0.3,
+        "capacity_factor": None,
+    },
     "expert choice": {"gate": "expert_choice", "capacity_factor": 2.0, "eval_capacity_factor": 2.0},
     **{gate: {"gate": gate, "top_k": 1} for gate in ("switch", "swipe", "base", "sinkhorn", "topology", "zero")},
 }
@@ -147,7 +165,7 @@ RECIPES = {
 def made(runs):
     """Our logits and greedy tokens of random runs, which are saved; for a process of `forks`."""
     from fmoe.gates import ExpertChoiceRouter, Router
-    from pretrain.inference.decoding import GPTDecoder, generate
+    from pretrain.inference.decoding import GPTDecoder, MemoryDecoder, generate
     from pretrain.inference.sampling import Sampling
 
     found = []
@@ -162,7 +180,11 @@ def made(runs):
             gate.eval_capacity_factor = None
         greedy = []
         for prompt in batch["tokens"][:2, :PROMPT].tolist():
-            decoder = GPTDecoder(model, exports.LENGTH)
+            # As `fmoe generate` chooses.
+            if memory := recipe.model.memory_length:
+                decoder = MemoryDecoder(model, memory)
+            else:
+                decoder = GPTDecoder(model, exports.LENGTH, keeps=recipe.model.position != "transformer_xl")
             steps = generate(
                 decoder, prompt, Sampling(temperature=0), max_tokens=NEW, end=-1, vocab_size=recipe.model.vocab_size
             )
@@ -197,9 +219,10 @@ def load(folder, **options):
 DROPS = "learned positions, sigmoid in groups, shared experts, dense layer"
 FINER = "latent attention, yarn, compressed queries, gshard, finer experts, further tokens"
 BIASES = "experts with biases, other experts than the dense layer"
+MEMORY, DENSE_MEMORY, NO_MEMORY = "Transformer-XL", "Transformer-XL, dense", "Transformer-XL, without memory"
 
 
-@pytest.mark.by_default(DROPS, FINER, BIASES, "dense", "expert choice")
+@pytest.mark.by_default(DROPS, FINER, BIASES, MEMORY, "dense", "expert choice")
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(exported, tmp_path, name):
     recipe, _, out, logits, greedy = exported[name]
@@ -215,7 +238,12 @@ def test_there_and_back(exported, tmp_path, name):
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         found = model.generate(tokens[:2, :PROMPT], **options)[:, PROMPT:]
         assert torch.equal(found, greedy)
-        assert torch.equal(model.generate(tokens[:2, :PROMPT], use_cache=False, **options)[:, PROMPT:], greedy)
+        options["use_cache"] = False
+        if memory := recipe.model.memory_length:
+            with pytest.raises(UserError, match=f"use_cache=False .* model.memory_length={memory}"):
+                model.generate(tokens[:2, :PROMPT], **options)
+        else:
+            assert torch.equal(model.generate(tokens[:2, :PROMPT], **options)[:, PROMPT:], greedy)
 
     back = import_folder(out, tmp_path / "back")
     defaults = {"mtp_layers": 0, "mtp_loss": ModelConfig.mtp_loss}
@@ -244,6 +272,10 @@ SPLITS = {
     "TP2": (FINER, ParallelConfig(tensor=2)),
     "PP2": (BIASES, ParallelConfig(pipeline=2)),
     "TP2, dense": ("dense", ParallelConfig(tensor=2)),
+    "EP2, Transformer-XL": (MEMORY, ParallelConfig(expert=2)),
+    "TP2, Transformer-XL": (MEMORY, ParallelConfig(tensor=2)),
+    "TP2, dense Transformer-XL": (DENSE_MEMORY, ParallelConfig(tensor=2)),
+    "PP2, dense Transformer-XL": (DENSE_MEMORY, ParallelConfig(pipeline=2)),
 }
 
 
@@ -258,10 +290,11 @@ def test_a_checkpoint_of_any_split_is_exported_alike(exported, forks, tmp_path, 
     assert (tmp_path / "out" / CONFIG).read_text() == (out / CONFIG).read_text()
 
 
+@pytest.mark.parametrize("name", [DROPS, MEMORY])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_neither_seen_nor_routed(exported, side):
+def test_padding_is_neither_seen_nor_routed(exported, side, name):
     """A sequence has the same logits alone and next to a longer one, with experts that drop tokens."""
-    recipe, _, out, *_ = exported[DROPS]
+    recipe, _, out, *_ = exported[name]
     model = load(out)
     tokens, length = exports.batch_of(recipe)["tokens"][:2], exports.LENGTH - 5
     mask = torch.ones_like(tokens)
@@ -277,14 +310,56 @@ def test_padding_is_neither_seen_nor_routed(exported, side):
     assert_close(both[:1], whole, LIMIT, "not padded")
 
 
-def test_generation_of_padded_prompts(exported):
-    recipe, _, out, _, greedy = exported[DROPS]
+@pytest.mark.parametrize("name", [DROPS, MEMORY])
+def test_generation_of_padded_prompts(exported, name):
+    recipe, _, out, _, greedy = exported[name]
     model = load(out)
     prompts = exports.batch_of(recipe)["tokens"][:2, :PROMPT]
     padded = torch.cat([torch.zeros(2, 2, dtype=torch.int64), prompts], 1)
     mask = (torch.arange(PROMPT + 2) >= 2).long().expand(2, -1)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, PROMPT + 2 :], greedy)
+
+
+def streamed(recipe, path, lengths):
+    """Our logits of a text in segments, each of which sees the memory of those before it; for a process of `forks`."""
+    from megatron_patch.transformer_xl import StreamMemory
+
+    tokens = exports.batch_of(recipe)["tokens"]
+    model, _ = exports.random_run(recipe, path, {"tokens": tokens})
+    memory = StreamMemory(model, recipe.model.memory_length, streams=1)
+    found = []
+    with torch.no_grad():
+        for segment in tokens.split(lengths, dim=1):
+            memory.enter(0)
+            positions = torch.arange(segment.shape[1]).expand_as(segment)
+            found.append(model(segment, positions, None))
+            memory.leave()
+    return torch.cat(found, dim=1)
+
+
+def test_a_forward_pass_with_a_cache_is_a_segment_with_memory(exported, forks, tmp_path):
+    """Segments shorter and longer than the memory, of 8 positions."""
+    recipe, _, out, whole, _ = exported[DENSE_MEMORY]
+    lengths = [3, 2, 9, 1, 1]
+    expected = only(forks.run(1, streamed, recipe, tmp_path / "run", lengths))
+    model, cache, found = load(out), None, []
+    with torch.no_grad():
+        for segment in exports.batch_of(recipe)["tokens"].split(lengths, dim=1):
+            done = model(segment, past_key_values=cache, use_cache=True)
+            cache = done.past_key_values
+            found.append(done.logits)
+    found = torch.cat(found, dim=1)
+    assert_close(found, expected, LIMIT, "logits")
+    assert relative_error(found[:, -2:], whole[:, -2:]) > 1e-2  # which see the whole text
+
+    model.train()
+    with pytest.raises(UserError, match=r"training with a cache .* model\.memory_length=8"):
+        model(segment, past_key_values=cache)
+    gap = torch.ones(4, 4)
+    gap[2, 1] = 0
+    with pytest.raises(UserError, match=r"padding between tokens.* model\.position=transformer_xl"):
+        model(torch.zeros(4, 4, dtype=torch.int64), attention_mask=gap)
 
 
 def test_a_cache_is_refused_where_later_tokens_matter(exported):
@@ -302,9 +377,11 @@ def test_a_cache_is_refused_where_later_tokens_matter(exported):
     assert load(exported["dense"][2])(tokens).past_key_values.get_seq_length() == 4
 
 
-def test_training_has_the_balance_loss_and_learns(exported):
-    model = load(exported[BIASES][2])
-    tokens = exports.batch_of(exported[BIASES][0])["tokens"]
+@pytest.mark.by_default(BIASES)
+@pytest.mark.parametrize("name", [BIASES, NO_MEMORY])
+def test_training_has_the_balance_loss_and_learns(exported, name):
+    model = load(exported[name][2])
+    tokens = exports.batch_of(exported[name][0])["tokens"]
     targets = tokens.clone()
     targets[:, :3] = -100
     plain = model(tokens, labels=targets)
@@ -367,6 +444,9 @@ def test_new_models_have_weights_as_training_draws_them():
 
     values = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "vocab_size": 128, "init_std": 0.05}
     model = FMoEForCausalLM(FMoEConfig(model=values))
+    relative = FMoEForCausalLM(FMoEConfig(model={**values, "position": "transformer_xl"}))
+    biases = [value for name, value in relative.named_parameters() if ".biases." in name]
+    assert torch.cat(biases).std().item() == pytest.approx(0.05, rel=0.2) and len(biases) == 4
     stds = {name: value.std().item() for name, value in model.named_parameters() if value.dim() > 1}
     for name, std in stds.items():
         is_output = name.endswith(("linear_proj.weight", "weight_out"))
@@ -443,7 +523,7 @@ def test_without_drops_a_family_of_transformers_holds_it(forks, tmp_path):
 
 
 SHIPPED = {name: load_recipe(name).model for name in shipped_recipes()}
-GPT = [name for name, model in SHIPPED.items() if model.kind == "gpt" and model.position != "transformer_xl"]
+GPT = [name for name, model in SHIPPED.items() if model.kind == "gpt"]
 
 
 def test_every_gpt_recipe_is_exported(forks, tmp_path):
