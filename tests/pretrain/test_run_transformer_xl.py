@@ -13,6 +13,7 @@ from test_run_training import steps, train
 
 from fmoe.errors import UserError
 from pretrain.config import ParallelConfig, load_recipe
+from pretrain.interchange import export_checkpoint
 
 XL = {"position": "transformer_xl", "memory_length": 24}  # more than a sequence of 16
 SPLITS = {
@@ -219,6 +220,29 @@ def test_relative_positions_alone_train_evaluate_and_generate(forks, write_tiny_
     assert end.code == 0 and json.loads(end.out)["samples"][0]["tokens"], end.err
     (end,) = forks.command("fmoe", "evaluate", tmp_path / "run", "--memory-length", "8")
     assert end.code == 2 and "--memory-length 8" in end.err and "model.memory_length=0" in end.err, end
+
+
+@pytest.mark.slow
+def test_an_export_generates_the_same_text_beyond_its_memory(forks, write_tiny_recipe, tiny_corpus, tmp_path):
+    """Of a checkpoint that also holds the memory of its streams, and whose large weights make a varied text."""
+    import transformers
+
+    import pretrain.interchange.modeling_fmoe  # noqa: F401 - registers
+
+    recipe, run = tmp_path / "recipe", tmp_path / "run"
+    model = {**MODEL["model"], "init_std": 0.3, "tie_embeddings": False}
+    write_tiny_recipe(recipe, model=model, train={**TRAIN, "steps": 3}, checkpoint={"every": 3})
+    train(forks, recipe, "--run.folder", run)
+    options = ("--prompt", "def", "--max-tokens", "60", "--temperature", "0", "--json")
+    (end,) = forks.command("fmoe", "generate", run, *options)
+    assert end.code == 0, end.err
+    expected = json.loads(end.out)["samples"][0]["tokens"]
+    assert len(set(expected)) > 5 and len(expected) > XL["memory_length"]
+    export_checkpoint(run, tmp_path / "out", tokenizer=str(tiny_corpus.tokenizer))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def", return_tensors="pt")["input_ids"]
+    found = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    assert found[0, prompt.shape[1] :].tolist() == expected
 
 
 DATA = {"train": ("a", "b"), "weights": (1.0, 2.0)}
