@@ -69,6 +69,7 @@ def test_random_experts_cost_something_unless_all_are_alike(reports):
         assert abs(alike.layers[number]["no experts"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_loss_grows_with_its_factor_alone(reports):
     before, _, after = reports
     for number in (1, 2):

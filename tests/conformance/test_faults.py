@@ -83,6 +83,7 @@ def test_exchanges_over_stand_ins(forks, exchange):
         assert "rank 1 did not answer" in message and "the layer, forward pass 3" in message
 
 
+@pytest.mark.slow
 def test_an_error_before_a_gates_own_exchange_is_everyones(forks):
     first, second = values(forks.run(2, faults.broken_before_the_gates_exchange))
     assert second[0] == "ValueError"

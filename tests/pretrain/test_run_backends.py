@@ -126,6 +126,7 @@ def check(found, others):
     assert others < 1e-3
 
 
+@pytest.mark.slow
 def test_a_quickstart_on_either_backend_begins_alike(forks):
     found, others = only(forks.run(1, runs, 6, 6, 2))
     check(found, others)

@@ -117,7 +117,7 @@ MODELS = {
 }
 
 
-@pytest.mark.by_default("t5", "bert")
+@pytest.mark.by_default("bert")
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_of_all_kinds(forks, recipe_file, values, command, tiny_corpus, tmp_path, kind):
     model, data, training = MODELS[kind]
@@ -168,6 +168,7 @@ def test_bits_a_byte_of_a_text(runs, values, tiny_corpus, tmp_path):
     assert first["bytes"] == len(tokenizer.decode(tokenizer.encode(texts["long.txt"])[:48]).encode())
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(runs, command, tiny_corpus):
     end = command("evaluate", runs("one"), runs("EP2"), "--data", tiny_corpus.validation)
     assert end.code == 0 and not end.err

@@ -195,6 +195,7 @@ def test_the_level_of_unigram_entropy_is_named_beside_its_line(open_page, tmp_pa
     assert top >= plot_top and abs(level - (bottom if is_above else top)) < 12
 
 
+@pytest.mark.by_default("viewport2-61", "viewport3-8")
 @pytest.mark.parametrize(
     ("viewport", "experts"), [(WIDE, 8), (WIDE, 16), (WIDE, 61), (PHONE, 8), (PHONE, 16), (PHONE, 61)]
 )
