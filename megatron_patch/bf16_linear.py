@@ -31,7 +31,7 @@ def is_needed() -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark the bf16 matrices of dense layers and embeddings, except in megatron-core's experts."""
+    """Mark bf16 weights of linear layers and embeddings, except in Megatron-core's experts, for products in float32."""
     for module in model.modules():
         is_dense = isinstance(module, ColumnParallelLinear | RowParallelLinear) and not module.is_expert
         is_dense |= isinstance(module, VocabParallelEmbedding)  # whose weight the output layer may share

@@ -103,8 +103,11 @@ def _shared_names() -> Iterator[tuple[str, str]]:
 
 
 def sharded_names() -> dict[str, str]:
-    """Return FMoE's names of the tensors of an MoE layer, by Megatron-core's names in a distributed checkpoint, where
-    the experts of all ranks are one tensor. FMoE's shared experts have an additional leading axis of size 1."""
+    """Return a dict from Megatron-core's tensor names of an MoE layer, as in a distributed checkpoint, to FMoE's.
+
+    In such a checkpoint, the experts of all ranks are one tensor. FMoE's shared experts have an additional leading axis
+    of size 1.
+    """
     names = {f"router.{name}": ours for name, ours in _OF_ROUTER.items()} | dict(_shared_names())
     for linear, ours in _OF_LINEAR.items():
         names |= {f"experts.experts.{linear}.{kind}": f"experts.{kind}_{ours}" for kind in ("weight", "bias")}
@@ -222,11 +225,9 @@ def _check(old: MoELayer, config: TransformerConfig, name: str) -> None:
             raise UserError(f"{name}: {field}={value} is not supported: {why}")
     if old.router.weight.is_meta:
         raise UserError(f"{name} is on the meta device, without weights: load them first")
-    if type(old).forward is not MoELayer.forward or type(old.router).forward is not TopKRouter.forward:
-        raise UserError(
-            f"{name}: {type(old).__name__} with {type(old.router).__name__} is not supported: its forward is not "
-            "Megatron-core's"
-        )
+    for module, base in ((old, MoELayer), (old.router, TopKRouter)):
+        if type(module).forward is not base.forward:
+            raise UserError(f"{name}: {type(module).__name__} is not supported: it overrides {base.__name__}.forward")
     size = parallel_state.get_expert_tensor_parallel_world_size()
     if size > 1:
         raise UserError(f"{name}: expert_tensor_parallel_size={size}, which splits experts, is not supported: use 1")

@@ -144,8 +144,10 @@ class Block:
         if len(self.maps_in) not in (1, 2):
             raise UserError(f"a feed-forward block has 1 or 2 input maps, not {len(self.maps_in)}")
         if None in (*self.maps_in, self.map_out):
+            maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
             raise UserError(
-                "a map of a feed-forward block is None: linear_map supports only a plain nn.Linear without hooks"
+                f"{', '.join(sorted(name for name, found in maps.items() if found is None))} of a feed-forward block "
+                "is None, because linear_map found no plain linear layer; fmoe.convert.blocks.obstacle(layer) tells why"
             )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):

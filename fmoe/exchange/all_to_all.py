@@ -44,16 +44,16 @@ class _Agreed(NamedTuple):
 
 
 class AllToAllExchange(base.GroupExchange):
-    """All-to-all of exactly the rows that the gate chose, optionally in chunks and with shadowed experts.
+    """All-to-all without padding, optionally in chunks and with shadowed experts.
 
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
         chunks: number of parts in which rows are sent; 1 sends all rows, computes, and returns all rows.
-        max_rows: upper bound on R. If the gate sends more to any rank, more chunks are used, and the experts'
-            activations are recomputed in the backward pass: a hot expert costs time, not memory. At least 2 * E; None
-            for no bound.
-        shadow: upper bound on the experts per forward pass that are sent to all ranks, so that their rows need not be
-            sent, if that is faster (`fmoe.exchange.shadow`); 0 for none.
+        max_rows: maximum number of rows that a rank receives at a time. If the gate's choices need more on any rank,
+            all ranks exchange the rows in more chunks, and recompute the experts' activations in the backward pass: a
+            hot expert costs time, not memory. At least 2 * E; None for no maximum.
+        shadow: maximum number of experts per forward pass whose weights are sent to all ranks, where this is faster
+            than sending their rows (`fmoe.exchange.shadow`); 0 for none.
         cost: the cost model of `fmoe.exchange.shadow.choose`; None to measure it before the first forward pass.
     """
 
@@ -74,7 +74,10 @@ class AllToAllExchange(base.GroupExchange):
         if not isinstance(chunks, int) or chunks < 1:
             raise UserError(f"exchange_options: chunks={chunks!r} is not a positive whole number")
         if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 2 * num_experts):
-            raise UserError(f"exchange_options: max_rows={max_rows!r} is below 2 * num_experts={2 * num_experts}")
+            raise UserError(
+                f"exchange_options: max_rows={max_rows!r} must be a whole number of at least {2 * num_experts}, twice "
+                f"num_experts={num_experts}"
+            )
         self.chunks, self.max_rows, self.shadow, self.cost = chunks, max_rows, shadow, cost
 
     def prepare(self, facts: Mapping[str, Any], experts: nn.Module, device: torch.device) -> None:

@@ -84,7 +84,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     loss_GES = torch.empty_like(value_GES)
 
     def slope(count_GE: Tensor) -> Tensor:
-        """Return the cost of the last token of an expert with ``count_GE`` tokens."""
+        """Return the marginal cost of the load: what the ``count_GE``-th token of an expert adds to the penalty."""
         return _PENALTY * (count_GE - floor_G1).clamp(-1024, 1024)
 
     while True:

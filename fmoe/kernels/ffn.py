@@ -56,7 +56,7 @@ def expert_ffn(
 
     Args:
         activation: any differentiable function [n, H] -> [n, H].
-        gated: the first map has height 2 H, and its output is activated as ``activation(first half) * second half``.
+        gated: the first matrix has 2 H rows, and its output becomes ``activation(first half) * second half``.
 
     An expert without rows gets zero gradients, not None.
     """

@@ -358,7 +358,7 @@ class _Index:
         known_dtype, known_shape, pieces = self._known.setdefault(name, (dtype, shape, []))
         if (known_dtype, known_shape) != (dtype, shape):
             raise UserError(
-                f"tensor {name}: its pieces disagree on the whole tensor: {name_of(known_dtype)} of shape "
+                f"tensor {name}: its pieces disagree on its dtype or shape, {name_of(known_dtype)} of shape "
                 f"{known_shape}, or {name_of(dtype)} of shape {shape}"
             )
         return pieces

@@ -116,9 +116,10 @@ def _is_same(prefix: str, sum_: str | None, other: str, other_sum: str | None) -
 
 
 def with_counts(inputs: Inputs, vocab_size: int) -> Inputs:
-    """Return the inputs with their unigram entropy, counting tokens of corpora without counts.
+    """Return the inputs with their unigram entropy. Tokens of a corpus without stored token counts are counted first.
 
-    Collective: each rank reads its share of such a corpus, and rank 0 writes the counts next to it if it can.
+    Collective: each rank reads its share of such a corpus; rank 0 then stores the counts next to the corpus, if it is
+    allowed to write there.
 
     Raises:
         UserError: a token id is outside the model's vocabulary; raised on every rank.

@@ -150,8 +150,8 @@ def generate(
         logits_NV = decoder(tokens_NS)[:, :vocab_size]
         if not bool(logits_NV.isfinite().all()):
             raise UserError(
-                "the model's logits are not finite: its weights contain NaN or infinity (use an earlier checkpoint), "
-                "or the range of the run's train.precision is too small for them"
+                "the model's logits are not finite: either its weights contain NaN or infinity (use an earlier "
+                "checkpoint), or its activations or logits overflow the run's train.precision"
             )
         drawn = draw(distribution(logits_NV, sampling), generators)
         yield [None if over else token for token, over in zip(drawn, is_over, strict=True)]

@@ -35,7 +35,7 @@ class Made:
 
 @dataclass(eq=False)
 class Persistent:
-    """A reference to an object outside the pickle: a storage in a file of torch."""
+    """A reference to an object outside the pickle, such as a tensor's storage in a file of ``torch.save``."""
 
     key: Any
 

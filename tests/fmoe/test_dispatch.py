@@ -35,7 +35,7 @@ def test_an_unknown_exchange_or_option_lists_those_there_are():
     ("exchange", "options", "message"),
     [
         ("all_to_all", {"chunks": 0}, "chunks=0 is not a positive whole number"),
-        ("all_to_all", {"max_rows": 7}, "max_rows=7 is below 2 \\* num_experts=8"),
+        ("all_to_all", {"max_rows": 7}, "max_rows=7 must be a whole number of at least 8"),
         ("all_to_all", {"wire_dtype": torch.int8}, "wire_dtype=torch.int8 is not a floating point dtype"),
         ("all_to_all", {"shadow": 5}, "shadow=5 is not between 0 and num_experts=4"),
         ("padded", {"slots": -1}, "slots=-1 is not a positive whole number"),

@@ -340,7 +340,7 @@ def place(
 
 
 def count_choices(expert_TK: Tensor, mask_T: Tensor | None, experts: int, tiles: TokenTiles) -> Counted:
-    """Count the choices of each tile by choice and expert."""
+    """Count the assignments of each expert in each tile of tokens, first choices, second ones, ... separately."""
     tokens, top_k = expert_TK.shape
     count_BKE = expert_TK.new_empty(tiles.count, top_k, experts, dtype=torch.int32)
     sum_B3 = expert_TK.new_empty(tiles.count, 3, dtype=torch.float32)
