@@ -78,7 +78,7 @@ DECLARED: list[Metric] = [
            when="before the first step, every `train.validation_every`, at the end", console="val loss {:.4f}",
            section="loss"),
     Metric("mtp_loss", "nats per token",
-           "mean loss of the further tokens of multi-token prediction, before `model.mtp_loss`",
+           "mean loss of the further tokens of multi-token prediction, before its factor `model.mtp_loss`",
            title="multi-token prediction loss", when="every step, with `model.mtp_layers`", section="loss"),
     Metric("corpus/unigram_entropy", "nats per token", "loss of a model that uses only token frequencies",
            title="unigram entropy", when="step 0", section="loss", is_exact=True),
