@@ -14,6 +14,7 @@ BENCHMARKS = {
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
     "gpu": "bench.gpu",
+    "headlines": "bench.headlines.main",
     "large_batch": "bench.large_batch",
     "layer": "bench.layer.main",
     "memory": "bench.memory",

@@ -65,20 +65,24 @@ def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Seque
     Raises:
         UserError: a recipe is invalid, or differs from the recipe of the existing run.
     """
-    jobs = []
-    for recipe_name in recipes:
-        for seed in seeds:
-            name = f"{Path(recipe_name).stem}-seed{seed}"
-            options = [*more, "--run.folder", str(folder / name), "--train.seed", str(seed)]
-            recipe = load_recipe(recipe_name, options)
-            if recipe.parallel.world_size != 1:
-                raise UserError(
-                    f"{recipe_name} needs {recipe.parallel.world_size} processes, but each run here is a single process"
-                )
-            job = Job(name, recipe_name, options, recipe)
-            _check_same(job)
-            jobs.append(job)
-    return jobs
+    return [
+        make_job(recipe_name, f"{Path(recipe_name).stem}-seed{seed}", seed, folder, more)
+        for recipe_name in recipes
+        for seed in seeds
+    ]
+
+
+def make_job(recipe_name: str, name: str, seed: int, folder: Path, more: Sequence[str] = ()) -> Job:
+    """Return the run ``folder / name`` of a recipe; see `plan`."""
+    options = [*more, "--run.folder", str(folder / name), "--train.seed", str(seed)]
+    recipe = load_recipe(recipe_name, options)
+    if recipe.parallel.world_size != 1:
+        raise UserError(
+            f"{recipe_name} needs {recipe.parallel.world_size} processes, but each run here is a single process"
+        )
+    job = Job(name, recipe_name, options, recipe)
+    _check_same(job)
+    return job
 
 
 def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.0) -> int:
