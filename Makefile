@@ -25,11 +25,12 @@ endif
 CONSTRAINTS ?=
 INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help train compare test coverage mutants conformance gpu lint bench docs corpus clean
+.PHONY: help train compare headlines test coverage mutants conformance gpu lint bench docs corpus clean
 
 help:
 	@echo "make train   set up, prepare the corpus, pretrain the quickstart model, say where the results are"
 	@echo "make compare set up, train a dense GPT and Mixture-of-Experts ones of equal active FLOPs, compare their losses"
+	@echo "make headlines  set up, train models with 32 to 96 experts beside their dense twins, three seeds each: about two hours"
 	@echo "make corpus  set up, prepare the corpus alone; then \`$(BIN)/fmoe train t5\` or \`bert\`"
 	@echo "make test    set up, run the tests"
 	@echo "make conformance   the long sweep: every pair of gate, experts, split, exchange, wrapper, ... against one process"
@@ -46,6 +47,10 @@ train: $(VENV)/.train corpus
 
 compare: $(VENV)/.train corpus
 	$(BIN)/python -m bench convergence $(ARGS)
+
+headlines: $(VENV)/.train corpus
+	FMOE=$(BIN)/fmoe bash data/bytes/prepare.sh
+	$(BIN)/python -m bench headlines --out runs/headlines/rows.json $(ARGS)
 
 corpus: $(VENV)/.train
 	FMOE=$(BIN)/fmoe bash data/pylib/prepare.sh

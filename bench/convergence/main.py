@@ -26,29 +26,12 @@ def main(argv: Sequence[str]) -> int:
         metavar="RECIPE",
         help="recipes to train; by default those of make compare",
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/compare"), help="parent of the run folders")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="seeds; each recipe gets a run per seed")
-    parser.add_argument("--at-once", type=int, default=2, help="number of runs that train at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="key of the recipes to set in every run, e.g. parallel.expert=1",
-    )
+    study.add_options(parser, folder="runs/compare", seeds=[1, 2])
     arguments = parser.parse_args(argv)
-    for name in ("at_once", "threads"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} is not positive")
-    if wrong := [setting for setting in arguments.set if "=" not in setting]:
-        raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
-    if len(set(arguments.seeds)) < len(arguments.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} names one twice")
+    options = study.check_options(arguments)
     stems = [Path(recipe).stem for recipe in arguments.recipes]
     if len(set(stems)) < len(stems):
         raise UserError(f"two recipes have the same name, after which their folders are named: {', '.join(stems)}")
-    options = [f"--{setting}" for setting in arguments.set]
     jobs = study.plan(arguments.recipes, arguments.seeds, arguments.folder, options)
     # The longest at the end would leave one core without work: the recipes are in the order of their length.
     if code := study.train(jobs[::-1], at_once=arguments.at_once, threads=arguments.threads):

@@ -1,5 +1,6 @@
 """Train every recipe with every seed, several runs at once; a second call continues where the first ended."""
 
+import argparse
 import contextlib
 import os
 import signal
@@ -54,6 +55,39 @@ class Job:
         """Read the progress of the run."""
         path = self.folder / "metrics.jsonl"
         self.rows = read_metrics(path) if path.exists() else []
+
+
+def add_options(parser: argparse.ArgumentParser, folder: str, seeds: Sequence[int]) -> None:
+    """Add the options of a study, with these defaults of ``--folder`` and ``--seeds``; see `check_options`."""
+    parser.add_argument("--folder", type=Path, default=Path(folder), help="parent of the run folders")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=list(seeds), help="seeds; each model gets a run per seed"
+    )
+    parser.add_argument("--at-once", type=int, default=2, help="number of runs that train at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="key of the recipes to set in every run, e.g. parallel.expert=1",
+    )
+
+
+def check_options(arguments: argparse.Namespace) -> list[str]:
+    """Check the options of `add_options`, and return those of ``--set`` as the trainer takes them.
+
+    Raises:
+        UserError: a number is not positive, a seed is given twice, or ``--set`` has no key and value.
+    """
+    for name in ("at_once", "threads"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} is not positive")
+    if wrong := [setting for setting in arguments.set if "=" not in setting]:
+        raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
+    if len(set(arguments.seeds)) < len(arguments.seeds):
+        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} names one twice")
+    return [f"--{setting}" for setting in arguments.set]
 
 
 def plan(recipes: Sequence[str], seeds: Sequence[int], folder: Path, more: Sequence[str] = ()) -> list[Job]:

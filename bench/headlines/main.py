@@ -7,6 +7,7 @@ ones resume. See docs/headlines.md.
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from bench.convergence import study
 from bench.convergence.study import Job
 from bench.intervals import student_t
 from fmoe.errors import UserError, known_names
+from pretrain.compare import figure
 from pretrain.compare.groups import Group, group_runs, reach
 from pretrain.compare.runs import Run, read_run
 from pretrain.compare.table import markdown
+from pretrain.config import Recipe, load_recipe
 from pretrain.tracking import read_metrics
 
 HERE = Path(__file__).parent
@@ -62,36 +65,29 @@ def main(argv: Sequence[str]) -> int:
     """Return 0, or the code that ended the training early: see `study.train`."""
     parser = argparse.ArgumentParser(prog="python -m bench headlines", description=__doc__, allow_abbrev=False)
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"pairs to train; by default all: {', '.join(PAIRS)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/headlines"), help="parent of the run folders")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds; each model gets a run per seed")
-    parser.add_argument("--at-once", type=int, default=2, help="number of runs that train at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
+    study.add_options(parser, folder="runs/headlines", seeds=[1, 2, 3])
     parser.add_argument("--table", action="store_true", help="train nothing: the table of the runs that are finished")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="key of the recipes to set in every run"
-    )
     arguments = parser.parse_args(argv)
-    for name in ("at_once", "threads"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} is not positive")
-    if wrong := [setting for setting in arguments.set if "=" not in setting]:
-        raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
+    options = study.check_options(arguments)
     for name in arguments.pairs:
         if name not in PAIRS:
             raise UserError(f"unknown pair {name!r}; {known_names(name, PAIRS)}")
-    if len(set(arguments.seeds)) < len(arguments.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} names one twice")
     names = list(dict.fromkeys(arguments.pairs)) or list(PAIRS)
-    jobs = plan(names, arguments.seeds, arguments.folder, [f"--{setting}" for setting in arguments.set])
+    jobs = plan(names, arguments.seeds, arguments.folder, options)
     if not arguments.table and (
         code := study.train(list(jobs.values()), at_once=arguments.at_once, threads=arguments.threads)
     ):
         return code
-    rows = [row for name in names if (row := _row(name, jobs, arguments.seeds))]
+    rows = []
+    for name in names:
+        if groups := _groups(name, jobs):
+            rows.append(_row(name, groups))
+            figure.draw(list(groups.values()), arguments.folder / f"{name}.svg")
     if not rows:
         raise UserError(f"{arguments.folder} has no finished pair of runs")
     print(table(rows))
+    print(f"curves: {', '.join(str(arguments.folder / row['pair']) + '.svg' for row in rows)}", file=sys.stderr)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")
     return 0
@@ -121,67 +117,65 @@ def plan(
     return jobs
 
 
-def _row(name: str, jobs: dict[tuple[str, str, int], Job], seeds: Sequence[int]) -> dict[str, Any] | None:
-    """Return the figures of a pair over the seeds of which both models are finished; None without such a seed."""
-    runs = {}
+def _groups(name: str, jobs: dict[tuple[str, str, int], Job]) -> dict[str, Group]:
+    """Return a pair's finished runs by model, of the seeds with which both models are finished; empty without one."""
+    runs: dict[str, dict[int, Run]] = {DENSE: {}, EXPERTS: {}, HALF: {}}
     for (pair, model, seed), job in jobs.items():
         if pair == name:
             job.look()
             if job.is_done:
-                runs[model, seed] = read_run(job.folder)
-    both = [seed for seed in seeds if (DENSE, seed) in runs and (EXPERTS, seed) in runs]
+                runs[model][seed] = read_run(job.folder)
+    both = runs[DENSE].keys() & runs[EXPERTS].keys()
     if not both:
-        return None
-    (dense,) = group_runs([runs[DENSE, seed] for seed in both])
-    (experts,) = group_runs([runs[EXPERTS, seed] for seed in both])
+        return {}
+    found = {model: [run for seed, run in of_seed.items() if seed in both] for model, of_seed in runs.items()}
+    return {model: group_runs(of_model)[0] for model, of_model in found.items() if of_model}
+
+
+def _row(name: str, groups: dict[str, Group]) -> dict[str, Any]:
+    """Return the figures of a pair."""
+    dense, experts = groups[DENSE], groups[EXPERTS]
+    of_dense, of_experts, of_half = (_of_seed(groups[m]) if m in groups else {} for m in (DENSE, EXPERTS, HALF))
     reached = reach(experts.curve, dense.last.mean)
-    half = [seed for seed in both if (HALF, seed) in runs]
     full_dense, full = _full(name)
     return {
         "pair": name,
-        "seeds": both,
+        "seeds": list(of_dense),
         "params": {DENSE: dense.runs[0].params, EXPERTS: experts.runs[0].params},
         "params_of_recipe": {DENSE: full_dense.num_params(), EXPERTS: full.num_params()},
         "flops_per_token": {DENSE: dense.flops_per_token, EXPERTS: experts.flops_per_token},
         "flops_ratio_of_recipe": full.flops_per_token() / full_dense.flops_per_token(),
         "tokens": dense.last.tokens,
-        "losses": {DENSE: _of_seed(dense), EXPERTS: _of_seed(experts)},
-        "difference": _difference(_of_seed(experts), _of_seed(dense)),
+        "losses": {DENSE: list(of_dense.values()), EXPERTS: list(of_experts.values())},
+        "difference": _difference(of_experts, of_dense),
         "steps": dense.last.step,
         "reached_at": None if reached is None else reached.step,
         "below_from": _below_from(dense, experts),
         "half": {
-            "seeds": half,
-            "losses": [runs[HALF, seed].validations[-1].loss for seed in half],
-            "difference": _difference(
-                [runs[HALF, seed].validations[-1].loss for seed in half],
-                [runs[DENSE, seed].validations[-1].loss for seed in half],
-            ),
+            "seeds": list(of_half),
+            "losses": list(of_half.values()),
+            "difference": _difference(of_half, of_dense),
         },
-        "seconds_per_token_ratio": fmean(_seconds_per_token(run) for run in experts.runs)
-        / fmean(_seconds_per_token(run) for run in dense.runs),
+        "seconds_per_token_ratio": _seconds_per_token(experts) / _seconds_per_token(dense),
     }
 
 
-def _full(name: str):
+def _full(name: str) -> tuple[Recipe, Recipe]:
     """Return the shipped recipe of a pair without and with experts."""
-    from pretrain.config import load_recipe
-
     pair = PAIRS[name]
     return load_recipe(pair.full, list(pair.full_dense)), load_recipe(pair.full, [])
 
 
-def _of_seed(group: Group) -> list[float]:
-    return list(group.last.losses)
+def _of_seed(group: Group) -> dict[int, float]:
+    """Return the last losses by seed."""
+    return {run.recipe.train.seed: loss for run, loss in zip(group.runs, group.last.losses, strict=True)}
 
 
-def _difference(losses: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:
+def _difference(losses: dict[int, float], others: dict[int, float]) -> dict[str, float | None]:
     """Return the mean difference, paired by seed, with Student's 95% interval; None for what too few seeds give."""
-    each = [a - b for a, b in zip(losses, others, strict=True)]
-    if not each:
-        return {"mean": None, "low": None, "high": None}
-    if len(each) == 1:
-        return {"mean": each[0], "low": None, "high": None}
+    each = [loss - others[seed] for seed, loss in losses.items()]
+    if len(each) < 2:
+        return {"mean": each[0] if each else None, "low": None, "high": None}
     margin = student_t(0.95, len(each) - 1) * stdev(each) / math.sqrt(len(each))
     return {"mean": fmean(each), "low": fmean(each) - margin, "high": fmean(each) + margin}
 
@@ -196,11 +190,13 @@ def _below_from(dense: Group, experts: Group) -> int | None:
     return first
 
 
-def _seconds_per_token(run: Run) -> float:
-    rates = [
-        row["tokens_per_second"] for row in read_metrics(run.folder / "metrics.jsonl") if row.get("tokens_per_second")
-    ]
-    return 1 / median(rates)
+def _seconds_per_token(group: Group) -> float:
+    """Return the mean over the runs of the median over their steps."""
+    of_run = []
+    for run in group.runs:
+        rows = read_metrics(run.folder / "metrics.jsonl")
+        of_run.append(median(1 / row["tokens_per_second"] for row in rows if row.get("tokens_per_second")))
+    return fmean(of_run)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
