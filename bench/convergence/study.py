@@ -120,12 +120,14 @@ def make_job(recipe_name: str, name: str, seed: int, folder: Path, more: Sequenc
 
 
 def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.0) -> int:
-    """Train the unfinished runs in order, and report the progress of all at intervals.
+    """Train the unfinished runs in order, and report the progress of all at intervals. After a run that fails, the
+    others go on.
 
     Returns:
-        0, or the exit code of a run that failed (its last lines are printed), or `EXIT_REQUEUE` after SIGTERM or
-        SIGINT, when all have saved a checkpoint.
+        0, or the exit code of the first run that failed (its last lines are printed), or `EXIT_REQUEUE` after SIGTERM
+        or SIGINT, when all have saved a checkpoint.
     """
+    failed = 0
     for job in jobs:
         job.look()
     waiting = [job for job in jobs if not job.is_done]
@@ -142,8 +144,9 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
                     job.process = None
                     job.look()
                     if code and not received:
-                        return _failed(job, code)
-                    _say(f"{job.name}: {_describe(job)}")
+                        failed = failed or _failed(job, code)
+                    else:
+                        _say(f"{job.name}: {_describe(job)}")
                 if received:
                     break
                 if time.monotonic() - told >= every:
@@ -156,7 +159,7 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
     if received:
         _say("stopped; the same command resumes")
         return EXIT_REQUEUE
-    return 0
+    return failed
 
 
 def _check_same(job: Job) -> None:

@@ -120,12 +120,17 @@ def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
     assert all(found == [0, 1, 2, 3, 4] for found in steps(folder).values())
 
 
-def test_a_run_that_fails_ends_the_others(recipes, stand_in, tmp_path, capsys):
-    stand_in(seconds=0.05, fails=2)
-    jobs = study.plan(recipes, [1], tmp_path / "runs")
-    assert study.train(jobs, at_once=2, threads=1) == 1
+def test_others_go_on_after_a_run_that_fails(recipes, stand_in, tmp_path, capsys, monkeypatch):
+    began = stand_in()
+    command = study.command
+    # The first run of each recipe fails at its third step.
+    monkeypatch.setattr(study, "command", lambda job: [*command(job)[:-1], "2" if job.recipe.train.seed == 1 else "-1"])
+    jobs = study.plan(recipes, [1, 2], tmp_path / "runs")
+    assert study.train(jobs, at_once=1, threads=1) == 1
+    assert began == ["dense-seed1", "dense-seed2", "moe-seed1", "moe-seed2"]
+    assert [job.is_done for job in jobs] == [False, True, False, True]
     out = capsys.readouterr().out
-    assert "no space" in out and "ended with code 1: " in out
+    assert out.count("no space") == 2 and out.count("ended with code 1: ") == 2
     assert all(job.process is None for job in jobs)
 
 
