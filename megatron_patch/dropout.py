@@ -55,7 +55,7 @@ class TokenDropout(nn.Dropout):
         """Return a key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
 
         Returns:
-            int64 [batch, positions].
+            int64 [batch, len(positions)].
         """
         sequences = torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(1) * length + random.first_token()
         tokens = sequences + torch.arange(positions.start, positions.stop, dtype=torch.int64, device=device)
@@ -94,7 +94,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replace the dropouts of a Megatron-core language model: embedding, attention probabilities, residual branches.
+    """Key the dropout of a Megatron-core language model: of embedding, attention probabilities and residual branches.
 
     Args:
         model: the whole model, or a pipeline stage.

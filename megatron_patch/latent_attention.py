@@ -1,4 +1,4 @@
-"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) of Megatron-core's local layers."""
+"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) without Transformer Engine."""
 
 import functools
 from typing import Any

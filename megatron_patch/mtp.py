@@ -1,10 +1,10 @@
 """Multi-token prediction (MTP) with Megatron-core's modules: DeepSeek-V3, arXiv 2412.19437 section 2.2.
 
-Module k predicts the token k + 1 positions ahead from the hidden state of module k - 1, the decoder's for k = 1, and
-the embedding of the token k positions ahead. It is a transformer layer after norms of both and a projection; embedding
-and output layer are the model's. Its number is ``config.num_layers + k``. A module's loss is the mean over the tokens
-that it predicts, all but the first k labels of a sequence. Megatron-core adds the gradient of the mean loss of the
-modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
+Module k predicts the token k + 1 positions ahead from two inputs: the hidden state of module k - 1 (of the decoder, if
+k = 1) and the embedding of the token k positions ahead. It normalizes both, projects them together and runs a
+transformer layer with the number ``config.num_layers + k``; it shares the model's embedding and output layer. Its loss
+is the mean over the tokens that it predicts, all but the first k labels of a sequence. Megatron-core adds the gradient
+of the mean loss of the modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
 """
 
 import copy
@@ -83,7 +83,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield the transformer layers of a model's MTP modules, and what to add to ``layer_number`` for their numbers."""
+    """Yield each MTP module's transformer layer, and the offset from its ``layer_number`` to its number in the model."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))
@@ -91,8 +91,7 @@ def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
 
 
 def take_losses() -> Tensor | None:
-    """Return the sum of the losses [modules] over the micro batches since the last call, on a rank that computes them;
-    None on other ranks."""
+    """Return the losses [modules], summed over the micro batches since the last call; None on ranks without modules."""
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     losses = tracker.get("values", tracker.get("loss_values"))  # before and from megatron-core 0.19 on
     tracker.clear()
