@@ -86,7 +86,7 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     for file, digest in digests(recipe).items():  # found by path, or by name if the file has moved
         moved = [old for path, old in before.items() if Path(path).name == Path(file).name]
         if before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
-            keys.append(f"{Path(file).name} of run.imports (its content was another)")
+            keys.append(f"{Path(file).name} of run.imports (its content has changed)")
     return keys
 
 

@@ -1,4 +1,4 @@
-"""From a checked recipe to a finished run: folder, checkpoint to resume from, trainer."""
+"""One rank's run of a recipe: lock of the folder, checkpoint to resume from, training, summary."""
 
 import contextlib
 import json
@@ -173,7 +173,8 @@ def _train(
             _write_report(folder)
     if not trainer.is_done:
         if processes.is_main:
-            _say([f"stopped at step {trainer.step} by a signal; --resume continues at {latest(folder / CHECKPOINTS)}"])
+            newest = latest(folder / CHECKPOINTS)
+            _say([f"stopped at step {trainer.step} by a signal; --resume continues from {newest}"])
         return EXIT_REQUEUE
     if processes.is_main:
         summarize(recipe)

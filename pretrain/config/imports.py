@@ -27,7 +27,7 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
     current folder or to ``folder``. A module that is not installed may be a file or package in these folders.
 
     Args:
-        folder: folder of the recipe's file; None for none.
+        folder: folder of the recipe's file; None if there is no file.
 
     Raises:
         UserError: an entry is not found, or its import raised.
@@ -41,7 +41,7 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
 def import_stored(recipe: Recipe, folder: Path) -> None:
     """Import the plugins of a run's stored recipe: files by absolute path, and installed modules.
 
-    A folder from elsewhere must not bring code with it.
+    Code inside the run's folder is refused: a folder received from elsewhere must not run code that it contains.
 
     Args:
         folder: folder of the run.
@@ -87,10 +87,10 @@ def _is_file(entry: str) -> bool:
 
 
 def _origin(module: str) -> Path | None:
-    """Return the file of a module that Python finds; None for none.
+    """Return the file of a module that Python finds; None if it finds none.
 
     Raises:
-        UserError: a package around it raised.
+        UserError: the import of a parent package raised.
     """
     try:
         spec = importlib.util.find_spec(module)

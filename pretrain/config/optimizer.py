@@ -30,7 +30,7 @@ class OptimizerConfig:
     min_lr: float = 2e-4
     """Learning rate after the decay, at base_batch."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scaling of lr and min_lr with train.global_batch / base_batch: none, proportional, or by its square root."""
+    """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for its square root."""
     base_batch: int | None = None
     """Global batch in sequences at which lr and min_lr apply unscaled; needs lr_scaling."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

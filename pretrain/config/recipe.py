@@ -130,8 +130,9 @@ class Recipe:
                 f"model.hidden_size={model.hidden_size} must be a multiple of {MULTIPLE} with parallel.exchange=deepep"
             )
         if model.chosen_experts > MOST_CHOICES:
+            name = "model.top_k" + (" x model.granularity" if model.granularity > 1 else "")
             raise UserError(
-                f"model.top_k={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
+                f"{name}={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
             )
 
     def _check_kind(self) -> None:
@@ -178,7 +179,7 @@ class Recipe:
         if data.document_mask:
             raise UserError(f"data.document_mask=true is not supported with {key}")
         if data.weights:
-            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use one corpus, or []")
+            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use []")
         if train.ramp_batch is not None:
             raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: streams must not change")
         if data.validation:

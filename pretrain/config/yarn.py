@@ -27,7 +27,7 @@ def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -
     low, high = _mixed_pairs(model)
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # the roundings of transformers
+    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # rounds like Hugging Face's
 
 
 def rotary_factor(model: ModelConfig) -> float:
@@ -56,5 +56,5 @@ def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
 
 
 def _m(factor: float, scale: float) -> float:
-    """Return section 3.4's growth of attention with the length, of which ``scale`` takes a share."""
+    """Return section 3.4's factor, 0.1 ln(factor) + 1, with ``scale`` times the logarithm."""
     return 0.1 * scale * math.log(factor) + 1.0

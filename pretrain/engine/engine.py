@@ -45,7 +45,7 @@ class StepResult:
         loss: mean of the global batch, in nats per token.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the step.
-        skipped: reason for which the step was skipped; None if it was made.
+        skipped: reason for which the step was skipped; None if it was applied.
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped and a lower loss scale will be tried.
@@ -159,7 +159,7 @@ class Engine:
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
         for module in chunk.modules():
-            if isinstance(module, FFNExperts):  # only their own operation has a gradient of them, unless lent
+            if isinstance(module, FFNExperts):  # only their own operation adds to their gradients, unless shadowed
                 module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
@@ -197,11 +197,11 @@ class Engine:
         """Make step number ``step``, counted from 0, on the global batch given by ``recipe.batches``.
 
         Args:
-            samples: the endless sequence, or the step's batches from `collate_step`.
-            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changes.
-                Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped step
-                changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for an
-                fp16 overflow that a lower loss scale may cure.
+            samples: the endless sequence of samples, or the step's batches from `collate_step`.
+            check: called with mean loss and gradient norm before anything changes; each is non-finite if it is so on
+                any rank. Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped
+                step changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for
+                an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler

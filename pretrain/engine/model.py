@@ -52,7 +52,7 @@ def build_model(
 
 def _scale(module: Any, model: ModelConfig) -> None:
     """Scale the embedding, the outputs of attention and feed-forward blocks, and the input of the output layer, as in
-    Granite (arXiv 2408.13359 section 3). Needs the final blocks and dropout."""
+    Granite (arXiv 2408.13359 section 3). Call it after all replacements of blocks and dropout, which it wraps."""
     for part in module.modules():
         if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
             part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)

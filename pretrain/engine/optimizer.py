@@ -67,8 +67,9 @@ def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
     """Return a function from parameter groups to the optimizer; None for AdamW if Megatron-core builds a better one.
 
-    It does with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is installed. Elsewhere
-    it uses torch's AdamW that is not fused, which reads and writes each tensor ten times; the fused one does so once.
+    Megatron-core does so with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is
+    installed. Elsewhere it uses torch's unfused AdamW, which reads and writes each tensor ten times; the fused one does
+    so once.
     """
     own = recipe.optimizer
     if own.name in OPTIMIZERS:
