@@ -108,7 +108,7 @@ class SDPAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Map three tensors [s, b, heads, head width] to [s, b, heads * head width of values].
+        """Map query, key and value [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
             attention_mask: True where a query must not see a key.
@@ -186,7 +186,7 @@ class SDPAttention(DotProductAttention):
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
     def _sinks(self) -> Tensor | None:
-        """Return the learned offsets of the heads on which this rank attends."""
+        """Return the learned offsets (sinks) of the heads with which this rank attends."""
         if self.softmax_offset is None or self.context_group is None:
             return self.softmax_offset
         return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]

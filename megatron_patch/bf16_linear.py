@@ -4,7 +4,7 @@ On these processors, torch's bf16 products take three to six times as long as pr
 Weights, activations and gradients stay bf16; a product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
-comparisons measure them unchanged. Layers under sequence parallelism, which gather their input, use torch's products.
+benchmarks measure them unchanged. Layers under sequence parallelism, which gather their input, use torch's products.
 
 Shape letters: M rows, I input width, O output width.
 """

@@ -1,4 +1,4 @@
-"""Biases of single linear layers of a GPT; Megatron-core's ``add_bias_linear`` switches those of all layers."""
+"""Biases of single linear layers of a GPT; Megatron-core's ``add_bias_linear`` adds biases to all linear layers."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
-Megatron-core draws the layers of a stage from the generator in turn, so their weights depend on the split. Here the
-number of a layer keys its weights, as the id of an expert keys the expert's weights (`fmoe.random`). With
-``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
+Megatron-core draws the weights of a stage's layers from one generator, one layer after the other, so they depend on the
+split. Here a key made of seed and layer number determines a layer's weights, as an expert's id determines the expert's
+(`fmoe.random`). With ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
 import copy

@@ -87,7 +87,8 @@ class MegatronMoE(MoE):
     ):
         patches.install()
         if isinstance(options.get("gate"), nn.Module):
-            raise UserError("gate must not be a module, which all layers would share: pass its name or class")
+            kind = type(options["gate"]).__name__
+            raise UserError(f"gate is a module ({kind}), which all layers would share: pass its name or class")
         self._run_seed, self._layer_offset = seed, layer_offset
         if layer_number is not None:
             layer_number += layer_offset
@@ -291,7 +292,7 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the group that holds the same tokens, and the group that holds slices of the same sequences, in order."""
+    """Return the group whose ranks hold the same tokens, and that whose ranks hold successive slices of sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

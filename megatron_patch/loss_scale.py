@@ -31,7 +31,7 @@ class SharedGradScaler(MegatronGradScaler):
 
     @property
     def inv_scale(self) -> Tensor:
-        """Factor of the gradients, fp32 [1]."""
+        """Factor that unscales the gradients, fp32 [1]."""
         return self.scaler.inv_scale
 
     @property

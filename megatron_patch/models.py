@@ -115,7 +115,8 @@ def fmoefy(
             default experts are drawn at random, as with `fmoe_layer_spec`: copies of a random MLP would only make
             experts equal. Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
-        granularity: m makes experts with 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts these.
+        granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts
+            these smaller experts.
         seed: seed of the run; keys routers, new experts and noise together with the layer number.
         options: other arguments of `MegatronMoE`.
 

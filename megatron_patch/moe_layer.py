@@ -143,7 +143,10 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                     raise UserError(f"{missing[0]} is missing: the layer has {count} experts")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
     if lacking := {"experts.weight_in", "experts.weight_out"} - found.keys():
-        raise UserError(f"the state has no weights for {', '.join(sorted(lacking))}")
+        raise UserError(
+            f"the state has no weights for {', '.join(sorted(lacking))}: use a state of SequentialMLP, GroupedMLP or "
+            "TEGroupedMLP"
+        )
     return found
 
 
@@ -174,7 +177,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
         if isinstance(layer.mlp, MoELayer)
     ]
     if not made:
-        raise UserError(f"the {type(model).__name__} has no MoELayer of Megatron-core")
+        raise UserError(f"the {type(model).__name__} has no MoELayer of Megatron-core: to replace MLPs, use fmoefy")
     for layer, new in made:
         layer.mlp = new
     return model

@@ -18,7 +18,7 @@ _GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed
 
 
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
-    """Return the hidden matrices of the transformer layers of a model's chunks, found by the modules that own them.
+    """Return the hidden matrices in each weight of a model's transformer layers, found by the modules that own them.
 
     Embeddings, position embeddings, output layers and the heads of a BERT are outside these layers, and
     `fmoe.optim.hidden_matrices` leaves out gates. Query, key and value of ``linear_qkv``, key and value of

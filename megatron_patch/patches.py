@@ -120,7 +120,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor mark the current parameters of layers first, because it reads the marks."""
+    """Make the constructor first mark the current parameters of layers, because it reads the marks."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):

@@ -182,7 +182,7 @@ class RecurrentLayer(TransformerLayer):
 
     Attributes:
         memory_length: number of hidden states to keep.
-        past: hidden states before the segment [M, B, D]; None for none.
+        past: hidden states before the segment [M, B, D]; None without memory.
         present: the last ``memory_length`` hidden states of memory and segment, after a forward pass.
     """
 

@@ -1,7 +1,7 @@
 """The ranks of a run: device, rendezvous, process group, exit codes.
 
-Other exit codes of a run than those below are 0, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and those of crashes
-and interrupts (docs/operations.md).
+A run's exit codes are the constants below, 0 for success, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and those of
+crashes and interrupts (docs/operations.md).
 """
 
 import os

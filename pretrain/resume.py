@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from its recipe, or if
-    the checkpoint is beyond ``train.steps``."""
+    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from the checkpoint's
+    recipe, or if the checkpoint is beyond ``train.steps``."""
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
     # A key that did not exist when the checkpoint was written had, in effect, today's default.

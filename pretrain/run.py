@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the run is finished: the checkpoint is of the recipe's last step.
+    """Return whether the checkpoint is of the recipe's last step, so that the run is finished.
 
     Raises:
-        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step
-            while the run's own folder has none.
+        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step and
+            comes from another run, while the run's own folder has none.
     """
     if checkpoint is None:
         return False

@@ -1,7 +1,4 @@
-"""Parameters and floating point operations of a model, computed without building it.
-
-Symbols: h is the hidden size, s the tokens per sequence (in a T5's encoder), t the tokens in a T5's decoder.
-"""
+"""Parameters and floating point operations of a model, computed without building it."""
 
 import math
 
@@ -16,7 +13,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
 
     Args:
         experts: number of routed experts before the split by ``model.granularity``.
-        decoder_length: t; learned positions cover the longer of the two sequences.
+        decoder_length: tokens in a T5's decoder; learned positions cover the longer of the two sequences.
     """
     width = model.hidden_size
     total = model.vocab_size * width

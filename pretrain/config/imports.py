@@ -62,7 +62,7 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file of ``run.imports``, after `import_plugins`; of a package, of all its files."""
+    """Return the SHA-256 of each file or package of ``run.imports``, by path; call it after `import_plugins`."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):

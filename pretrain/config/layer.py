@@ -110,8 +110,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords that the recipe sets to other values than the defaults: not every exchange has all
-    of them.
+    """Return the exchange's keywords whose recipe keys differ from their defaults; an exchange may lack the others.
 
     Raises:
         UserError: an unknown exchange, or an option that it does not have.
@@ -154,7 +153,7 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that a recipe's layers have at every split, without their widths.
+    """Return the options of `fmoe.build.Spec` that do not depend on ``[parallel]``, except d_model and num_experts.
 
     Raises:
         UserError: an invalid option of the gate, the experts or the losses.

@@ -260,7 +260,7 @@ class ModelConfig:
 
     @property
     def layer_numbers(self) -> range:
-        """Layer numbers from 1; a T5's decoder layers follow its encoder's, `mtp_numbers` are last."""
+        """Layer numbers from 1; a T5's decoder layers follow its encoder's, and `mtp_numbers` come last."""
         return range(1, self.mtp_numbers.stop)
 
     @property
@@ -384,7 +384,7 @@ class ModelConfig:
         if self.position != "rope":
             raise UserError(f"{key} needs model.position=rope, not {self.position}")
         if self.kv_lora_rank is not None:
-            raise UserError(f"{key} is not supported with model.kv_lora_rank, which has model.qk_rope_head_dim")
+            raise UserError(f"{key} is not supported with model.kv_lora_rank: set model.qk_rope_head_dim instead")
         if (
             not 0 < self.rotary_fraction < 1
             or (elements := int(self.head_width * self.rotary_fraction)) % 2

@@ -97,7 +97,7 @@ class OptimizerConfig:
         return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
     def lr_factor(self, global_batch: int) -> float:
-        """Return the factor on the learning rate for a global batch of ``global_batch`` sequences."""
+        """Return the factor of the learning rate for a global batch of ``global_batch`` sequences."""
         if self.lr_scaling == "none" or self.base_batch is None:
             return 1.0
         ratio = global_batch / self.base_batch

@@ -181,7 +181,7 @@ class Recipe:
         if data.weights:
             raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use []")
         if train.ramp_batch is not None:
-            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: streams must not change")
+            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: use none")
         if data.validation:
             of = f"train.validation_sequences={train.validation_sequences}"
             if train.validation_sequences % train.global_batch:

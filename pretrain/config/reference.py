@@ -1,4 +1,4 @@
-"""Generator of docs/recipe-reference.md, which lists every recipe key, from the dataclasses.
+"""Generator of docs/recipe-reference.md, the list of all recipe keys, from the docstrings of the sections.
 
 In a checkout, ``python -m pretrain.config.reference`` writes the page.
 """

@@ -36,7 +36,7 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def score_factor(model: ModelConfig) -> float:
-    """Return the further factor of all attention scores, which multi-latent attention has (DeepSeek-V2, arXiv
+    """Return the additional factor of attention scores: not 1 only in multi-latent attention (DeepSeek-V2, arXiv
     2405.04434)."""
     return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
 

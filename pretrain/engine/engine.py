@@ -90,7 +90,8 @@ class Engine:
     Args:
         recipe: a recipe that passed `Recipe.check`.
         processes: this process, in its process group; `init_parallel` has been called.
-        build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
+        build: function that returns the model or, given `build_model`'s keywords, a pipeline chunk; benchmarks replace
+            it.
 
     Attributes:
         chunks: this rank's parts of the model, unwrapped; several with virtual pipeline stages.
@@ -370,8 +371,8 @@ class Engine:
         step: int | None,
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
-        """This rank's share of samples ``first ... first + count - 1``, once per chunk of the model, since the schedule
-        interleaves chunks; each batch sets the position of noise if ``step`` is given."""
+        """Return iterators over this rank's share of samples ``first ... first + count - 1``, one per chunk of the
+        model, because the schedule interleaves chunks. With a ``step``, each batch sets the position of the noise."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)
@@ -404,5 +405,5 @@ class Engine:
         return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
 
     def routing(self) -> dict[int, StepReport]:
-        """Routing of the steps since the last call, of all ranks and stages, by layer number (from 1)."""
+        """Return the routing statistics since the last call, over all ranks and stages, by layer number (from 1)."""
         return self._reports.collect()

@@ -61,8 +61,8 @@ def build_rank_on_meta(recipe: Recipe, rank: int) -> list[nn.Module]:
 
 
 def checkpoint_layouts(recipe: Recipe) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint without its
-    prefix.
+    """Return the shapes and dtypes of the tensors of a recipe's model, by their names in a checkpoint without the
+    prefix ``model/``.
 
     Raises:
         RuntimeError: as `build_on_meta`.

@@ -26,9 +26,9 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
 
     Args:
         factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``. Returns an
-            optimizer whose ``state_names`` are the names of a parameter's state tensors, each of the parameter's
-            shape; its count of steps, if it has one, is the state ``step``. With ``is_elementwise = True``, no
-            element's update may depend on another element; ``optimizer.distributed`` needs this.
+            optimizer whose tuple ``state_names`` names a parameter's state tensors, each of the parameter's shape; its
+            count of steps, if it has one, is the state ``step``. With ``is_elementwise = True``, no element's update
+            may depend on another element; ``optimizer.distributed`` needs this.
 
     Raises:
         UserError: the name belongs to another optimizer.
