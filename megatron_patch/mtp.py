@@ -36,7 +36,7 @@ class MTPModel(GPTModel):
         if self.mtp_process and not self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
             if self.share_embeddings_and_output_weights:
-                # Megatron-core uses the copy of the embedding, and refuses to save the matrix that it built.
+                # Megatron-core uses the copy of the embedding instead, and refuses to save this unused matrix.
                 self.output_layer.weight = None
 
     def _postprocess(self, *args, mtp_in_postprocess: bool | None = None, **options) -> Tensor:

@@ -48,7 +48,7 @@ def relative_shift(scores: Tensor) -> Tensor:
         [..., S, K]; column j of row i belongs to key j, at the distance i + M - j. Columns of later keys are undefined.
     """
     queries, keys = scores.shape[-2:]
-    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # rows of K + 1, read as rows of K, shift by one each
+    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # read with K columns, each row shifts by one more
     return padded[..., queries:].unflatten(-1, (queries, keys))
 
 

@@ -157,7 +157,7 @@ def unusable_gpu() -> str | None:
     try:
         torch.cuda.init()
         reason = "no device is visible"
-    except (AssertionError, RuntimeError) as error:  # torch's own for a build without CUDA, and for an old driver
+    except (AssertionError, RuntimeError) as error:  # raised by a torch without CUDA, and for an old driver
         reason = str(error).splitlines()[0].rstrip(".")
     return (
         f"this machine has a GPU that torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) cannot use: "

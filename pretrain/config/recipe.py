@@ -192,7 +192,7 @@ class Recipe:
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
         keys = ["global_batch"]
         if train.check_ramp():
-            keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size between
+            keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size in between
         if self.data.validation:
             keys.append("validation_sequences")
         for key in keys:

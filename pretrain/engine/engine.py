@@ -263,7 +263,7 @@ class Engine:
             self.last_loss = self.accumulate(samples, batches.first(step), size, step)
         if depth := self.recipe.model.mtp_layers:
             losses = mtp.take_losses()
-            zeros = self.last_loss.new_zeros(depth)  # before the last pipeline stage
+            zeros = self.last_loss.new_zeros(depth)  # on pipeline stages before the last
             self._mtp_losses = zeros if losses is None else losses / self._num_micro_batches(size)
         return self.last_loss
 

@@ -60,7 +60,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
             for name in ("self_attn_bda", "mlp_bda"):
                 setattr(part, name, functools.partial(_scaled_add, getattr(part, name), model.residual_scale))
     if model.logit_divisor != 1 and module.post_process:
-        # The hidden states are fewer elements than the logits.
+        # Divides the hidden states instead of the logits, because they have fewer elements.
         module.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] / model.logit_divisor, *inputs[1:]))
 
 
@@ -95,7 +95,7 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str) -> Iterator[None]:
-    """Name the section in a constructor's errors, and turn its refusal of an option's type into a UserError."""
+    """Name the section in a constructor's errors, and convert its TypeError or ValueError to a UserError."""
     try:
         yield
     except UserError as error:
