@@ -102,7 +102,7 @@ def options_help(recipe: Recipe, program: str) -> str:
             kind = f"true, false (--{section.name}.no-{option})" if kinds[field.name] is bool else kind
             value = to_toml(getattr(getattr(recipe, section.name), field.name))
             lines.append(f"  --{section.name}.{option} {kind}   (default: {value})")
-            lines.append(wrap(" ".join(texts[field.name].split())))
+            lines.append(wrap(" ".join(texts[field.name].replace("``", "`").split())))
     return "\n".join(lines)
 
 
