@@ -8,7 +8,7 @@ import warnings
 
 from megatron_patch import versions
 
-# Four modules of megatron-core warn about Apex when they are imported. Apex is optional.
+# Several modules of megatron-core warn about Apex when they are imported. Apex is optional.
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")  # imported, never used
 versions.check()

@@ -1,7 +1,7 @@
-"""Megatron-core's local attention through torch's fused scaled_dot_product_attention.
+"""Megatron-core's attention without Transformer Engine, computed by torch's ``scaled_dot_product_attention``.
 
-Without Transformer Engine, megatron-core materializes the [s, s] scores of every head several times; torch has fused
-kernels for CPU and GPU (FlashAttention, arXiv 2205.14135).
+Megatron-core's own code materializes the [s, s] scores of every head several times; torch has fused kernels for CPU and
+GPU (FlashAttention, arXiv 2205.14135).
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from megatron_patch.dropout import HeadDropout
 class SDPAttention(DotProductAttention):
     """Replacement for `DotProductAttention` that uses torch's `scaled_dot_product_attention`.
 
-    Arguments, shapes and results are the same, except that a row whose keys are all masked gives NaN, while
-    megatron-core's code gives the mean of the values. Cases that torch's kernels do not support use megatron-core's
-    code: packed sequences, layer-scaled scores, several queries after cached keys. bf16 is computed in float32 on
-    processors where that is faster (`megatron_patch.bf16_linear`). An attention bias, which megatron-core's code
-    refuses, is added to the scaled scores.
+    Arguments, shapes and results are the same, except for a query whose keys are all masked: its output is zeros (NaN
+    with `HeadDropout`), while megatron-core's code returns the mean of the values. Cases that torch's kernels do not
+    support use megatron-core's code: packed sequences, scores scaled by layer number, several queries after cached
+    keys. bf16 is computed in float32 on processors where that is faster (`megatron_patch.bf16_linear`). An attention
+    bias, which megatron-core's code refuses, is added to the scaled scores.
 
     A causal window (``config.window_size=(n, 0)``: n + 1 tokens) is computed in blocks, and a learned offset of the
-    softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets begin at zero, at
-    every split, and each tensor parallel rank has the offsets of its heads. Masks and windows both apply;
-    megatron-core's code ignores a mask in layers with a window.
+    softmax (``config.softmax_type="learnable"``) as a further key (`fmoe.kernels.attention`). Offsets are initialized
+    to zero; each tensor parallel rank holds those of its heads. Masks and windows both apply; megatron-core's code
+    ignores a mask in layers with a window.
 
     Values may be narrower or wider than keys (``v_channels``), as in multi-latent attention.
 
@@ -46,8 +46,8 @@ class SDPAttention(DotProductAttention):
     with a part of its heads (`megatron_patch.context`). Masks are those of whole sequences, [b, 1, s, s].
 
     Raises:
-        UserError: context parallel ranks do not divide the heads of a rank; under context parallelism, a case that
-            torch's kernels do not support, or dropout that is not `HeadDropout`.
+        UserError: the context parallel size does not divide the heads of a tensor parallel rank; under context
+            parallelism, a case that torch's kernels do not support, or dropout that is not `HeadDropout`.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -108,12 +108,12 @@ class SDPAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        """Map three tensors [s, b, heads, head width] to [s, b, heads * head width of values].
+        """Map query, key and value [s, b, heads, head width] to [s, b, heads * head width of values].
 
         Args:
             attention_mask: True where a query must not see a key.
-            attention_bias: added to the scores, [1 or b, heads, s of queries, s of keys], as by T5's relative
-                positions.
+            attention_bias: added to the scores, such as T5's relative positions: [1 or b, heads, s of queries, s of
+                keys].
         """
         more = (attn_mask_type, attention_bias, packed_seq_params)
         if self.context_group is None:
@@ -137,7 +137,7 @@ class SDPAttention(DotProductAttention):
         is_causal = attention_mask is None and self.attn_mask_type == AttnMaskType.causal
         window, sinks_H = softmax.window_size, self._sinks()
         is_local = sinks_H is not None or window is not None
-        # Other attention than ours: a window that is not causal, or of cross attention.
+        # Left to megatron-core: windows and offsets in attention that is not causal, or with a bias.
         special = window is not None and (window[0] < 0 or window[1] != 0)
         special |= is_local and (self.attn_mask_type != AttnMaskType.causal or attention_bias is not None)
         special |= softmax.scale is not None
@@ -148,7 +148,7 @@ class SDPAttention(DotProductAttention):
         if self.context_group is not None and attention_bias is not None:
             self._refuse_context("an attention bias")
         if special or packed_seq_params is not None:
-            self._refuse_context("this attention (packed sequences, later keys in a window, scaled layers, cache)")
+            self._refuse_context("packed sequences, non-causal windows, scores scaled by layer number or cached keys")
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         dtype = torch.float32 if query.dtype == torch.bfloat16 and bf16_linear.is_needed() else query.dtype
         q, k, v = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
@@ -166,7 +166,7 @@ class SDPAttention(DotProductAttention):
             out = self._attend(q, k, v, mask, is_causal, sinks_H)
             return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
         if dropout:
-            self._refuse_context("attention dropout without megatron_patch.dropout.key_dropout")
+            self._refuse_context("attention dropout that megatron_patch.dropout.key_dropout has not replaced")
         # As in `DotProductAttention`: under tensor parallelism each rank drops scores of its own heads.
         forked = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
@@ -186,7 +186,7 @@ class SDPAttention(DotProductAttention):
         return out.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
     def _sinks(self) -> Tensor | None:
-        """Return the learned offsets of the heads on which this rank attends."""
+        """Return the learned offsets (sinks) of the heads with which this rank attends."""
         if self.softmax_offset is None or self.context_group is None:
             return self.softmax_offset
         return self.softmax_offset.chunk(self.context_group.size())[self.context_group.rank()]

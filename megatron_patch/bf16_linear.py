@@ -4,7 +4,7 @@ On these processors, torch's bf16 products take three to six times as long as pr
 Weights, activations and gradients stay bf16; a product is rounded once, at the end.
 
 Only marked weights are multiplied this way (`mark_weights`). Megatron-core's own experts are not marked, so that
-comparisons measure them unchanged. Layers under sequence parallelism, which gather their input, are not supported.
+benchmarks measure them unchanged. Layers under sequence parallelism, which gather their input, use torch's products.
 
 Shape letters: M rows, I input width, O output width.
 """
@@ -19,12 +19,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor, nn
 
 _MARK = "is_multiplied_in_float32"
-_CHUNK = 1 << 20  # float32 elements of rows or results at a time, few enough for a cache
+_CHUNK = 1 << 20  # float32 elements of input or output rows at a time, few enough for a CPU cache
 
 
 @functools.cache
 def is_needed() -> bool:
-    """Return whether bf16 products are slow on this machine: x86 without AVX512-BF16, AMX and GPU."""
+    """Return whether bf16 products are slow on this machine: x86 with no AVX512-BF16, AMX or GPU."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return is_x86 and not has_bf16 and not torch.cuda.is_available()
@@ -54,7 +54,7 @@ def product(a_MI: Tensor, b_IO: Tensor) -> Tensor:
 
 
 def forward_in_float32(forward: Callable) -> staticmethod:
-    """Replace ``LinearWithGradAccumulationAndAsyncCommunication.forward`` for marked weights."""
+    """Make ``LinearWithGradAccumulationAndAsyncCommunication.forward`` multiply marked weights in float32."""
 
     @functools.wraps(forward)
     def wrapped(ctx, input, weight, bias, *settings):
@@ -74,7 +74,7 @@ def forward_in_float32(forward: Callable) -> staticmethod:
 
 
 def backward_in_float32(backward: Callable) -> staticmethod:
-    """Replace ``LinearWithGradAccumulationAndAsyncCommunication.backward`` for marked weights."""
+    """Make ``LinearWithGradAccumulationAndAsyncCommunication.backward`` multiply marked weights in float32."""
 
     @functools.wraps(backward)
     def wrapped(ctx, grad):

@@ -1,4 +1,4 @@
-"""Single biases of a GPT; Megatron-core has one switch, ``add_bias_linear``, for those of all linear maps."""
+"""Biases of single linear layers of a GPT; Megatron-core's ``add_bias_linear`` adds biases to all linear layers."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from torch import nn
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` with a bias, whatever the configuration has."""
+    """`RowParallelLinear` with a bias, whatever ``bias`` Megatron-core passes."""
 
     def __init__(self, *args: Any, bias: bool, **options: Any):
         super().__init__(*args, bias=True, **options)
 
 
 def add_output_bias(model: GPTModel) -> None:
-    """Add a bias of zeros to the logits of a model; does nothing for a pipeline stage without output layer.
+    """Add a bias, initialized to zeros, to a model's logits; do nothing on a pipeline stage without an output layer.
 
-    Each tensor parallel rank has the elements of its part of the vocabulary.
+    Each tensor parallel rank holds the elements of its part of the vocabulary.
     """
     if not model.post_process:
         return

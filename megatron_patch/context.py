@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group holds one contiguous slice of every sequence, in the order of the ranks.
 
-Only attention and gates need more than the slice. Before attention, the ranks exchange their slices of
-the sequences for slices of the heads (DeepSpeed-Ulysses, arXiv 2309.14509): each then attends over whole sequences with
-the kernel, masks and dropout of one process, and the ranks have equal work. After attention, they exchange back.
+Only attention and gates need more than the slice. Before attention, the ranks exchange their slices of the sequences
+for slices of the heads (DeepSpeed-Ulysses, arXiv 2309.14509): each rank then attends over whole sequences, with the
+same kernel, masks and dropout as a single process, and all have equal work. After attention, they exchange back.
 
 Shape letters: P ranks, S tokens of a slice, B sequences, A heads on a rank before the exchange, W head width.
 """
@@ -22,10 +22,10 @@ from fmoe.runtime import collectives
 
 
 def context_group(config: TransformerConfig, collection: Any = None) -> dist.ProcessGroup | None:
-    """Return the context parallel group of a collection, or else of parallel_state; None for one rank.
+    """Return the context parallel group of ``collection``, or else of parallel_state; None if it has one rank.
 
     Raises:
-        UserError: the config has another context parallel size.
+        UserError: ``config.context_parallel_size`` differs from the size of the group.
     """
     group = getattr(collection, "cp", None)
     group = parallel_state.get_context_parallel_group(check_initialized=False) if group is None else group
@@ -63,7 +63,7 @@ def spread_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessG
         key, value: [S, B, A', W], where A' divides A. If P does not divide A', heads are sent to several ranks.
 
     Returns:
-        Query [P * S, B, A / P, W]; key and value of the heads that its queries see.
+        Query [P * S, B, A / P, W]; key and value of the heads that these queries use.
     """
     size = group.size()
     copies = size // math.gcd(size, key.shape[2])
@@ -86,7 +86,7 @@ def heads_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all; its backward pass is the opposite one."""
+    """One all-to-all, whose backward pass is the all-to-all in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Megatron-core on machines without a GPU.
 
 Megatron-core hard-codes the device "cuda". `install` redirects it to the CPU by `PATCHES`, each of which states its
-reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a name, `install` raises an error that
-names it.
+reason. If torch sees a GPU, `PATCHES` are not applied. If megatron-core lacks a name to replace, `install` raises an
+error that names it.
 """
 
 import contextlib
@@ -119,8 +119,9 @@ def _cpu_rng_tracker(tracker_class: type) -> type:
     """Make the tracker use torch's CPU generator instead of the CUDA one.
 
     The generator also carries the position in training (`fmoe.random`). Layers read it within `fork` too, because a
-    sequence parallel model forks around all of its layers. So a fork branches from the outer generator, and continues
-    the previous fork only if that had the same branch. Draws then depend on the position and the tracker's seed.
+    sequence parallel model forks around all of its layers. So a fork gets a seed derived from the outer generator's
+    seed and its own, and continues the previous fork only if that had the same derived seed. Draws then depend on the
+    position and the tracker's seed.
     """
 
     class CpuRNGStatesTracker(tracker_class):
@@ -233,7 +234,7 @@ PATCHES = (
         _max_without_indices,
         "speed only: torch.max along an axis takes several times as long as amax on a CPU (cross_entropy.py:31)",
     ),
-    Patch(_LINEAR, "forward", bf16_linear.forward_in_float32, "speed only: bf16 without instructions (layers.py:488)"),
+    Patch(_LINEAR, "forward", bf16_linear.forward_in_float32, "speed only: CPUs without bf16 (layers.py:488)"),
     Patch(_LINEAR, "backward", bf16_linear.backward_in_float32, "its backward pass (layers.py:531)"),
 )
 
@@ -246,7 +247,7 @@ def install() -> bool:
     Megatron-core then runs on the CPU with gloo. Further calls do nothing.
 
     Returns:
-        Whether `PATCHES` are applied; False if torch sees a GPU.
+        True if `PATCHES` are applied, False if torch sees a GPU.
 
     Raises:
         UserError: as `megatron_patch.patches.apply`.

@@ -25,7 +25,7 @@ class TokenDropout(nn.Dropout):
 
     Args:
         rate: probability of dropping an element.
-        site: key that is derived from the seed of the run and this site in the model.
+        site: hash of the run's seed and of this module's place in the model.
         is_sliced: whether tensor parallel ranks hold slices of the sequences; context parallel ranks always do.
 
     Attributes:
@@ -44,7 +44,7 @@ class TokenDropout(nn.Dropout):
         return x.masked_fill(dropped, 0).mul_(1 / (1 - random.drop_rate(self.p)))
 
     def keys(self, x_SBH: Tensor) -> Tensor:
-        """Return a key for each row of features, int64 [S, B]."""
+        """Return the key of each token, int64 [S, B]."""
         length, batch, _ = x_SBH.shape
         ranks, rank = _tensor_parallel() if self.is_sliced else (1, 0)
         slices, number = _context_parallel()
@@ -55,7 +55,7 @@ class TokenDropout(nn.Dropout):
         """Return a key for each token at ``positions`` of ``batch`` sequences of ``length`` tokens.
 
         Returns:
-            int64 [batch, positions].
+            int64 [batch, len(positions)].
         """
         sequences = torch.arange(batch, dtype=torch.int64, device=device).unsqueeze(1) * length + random.first_token()
         tokens = sequences + torch.arange(positions.start, positions.stop, dtype=torch.int64, device=device)
@@ -63,7 +63,7 @@ class TokenDropout(nn.Dropout):
 
 
 class HeadDropout(TokenDropout):
-    """Dropout of attention probabilities [B, A, S, K], keyed by query token, head and position of the key."""
+    """Dropout of attention probabilities [B, A, S, K]; each decision depends on query token, head and key position."""
 
     def keys(self, x_BASK: Tensor) -> Tensor:
         batch, heads, length, _ = x_BASK.shape
@@ -94,7 +94,7 @@ class _BiasDropoutAdd:
 
 
 def key_dropout(model: nn.Module, seed: int) -> None:
-    """Replace the dropouts of a Megatron-core language model: embedding, attention probabilities, residual branches.
+    """Key the dropout of a Megatron-core language model: of embedding, attention probabilities and residual branches.
 
     Args:
         model: the whole model, or a pipeline stage.

@@ -1,8 +1,8 @@
 """Initial weights of a dense model that do not depend on the pipeline split.
 
-Megatron-core draws the layers of a stage from the generator in turn, so their weights depend on the split. Here the
-number of a layer keys its weights, as the id of an expert keys the expert's weights (`fmoe.random`). With
-``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
+Megatron-core draws the weights of a stage's layers from one generator, one layer after the other, so they depend on the
+split. Here a key made of seed and layer number determines a layer's weights, as an expert's id determines the expert's
+(`fmoe.random`). With ``config.use_cpu_initialization``, tensor parallel ranks take slices of whole matrices.
 """
 
 import copy
@@ -22,7 +22,7 @@ from fmoe import random
 def keyed_layer_spec(
     spec: ModuleSpec, seed: int, part: str = "decoder", without_mlp: Collection[int] = ()
 ) -> ModuleSpec:
-    """Return a copy of a transformer layer's spec whose weights are keyed by (seed, part, layer number).
+    """Return a copy of a transformer layer's spec that builds weights keyed by (seed, part, layer number).
 
     Args:
         part: name of the stack, in models where several stacks number their layers from 1.
@@ -48,7 +48,7 @@ def keyed_layer_spec(
 
 @torch.no_grad()
 def key_output_layer(model: Any, seed: int) -> None:
-    """Draw the untied output layer of a language model under its own key, if the chunk has one."""
+    """Draw the weight of an untied output layer under a key of its own; do nothing if ``model`` has none."""
     if not model.post_process or model.share_embeddings_and_output_weights:
         return
     weight = model.output_layer.weight

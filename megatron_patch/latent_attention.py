@@ -1,4 +1,4 @@
-"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) of Megatron-core's local layers."""
+"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1) without Transformer Engine."""
 
 import functools
 from typing import Any
@@ -22,8 +22,8 @@ class LatentAttention(MLASelfAttention):
     """`MLASelfAttention` with the whole gradient of the rotary key under tensor parallelism.
 
     All heads share one rotary key per token, so its gradient is the sum over the heads of all tensor parallel ranks.
-    In Megatron-core's layers without Transformer Engine, whose down projection is split by columns, it is the sum over
-    the heads of one rank.
+    Megatron-core's layers without Transformer Engine, whose down projection is split by columns, sum it over the heads
+    of one rank only.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **options: Any):

@@ -59,8 +59,9 @@ class MegatronMoE(MoE):
         options: all other options of `fmoe.build.Spec`.
 
     Raises:
-        UserError: the config has another tensor or context parallel size than the group, or both without sequence
-            parallelism; ``gate`` is a module, which layers would share; an option is invalid.
+        UserError: the config's tensor or context parallel size differs from that of the group; tensor and context
+            parallelism are combined without sequence parallelism; ``gate`` is a module, which layers would share; an
+            option is invalid.
     """
 
     aux: "MegatronAux"
@@ -86,7 +87,8 @@ class MegatronMoE(MoE):
     ):
         patches.install()
         if isinstance(options.get("gate"), nn.Module):
-            raise UserError("gate must not be a module, which all layers would share: pass its name or class")
+            kind = type(options["gate"]).__name__
+            raise UserError(f"gate is a module ({kind}), which all layers would share: pass its name or class")
         self._run_seed, self._layer_offset = seed, layer_offset
         if layer_number is not None:
             layer_number += layer_offset
@@ -173,7 +175,7 @@ class MegatronMoE(MoE):
         if self._overlaps_shared and tokens.x_TD.is_cuda:
             stream = _second_stream(tokens.x_TD.device)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # also that of its backward pass
+            with torch.cuda.stream(stream):  # autograd runs the backward pass on this stream too
                 self._shared_output = self.shared(tokens.x_TD), stream
             tokens.x_TD.record_stream(stream)
         return super().call(tokens)
@@ -290,7 +292,7 @@ def _group(collection, name: str, default: Callable[[], dist.ProcessGroup]) -> d
 def _token_groups(
     config: TransformerConfig, collection: Any, tensor_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the ranks that hold the same tokens, and those that hold parts of the same sequences, in their order."""
+    """Return the group whose ranks hold the same tokens, and that whose ranks hold successive slices of sequences."""
     context = context_group(config, collection)
     if context is None:
         return (None, tensor_group) if config.sequence_parallel else (tensor_group, None)

@@ -31,7 +31,7 @@ class SharedGradScaler(MegatronGradScaler):
 
     @property
     def inv_scale(self) -> Tensor:
-        """Factor of the gradients, fp32 [1]."""
+        """Factor that unscales the gradients, fp32 [1]."""
         return self.scaler.inv_scale
 
     @property
@@ -43,7 +43,7 @@ class SharedGradScaler(MegatronGradScaler):
         """Do nothing: each optimizer calls it with its own overflow only. `settle` updates the scale."""
 
     def settle(self, found_inf: bool) -> None:
-        """Update the scale at the end of a step, with the overflow of all optimizers and ranks."""
+        """Update the scale, once per step, by the overflow of all optimizers and ranks."""
         self.skipped += found_inf
         self.scaler.update(found_inf)
 
@@ -96,7 +96,7 @@ def settle_together(prepare: Callable) -> Callable:
         scaler = grad_scaler(self)
         if scaler is None:
             return found_inf
-        # Each optimizer has reduced its overflow over the ranks with its other parameters, but not over replicas.
+        # Each optimizer has reduced its overflow over the ranks that split its parameters, but not over replicas.
         found = torch.full_like(scaler.scale, float(found_inf))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         found_inf = bool(found)

@@ -29,7 +29,7 @@ class Stack(NamedTuple):
     Attributes:
         layers: layers of the block on this rank.
         config: config of the block.
-        offset: number to add to the layers' ``layer_number``: the layers in earlier blocks of the model.
+        offset: number of layers in earlier blocks of the model, to add to ``layer_number``.
         is_mtp: whether the layers belong to multi-token prediction, which shares its config with the decoder.
     """
 
@@ -54,8 +54,10 @@ def checked_stacks(model: Any, caller: str) -> tuple[Stack, ...]:
 
 
 def stacks(model: Any) -> tuple[Stack, ...]:
-    """Return the transformer blocks of one of `MODELS` in the order of the forward pass: encoder first in a T5, layers
-    of multi-token prediction last."""
+    """Return the transformer blocks of one of `MODELS` in the order of the forward pass.
+
+    A T5's encoder precedes its decoder; layers of multi-token prediction come last.
+    """
     blocks = {"decoder": model.config}
     if isinstance(model, BertModel):
         blocks = {"encoder": model.config}
@@ -79,7 +81,8 @@ def fmoe_layer_spec(base_spec: ModuleSpec, **options) -> ModuleSpec:
         base_spec: spec of the layer, such as ``get_gpt_layer_local_spec()``.
         options: arguments of `MegatronMoE`: ``num_experts``, ``top_k``, ``gate``, ... For a T5 with N encoder and M
             decoder layers, pass ``model_layers=N + M`` to both specs and ``layer_offset=N`` to the decoder's. Otherwise
-            layers of both share weights, noise and entries of Megatron's aux-loss tracker.
+            encoder and decoder layers with the same number share initial weights, noise and entries of Megatron's
+            aux-loss tracker.
     """
     spec = copy.deepcopy(base_spec)
     spec.submodules.mlp = ModuleSpec(module=MegatronMoE, params=options)
@@ -109,10 +112,11 @@ def fmoefy(
             T5's decoder come after the encoder's, those of multi-token prediction after the decoder's. None for all
             layers.
         upcycle: initialize every expert from the MLP of its layer, which leaves the model's output unchanged. By
-            default experts are drawn, as with `fmoe_layer_spec`: copies of a random MLP would only make experts equal.
-            Through `fmoe.fmoefy`, the default is True.
+            default experts are drawn at random, as with `fmoe_layer_spec`: copies of a random MLP would only make
+            experts equal. Through `fmoe.fmoefy`, the default is True.
         exact, noise: with ``upcycle``, as in `fmoe.fmoefy`.
-        granularity: m makes experts with 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts these.
+        granularity: m, so that experts have 1 / m of the hidden units, as in `fmoe.fmoefy`; ``num_experts`` counts
+            these smaller experts.
         seed: seed of the run; keys routers, new experts and noise together with the layer number.
         options: other arguments of `MegatronMoE`.
 
@@ -195,6 +199,6 @@ def _convert(
     if isinstance(layers, int):
         count = sum(s.num_layers for s in stacks(model)) if isinstance(model, MODELS) else layers
         if not 1 <= layers <= count:
-            raise UserError(f"layers={layers} (every n-th layer) selects no layer: the model has {count}")
+            raise UserError(f"layers={layers} (every n-th layer) selects no layer: the model has {count} layers")
         layers = range(layers, count + 1, layers)
     return fmoefy(model, layers=None if isinstance(layers, str) else layers, upcycle=upcycle, **options)

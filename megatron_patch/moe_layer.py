@@ -25,7 +25,7 @@ _OF_LINEAR = {"linear_fc1": "in", "linear_fc2": "out"}
 
 # Config fields that FMoE supports only for some values: name, test of the value, reason.
 LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("moe_expert_capacity_factor", lambda v: v is None, "FMoE drops other tokens over capacity, the last ones"),
+    ("moe_expert_capacity_factor", lambda v: v is None, "over capacity, FMoE drops the last tokens"),
     ("moe_router_num_groups", lambda v: v is None, "FMoE ranks groups of experts differently"),
     ("moe_input_jitter_eps", lambda v: v is None, "FMoE draws noise differently"),
     ("moe_apply_probs_on_input", lambda v: not v, "FMoE multiplies outputs by the probabilities"),
@@ -58,7 +58,7 @@ def fmoe_state_dict(state: Mapping[str, Tensor], *, num_local_experts: int | Non
         A new dict, which shares unchanged tensors with ``state``.
 
     Raises:
-        UserError: a tensor of an expert is missing or has another shape; a name inside an MoE layer is unknown.
+        UserError: a tensor of an expert is missing or has the wrong shape; a name inside an MoE layer is unknown.
     """
     prefixes = [key.removesuffix(_ROUTER) for key in state if key == _ROUTER or key.endswith(f".{_ROUTER}")]
     found: dict[str, Any] = {}
@@ -121,7 +121,8 @@ def _grouped(left: dict[str, Tensor], count: int, width: int) -> dict[str, Tenso
         raise UserError("experts.weight2 is missing")
     if first.numel() % (count * width) or second.numel() % (count * width):
         raise UserError(
-            f"experts.weight1 has shape {tuple(first.shape)}, which does not fit {count} experts of width {width}"
+            f"experts.weight1 of shape {tuple(first.shape)} and weight2 of shape {tuple(second.shape)} do not fit "
+            f"{count} experts of width {width}"
         )
     return {
         "experts.weight_in": first.reshape(count, width, -1).transpose(1, 2).contiguous(),
@@ -142,7 +143,10 @@ def _single(left: dict[str, Tensor], count: int) -> dict[str, Tensor]:
                     raise UserError(f"{missing[0]} is missing: the layer has {count} experts")
                 found[f"experts.{kind}_{ours}"] = torch.stack([left.pop(name) for name in names])
     if lacking := {"experts.weight_in", "experts.weight_out"} - found.keys():
-        raise UserError(f"the state has no weights for {', '.join(sorted(lacking))}")
+        raise UserError(
+            f"the state has no weights for {', '.join(sorted(lacking))}: use a state of SequentialMLP, GroupedMLP or "
+            "TEGroupedMLP"
+        )
     return found
 
 
@@ -173,7 +177,7 @@ def convert_moe_layers(model: nn.Module, *, seed: int = 0, **options) -> nn.Modu
         if isinstance(layer.mlp, MoELayer)
     ]
     if not made:
-        raise UserError(f"the {type(model).__name__} has no MoELayer of Megatron-core")
+        raise UserError(f"the {type(model).__name__} has no MoELayer of Megatron-core: to replace MLPs, use fmoefy")
     for layer, new in made:
         layer.mlp = new
     return model

@@ -1,10 +1,10 @@
 """Multi-token prediction (MTP) with Megatron-core's modules: DeepSeek-V3, arXiv 2412.19437 section 2.2.
 
-Module k predicts the token k + 1 positions ahead from the hidden state of module k - 1, the decoder's for k = 1, and
-the embedding of the token k positions ahead. It is a transformer layer after norms of both and a projection; embedding
-and output layer are the model's. Its number is ``config.num_layers + k``. A module's loss is the mean over the tokens
-that it predicts, all but the first k labels of a sequence. Megatron-core adds the gradient of the mean loss of the
-modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
+Module k predicts the token k + 1 positions ahead from two inputs: the hidden state of module k - 1 (of the decoder, if
+k = 1) and the embedding of the token k positions ahead. It normalizes both, projects them together and runs a
+transformer layer with the number ``config.num_layers + k``; it shares the model's embedding and output layer. Its loss
+is the mean over the tokens that it predicts, all but the first k labels of a sequence. Megatron-core adds the gradient
+of the mean loss of the modules, times ``config.mtp_loss_scaling_factor``, to the backward pass of the model's loss.
 """
 
 import copy
@@ -36,7 +36,7 @@ class MTPModel(GPTModel):
         if self.mtp_process and not self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
             if self.share_embeddings_and_output_weights:
-                # Megatron-core uses the copy of the embedding, and refuses to save the matrix that it built.
+                # Megatron-core uses the copy of the embedding instead, and refuses to save this unused matrix.
                 self.output_layer.weight = None
 
     def _postprocess(self, *args, mtp_in_postprocess: bool | None = None, **options) -> Tensor:
@@ -57,7 +57,7 @@ def mtp_block_spec(
     vp_stage: int | None = None,
     norm: Any = None,
 ) -> Any:
-    """Return the spec of the MTP modules on this pipeline stage, with weights keyed by (seed, module), or None.
+    """Return the spec of this pipeline stage's MTP modules, with weights keyed by (seed, module); None if it has none.
 
     Args:
         layer_spec: spec of a transformer layer.
@@ -83,7 +83,7 @@ def mtp_block_spec(
 
 
 def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
-    """Yield the transformer layers of a model's MTP modules, and what to add to ``layer_number`` for their numbers."""
+    """Yield each MTP module's transformer layer, and the difference of its number in the model and ``layer_number``."""
     block = getattr(model, "mtp", None)  # None on a pipeline stage without the modules
     for module in () if block is None else block.layers:
         layer = next(getattr(module, name) for name in _LAYER if hasattr(module, name))
@@ -91,8 +91,7 @@ def mtp_layers(model: Any) -> Iterator[tuple[TransformerLayer, int]]:
 
 
 def take_losses() -> Tensor | None:
-    """Return the sum of the losses [modules] over the micro batches since the last call, on a rank that computes them;
-    None on other ranks."""
+    """Return the losses [modules], summed over the micro batches since the last call; None on ranks without modules."""
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
     losses = tracker.get("values", tracker.get("loss_values"))  # before and from megatron-core 0.19 on
     tracker.clear()

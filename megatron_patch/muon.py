@@ -18,10 +18,10 @@ _GROUPED: Any = getattr(experts, "GroupedMLP", ())  # megatron-core 0.17 removed
 
 
 def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
-    """Return the hidden matrices of the transformer layers of a model's chunks, found by the modules that own them.
+    """Return the hidden matrices in each weight of a model's transformer layers, found by the modules that own them.
 
-    Embeddings, position embeddings, output layers and the heads of a BERT are outside the layers, at every split; gates
-    are left out by `fmoe.optim.hidden_matrices`. Query, key and value of ``linear_qkv``, key and value of
+    Embeddings, position embeddings, output layers and the heads of a BERT are outside these layers, and
+    `fmoe.optim.hidden_matrices` leaves out gates. Query, key and value of ``linear_qkv``, key and value of
     ``linear_kv``, and the halves of a gated ``linear_fc1`` are separate matrices, each with the rows of all heads or
     hidden units, over all tensor parallel ranks.
 
@@ -32,7 +32,7 @@ def megatron_matrices(chunks: Iterable[nn.Module]) -> dict[Tensor, Matrices]:
     found: dict[Tensor, Matrices] = {}
     for module in modules:
         if isinstance(module, _GROUPED):
-            raise UserError("Muon does not support Megatron-core's GroupedMLP: convert the model with fmoefy")
+            raise UserError("Muon does not support Megatron-core's GroupedMLP: convert it with convert_moe_layers")
         if isinstance(module, TransformerLayer | MultiTokenPredictionLayer):
             found |= hidden_matrices(module)
     for module in modules:

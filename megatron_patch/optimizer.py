@@ -60,7 +60,7 @@ class Shard:
 
 
 def optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the inner optimizers that have parameters on this rank, such as one for dense ones and one for experts."""
+    """Return the inner optimizers with parameters on this rank, such as one of dense parameters and one of experts."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
@@ -173,7 +173,7 @@ def _check_whole(optimizer: Optimizer, shard: Shard) -> None:
     if shard.is_sharded:
         raise UserError(
             f"{type(optimizer).__name__} steps whole tensors: use_distributed_optimizer=True, which splits them, is "
-            "not supported"
+            "not supported: use False"
         )
     size = max((group.size() for group in _tensor_groups(shard.parameter)), default=1)
     if isinstance(optimizer, Adafactor) and size > 1:

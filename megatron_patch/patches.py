@@ -120,7 +120,7 @@ def _without_fp8(init: Callable) -> Callable:
 
 
 def _with_marks(init: Callable) -> Callable:
-    """Make the constructor mark the current parameters of layers first, because it reads the marks."""
+    """Make the constructor first mark the current parameters of layers, because it reads the marks."""
 
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
@@ -131,7 +131,7 @@ def _with_marks(init: Callable) -> Callable:
 
 
 def _count_experts_by_their_group(init: Callable) -> Callable:
-    """Make the norm detect replicas of experts by the expert tensor parallel group, as megatron-core 0.19 does."""
+    """Make the gradient norm detect replicas of experts by their tensor parallel group, as megatron-core 0.19 does."""
 
     @functools.wraps(init)
     def wrapped(self, chained_optimizers, *args, **kwargs):
@@ -188,8 +188,8 @@ PATCHES = (
         "megatron.core.optimizer.optimizer:ChainedOptimizer",
         "__init__",
         _count_experts_by_their_group,
-        "before 0.19: the gradient norm takes experts' parameters without `tensor_model_parallel` for replicas on all "
-        "tensor parallel ranks but the first, where the ranks hold different experts (optimizer.py:156)",
+        "before 0.19: the gradient norm counts experts' parameters without `tensor_model_parallel` only on the first "
+        "tensor parallel rank, although the ranks hold different experts (optimizer.py:156)",
     ),
     Patch(
         "megatron.core.optimizer.optimizer:ChainedOptimizer",
@@ -202,7 +202,7 @@ PATCHES = (
         "megatron.core.transformer.multi_latent_attention",
         "HAVE_TE",
         _is_engine_installed,
-        "0.16.1: takes stand-ins for classes of Transformer Engine, and isinstance fails "
+        "0.16.1: True without Transformer Engine, whose classes are then stand-ins that isinstance refuses "
         "(multi_latent_attention.py:184)",
     ),
 )

@@ -15,13 +15,13 @@ from fmoe.runtime import collectives
 
 
 class AllHeadsRMSNorm(nn.Module):
-    """RMSNorm over the elements of all heads; each tensor parallel rank has its heads, and their weights.
+    """RMSNorm over the elements of all heads; each tensor parallel rank holds some heads and their weights.
 
-    Clear ``config.qk_layernorm``: with it, Megatron-core takes the weights for replicas and sums their gradients over
-    the ranks.
+    Leave ``config.qk_layernorm`` False. Otherwise Megatron-core treats the weights as replicas and sums their gradients
+    over the ranks.
 
     Args:
-        hidden_size, config, eps: width of a head, and other arguments that Megatron-core passes.
+        hidden_size, config, eps: width of a head, config of the model and epsilon, which Megatron-core passes.
         num_heads: number of heads over all tensor parallel ranks.
     """
 
@@ -57,7 +57,7 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over a group, whose ranks use it for different elements: so its gradient is summed too."""
+    """Sum over a group whose ranks use the sum for different elements, so that its gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
 """Transformer-XL (Dai et al. 2019, arXiv 1901.02860 section 3): relative positions and segment recurrence.
 
 Layers keep their input hidden states as the memory of the next segment of the same text. Keys and values come from the
-memory and the segment, queries only from the segment; no gradient enters the memory. A score depends on the position
-only through the distance of query and key.
+memory and the segment, queries only from the segment; no gradient enters the memory. A score depends on positions only
+through the distance between query and key.
 
 Shape letters: S tokens of the segment, M of the memory, K = M + S keys, B sequences, A heads on this rank, W head
 width, D hidden size.
@@ -39,7 +39,7 @@ def sinusoids(count: int, width: int, device: torch.device | str) -> Tensor:
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Move scores by distance to the keys at that distance (appendix B).
+    """Shift scores from columns indexed by distance to columns indexed by key (appendix B).
 
     Args:
         scores: [..., S, K]; column c belongs to the distance K - 1 - c.
@@ -48,7 +48,7 @@ def relative_shift(scores: Tensor) -> Tensor:
         [..., S, K]; column j of row i belongs to key j, at the distance i + M - j. Columns of later keys are undefined.
     """
     queries, keys = scores.shape[-2:]
-    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # one more column: rows then move by one, relative to K
+    padded = nn.functional.pad(scores, (1, 0)).flatten(-2)  # read with K columns, each row shifts by one more
     return padded[..., queries:].unflatten(-1, (queries, keys))
 
 
@@ -82,7 +82,7 @@ class PositionBiases(nn.Module):
 
     def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [S, B, A, W] for contents and for distances."""
-        # A forward pass of its own, because Megatron-core's overlapped gathering of parameters waits for modules.
+        # In a module's forward, because Megatron-core waits there for parameters whose gathering it overlaps.
         content, position = (bias.view(query.shape[-2:]) for bias in (self.content, self.position))
         return query + content, query + position
 
@@ -105,12 +105,12 @@ class RelativeAttention(SelfAttention):
     """Causal self attention with Transformer-XL's scores, over a memory and a segment.
 
     With query q, content key k and projected distance encoding r, a score is the scaled sum of
-    (q + u) k and (q + v) r: the terms (a) + (c) and (b) + (d) of section 3.3. u, v and the projection belong to a
-    layer. The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
+    (q + u) k and (q + v) r: the terms (a) + (c) and (b) + (d) of section 3.3. Each layer has its own u, v and
+    projection. The core attention must accept an ``attention_bias``, as `megatron_patch.attention.SDPAttention` does.
 
     Attributes:
         memory: normalized hidden states before the segment [M, B, D], a slice of them under sequence parallelism; None
-            for none. `RecurrentLayer` sets it.
+            without memory. `RecurrentLayer` sets it.
     """
 
     memory: Tensor | None = None
@@ -178,11 +178,11 @@ class RelativeAttention(SelfAttention):
 
 
 class RecurrentLayer(TransformerLayer):
-    """Transformer layer that attends to a memory of its input, and keeps the input for the next segment.
+    """Transformer layer that attends to a memory of earlier inputs, and keeps its input for the next segment.
 
     Attributes:
         memory_length: number of hidden states to keep.
-        past: hidden states before the segment [M, B, D]; None for none.
+        past: hidden states before the segment [M, B, D]; None without memory.
         present: the last ``memory_length`` hidden states of memory and segment, after a forward pass.
     """
 
@@ -214,7 +214,7 @@ class RecurrentLayer(TransformerLayer):
 
 
 class StreamMemory:
-    """Memory of streams that a model reads side by side, segment after segment.
+    """Memory of streams of text that a model reads side by side, segment after segment.
 
     Sequences are numbered: sequence n is the next segment of stream ``n % streams``. A micro batch holds consecutive
     sequences, and begins at the same stream in each round.
@@ -225,7 +225,7 @@ class StreamMemory:
         streams: number of streams.
 
     Attributes:
-        states: memory of each layer [M, B, D], by the first stream of a micro batch; nothing before a first segment.
+        states: memory of each layer [M, B, D], keyed by the first stream of a micro batch; empty before the first step.
     """
 
     def __init__(self, model: nn.Module, length: int, streams: int):
@@ -254,7 +254,7 @@ class StreamMemory:
             layer.past = None if state is None else state[:, :size]
 
     def leave(self) -> None:
-        """Keep the memory that the layers made since `enter`, and take it from them."""
+        """Store the memory that the layers made since `enter`, and clear it in the layers."""
         if self._stream is None:
             return
         present = [layer.present for layer in self.layers if layer.present is not None]

@@ -1,16 +1,16 @@
 """Versions of megatron-core: the supported range, what differs in it, and an import that works without Triton.
 
-| versions | what differs                                             | what we do                                     |
+| versions | difference                                               | adaptation                                     |
 |----------|----------------------------------------------------------|------------------------------------------------|
-| to 0.18  | the gradient norm takes different experts for replicas   | `patches.PATCHES`, on ChainedOptimizer         |
-| 0.16     | MLA asks stand-ins for Transformer Engine's classes      | `patches.PATCHES`, on HAVE_TE                  |
+| to 0.18  | the gradient norm treats different experts as replicas   | `patches.PATCHES`, on ChainedOptimizer         |
+| 0.16     | MLA uses stand-ins for Transformer Engine's classes      | `patches.PATCHES`, on HAVE_TE                  |
 | to 0.16  | experts may be a GroupedMLP, side by side in one matrix  | `muon.megatron_matrices` refuses it            |
-| 0.17 on  | the metadata ask for Python 3.12                         | pip takes 0.16.1 on Python 3.11                |
+| 0.17 on  | the package requires Python 3.12                         | pip installs 0.16.1 on Python 3.11             |
 | 0.17 on  | replaces the function with which torch unpickles tensors | tests/forks.py restores it                     |
-| 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` asks its signature  |
+| 0.17 on  | ``schedules.backward_step`` has no ``model_type``        | `pretrain.engine.pipeline` checks for it       |
 | 0.18 on  | ``import megatron.core`` needs Triton                    | `without_triton`, around the import            |
-| 0.18 on  | the aux-loss tracker is an object of a new module        | `layer.drop_tracked_losses` asks for the old   |
-| 0.18 on  | a layer spec has partial functions, which no copy equals | specs are copied, never compared               |
+| 0.18 on  | the aux-loss tracker is an object of a new module        | `layer.drop_tracked_losses` knows both         |
+| 0.18 on  | a layer spec differs from its copies (functools.partial) | specs are copied, never compared               |
 | 0.19 on  | the linear function has an argument ``gtp_remat_size``   | `bf16_linear` passes it on                     |
 | 0.19 on  | MLA chooses its norms by the config, not by the spec     | `latent_attention` takes the norms of the spec |
 | 0.19 on  | GPTModel and an import warn                              | silenced in __init__.py, pretrain.engine.model |
@@ -55,7 +55,7 @@ def check() -> str:
 
 
 # Modules that define Triton kernels and import Triton unconditionally, from megatron-core 0.18 on. `megatron.core`
-# itself imports them. Their kernels need a GPU, and its torch brings Triton.
+# itself imports them. Their kernels need a GPU, and torch's builds for GPUs include Triton.
 _NEEDS_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
 _NO_TRITON = SimpleNamespace(jit=lambda function: function, language=SimpleNamespace(constexpr=object))
 

@@ -90,8 +90,9 @@ def parse(
         raise SystemExit(0)
     if arguments.recipe is None:
         lists = [key for key, value in overrides if isinstance(value, tuple) and any(map(is_recipe, map(str, value)))]
-        after = f"; --{lists[0].replace('_', '-')} takes all words up to the next option" if lists else ""
-        raise UserError(f"no recipe: {program} RECIPE (a TOML file, or {shipped}){after}")
+        greedy = f"--{lists[0].replace('_', '-')}" if lists else ""
+        after = f"; put it before {greedy}, which takes all words up to the next option" if lists else ""
+        raise UserError(f"no recipe: run {program} RECIPE, with a TOML file or one of {shipped}{after}")
     if arguments.fallback and arguments.resume is None:
         raise UserError("--fallback needs --resume: a new run has no checkpoints")
     return arguments, overrides

@@ -37,7 +37,7 @@ parse() {
             ;;
         --recipe | --recipe=*)
             if [[ $1 == *=* ]]; then RECIPE=${1#*=}; elif (($# > 1)); then RECIPE=$2 && shift; else
-                echo "$(basename "$0"): error: --recipe without a name" >&2
+                echo "$(basename "$0"): error: --recipe needs a name" >&2
                 exit 2
             fi
             ;;
@@ -65,7 +65,7 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in ("torch", "megat
             break
         fi
     done
-    echo "$(basename "$0"): error: no Python with fmoe[pretrain]${PYTHON:+: PYTHON=$PYTHON}; make train creates one" >&2
+    echo "$(basename "$0"): error: no Python with fmoe[pretrain] found${PYTHON:+: PYTHON=$PYTHON}; make train creates one" >&2
     exit 2
 }
 

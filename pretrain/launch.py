@@ -1,5 +1,5 @@
-"""``fmoe train RECIPE``: start the ranks that the recipe's splits need, or this node's share of them, and train; with
-``--dry-run``, print the plan of the run instead."""
+"""``fmoe train RECIPE``: start the ranks that the recipe's ``[parallel]`` needs, or this node's share of them, and
+train; with ``--dry-run``, print the plan of the run instead."""
 
 from pretrain import leave_working_folder, safe_environment
 
@@ -98,7 +98,7 @@ _ABOUT = """\
   --rendezvous HOST:PORT
                         host name of node 0 and a free port on it, where the nodes meet
   --processes-per-node M
-                        number of ranks on each node, checked against the recipe's splits
+                        number of ranks on each node, checked against [parallel] of the recipe
   --max-restarts K      restart the ranks after a failure, at most K times; needs --resume auto
 
 """
@@ -151,8 +151,8 @@ def spread(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:
     """Return the number of nodes, and the number of ranks on each.
 
     Raises:
-        UserError: the options and the recipe's splits differ in the total number of ranks, or that number is not a
-            multiple of the number of nodes.
+        UserError: the options and the recipe's ``[parallel]`` differ in the total number of ranks, or that number is
+            not a multiple of the number of nodes.
     """
     size, here = recipe.parallel.world_size, options.processes_per_node
     nodes = options.nodes or 1
@@ -198,7 +198,7 @@ def _rendezvous(options: argparse.Namespace, nodes: int) -> list[str]:
 
 
 GPUS_OF_A_NODE = 8
-"""GPUs per node that a dry run assumes without --nodes, --processes-per-node and parallel.node_size."""
+"""GPUs per node that a dry run assumes if none of --nodes, --processes-per-node and parallel.node_size is set."""
 
 
 def dry_run(recipe: Recipe, nodes: int, *, is_json: bool = False) -> int:

@@ -55,7 +55,7 @@ def hold(folder: Path, *, is_launcher: bool = False) -> Iterator[str]:
         is_launcher: hold only ``launch.lock``; the launched rank 0, which gets `TOKEN`, holds ``run.lock``.
 
     Yields:
-        The value of `TOKEN`.
+        The lock's token, which launched ranks get in the environment variable `TOKEN`.
 
     Raises:
         UserError: another run holds the folder (the message names its holder), or the folder is not writable.

@@ -11,7 +11,7 @@ variable NNODES "${SLURM_JOB_NUM_NODES:-1}" "number of nodes; in a Slurm job, th
 variable NODE_RANK "${SLURM_NODEID:-0}" "number of this node, from 0; in a Slurm job, set by Slurm"
 variable MASTER_ADDR 127.0.0.1 "name or address of node 0 that all nodes can reach"
 variable MASTER_PORT 29500 "free port of node 0"
-variable NPROC_PER_NODE "" "processes per node, checked against the recipe's splits; empty: as many as they need"
+variable NPROC_PER_NODE "" "processes per node, checked against [parallel] of the recipe; empty: as many as it needs"
 parse "usage: [VARIABLE=value ...] pretrain_multinode.sh [--recipe NAME] [--section.key value ...]
 
 Starts the ranks of one node of a run on several nodes, by torchrun with a rendezvous at MASTER_ADDR:MASTER_PORT. Run it

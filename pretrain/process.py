@@ -1,7 +1,7 @@
 """The ranks of a run: device, rendezvous, process group, exit codes.
 
-Here are the exit codes of a run besides 0, 2 (`fmoe.errors.EXIT_USAGE`, invalid input), and those of crashes and
-interrupts (docs/operations.md).
+A run's exit codes are the constants below, 0 for success, 2 for invalid input (`fmoe.errors.EXIT_USAGE`), and those of
+crashes and interrupts (docs/operations.md).
 """
 
 import os
@@ -63,7 +63,7 @@ def local_rank() -> int:
 
 
 def timeout(hang_minutes: float = 0.0) -> timedelta:
-    """Return the timeout of collectives: longer than the watchdog, whose report has more detail."""
+    """Return the timeout of collectives: longer than the watchdog's, because the watchdog's report has more detail."""
     return max(_TIMEOUT, timedelta(minutes=hang_minutes + 2))
 
 
@@ -83,7 +83,7 @@ class Meeting:
         """Call ``action`` on rank 0 before any rank continues.
 
         Raises:
-            UserError: `action` raised it, on rank 0; a `RefusedElsewhere` on the others.
+            UserError: ``action`` raised it, on rank 0; a `RefusedElsewhere` on the others.
         """
         if self.rank == 0:
             try:
@@ -124,7 +124,7 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 
     Args:
         limit: maximum time to wait for another rank.
-        meeting: of the ranks, if they have met already.
+        meeting: rendezvous of the ranks, from `meet`; None to meet here.
 
     Raises:
         UserError: this machine has fewer GPUs than ranks, or GPUs that torch cannot use.
@@ -150,14 +150,14 @@ def start(limit: timedelta = _TIMEOUT, meeting: Meeting | None = None) -> Proces
 def unusable_gpu() -> str | None:
     """Return an error message if this machine has an NVIDIA GPU that torch cannot use; else None.
 
-    Training would otherwise run on the CPU without a word. An empty CUDA_VISIBLE_DEVICES asks for that.
+    Training would otherwise run on the CPU silently. CUDA_VISIBLE_DEVICES, empty or -1, selects the CPU on purpose.
     """
     if torch.cuda.is_available() or not _DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
         torch.cuda.init()
         reason = "no device is visible"
-    except (AssertionError, RuntimeError) as error:  # torch's own for a build without CUDA, and for an old driver
+    except (AssertionError, RuntimeError) as error:  # raised by a torch without CUDA, and for an old driver
         reason = str(error).splitlines()[0].rstrip(".")
     return (
         f"this machine has a GPU that torch {torch.__version__} (CUDA {torch.version.cuda or 'none'}) cannot use: "

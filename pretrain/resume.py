@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 def check_resumable(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from its recipe, or if
-    the checkpoint is beyond ``train.steps``."""
+    """Raise UserError if the checkpoint has only weights, if a key that must not change differs from the checkpoint's
+    recipe, or if the checkpoint is beyond ``train.steps``."""
     if checkpoint.state.get("weights_only"):
         raise UserError(f"{checkpoint.path} has only weights: start a run from them with --train.init-from")
     # A key that did not exist when the checkpoint was written had, in effect, today's default.
@@ -86,7 +86,7 @@ def changes(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
     for file, digest in digests(recipe).items():  # found by path, or by name if the file has moved
         moved = [old for path, old in before.items() if Path(path).name == Path(file).name]
         if before.get(file, moved[0] if len(moved) == 1 else digest) != digest:
-            keys.append(f"{Path(file).name} of run.imports (its content was another)")
+            keys.append(f"{Path(file).name} of run.imports (its content has changed)")
     return keys
 
 

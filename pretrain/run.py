@@ -1,4 +1,4 @@
-"""From a checked recipe to a finished run: folder, checkpoint to resume from, trainer."""
+"""One rank's run of a recipe: lock of the folder, checkpoint to resume from, training, summary."""
 
 import contextlib
 import json
@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the run is finished: the checkpoint is of the recipe's last step.
+    """Return whether the checkpoint is of the recipe's last step, so that the run is finished.
 
     Raises:
-        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step
-            while the run's own folder has none.
+        UserError: the run cannot resume from the checkpoint with this recipe, or the checkpoint is of the last step and
+            comes from another run, while the run's own folder has none.
     """
     if checkpoint is None:
         return False
@@ -173,7 +173,8 @@ def _train(
             _write_report(folder)
     if not trainer.is_done:
         if processes.is_main:
-            _say([f"stopped at step {trainer.step} by a signal; --resume continues at {latest(folder / CHECKPOINTS)}"])
+            newest = latest(folder / CHECKPOINTS)
+            _say([f"stopped at step {trainer.step} by a signal; --resume continues from {newest}"])
         return EXIT_REQUEUE
     if processes.is_main:
         summarize(recipe)

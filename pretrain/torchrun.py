@@ -1,8 +1,8 @@
 """Run torchrun as a child of ``fmoe train``, which forwards signals to the run and returns the run's exit code.
 
-torchrun also ends when its parent does. On SIGTERM, it ends its ranks within 30 seconds and exits with code 1, whatever
-their exit codes are. Therefore the parent signals a rank instead: all ranks stop together, write the run's exit code to
-a small file and exit with 0, and torchrun ends by itself.
+torchrun also ends when its parent does. On SIGTERM, it ends its ranks, by force after a timeout, and exits with code 1,
+whatever their exit codes are. Therefore the parent signals a rank instead: all ranks stop together, write the run's
+exit code to a small file and exit with 0, and torchrun ends by itself.
 
 ``python -m pretrain.torchrun ARGS`` is that child. It writes its own messages, and the list of failed ranks, to two
 files in the folder that launcher and ranks share. Ranks inherit the descriptor of the real stderr.
@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> int:
-    """Run torchrun until it ends; return the exit code that its last start of the ranks posted, or else torchrun's own.
+    """Run torchrun until it ends; return the exit code that the ranks posted after their last start, else torchrun's.
 
     After a failure, prints the rank that failed first and the cause, unless a rank posted the run's exit code.
 

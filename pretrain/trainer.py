@@ -159,7 +159,7 @@ class Trainer:
         write(folder, self.step, self.snapshot())
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint that was saved at any split.
+        """Resume from a checkpoint, whatever ``[parallel]`` it was saved with.
 
         Raises:
             UserError: the recipe differs in a key that must not change, or has fewer steps than the checkpoint; the

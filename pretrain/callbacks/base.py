@@ -50,7 +50,7 @@ class Callback:
 
     def on_start(self, trainer: Loop, metrics: Metrics) -> None:
         """Run before the first step of this process; ``trainer.step`` steps are completed. May add metrics, which are
-        logged for that number of steps."""
+        logged at that step."""
 
     def before_step(self, trainer: Loop) -> None:
         """Run before every step; ``trainer.step`` steps are completed."""
@@ -101,7 +101,7 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
     """Return the callbacks of ``run.callbacks``, in their order.
 
     Raises:
-        UserError: an unknown callback; options of a callback that is not in the list, or that it refuses.
+        UserError: a callback is unknown or refuses its options, or options are set for a callback that is not listed.
     """
     names, options = recipe.run.callbacks, recipe.run.callback_options
     for name in options:

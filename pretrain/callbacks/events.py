@@ -69,7 +69,7 @@ class Events(Callback):
             self._log.add(step, kind, text)
         except OSError as error:
             self._log = None
-            logger.warning("%s cannot be written and records no more events, the run continues: %s", self.path, error)
+            logger.warning("%s cannot be written: the run continues without recording events: %s", self.path, error)
 
 
 class _Handler(logging.Handler):

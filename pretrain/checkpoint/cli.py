@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     """Run one subcommand.
 
     Returns:
-        Exit code: 0, or 1 when `ls` found a damaged checkpoint.
+        Exit code: 0, or 1 when ``ls`` found a damaged checkpoint.
 
     Raises:
         UserError: the path has no checkpoint, or a damaged one; a folder cannot be imported; an output is in use.
@@ -34,13 +34,13 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(function.__name__[1:], help=text, description=text)
         command.add_argument("path", type=Path, metavar=metavar)
         command.set_defaults(function=lambda arguments, function=function: function(arguments.path))
-    text = "write a checkpoint as a folder of torch.distributed.checkpoint or of safetensors, names unchanged"
+    text = "write a checkpoint as a folder of torch.distributed.checkpoint or of safetensors, with unchanged names"
     command = commands.add_parser("export", help=text, description=text)
     command.add_argument("path", type=Path, metavar="PATH", help="a run (its newest checkpoint) or a step folder")
     command.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     command.add_argument("--format", default="dcp", metavar="NAME", help="dcp (default) or safetensors")
     command.add_argument(
-        "--optimizer", action="store_true", help="with the optimizer's tensors and all else that a run resumes from"
+        "--optimizer", action="store_true", help="also write the optimizer's tensors and all else that resuming needs"
     )
     command.set_defaults(function=_export)
     text = "convert a folder that export wrote, or a checkpoint of Megatron-core, to a run"
@@ -68,7 +68,7 @@ def _import(arguments: argparse.Namespace) -> int:
     out = printable(str(arguments.out))
     print(f"{out}: {done.num_tensors} tensors, {_bytes(done.nbytes)}")
     if not done.is_checked:
-        print("  common.pt has no arguments: routing, positions and norms are those of the recipe, unchecked")
+        print("  common.pt has no arguments: routing, positions and norms come from the recipe and were not checked")
     if done.is_resumable:
         print(f"  to resume    fmoe train {out}/config.toml --resume")
     else:

@@ -1,6 +1,6 @@
 """JSON for the states of a trainer: plain JSON plus an exact form of some Python values.
 
-Bytes, tensors, tuples and non-finite floats become an object with one key that begins with ``$``. Nothing else is
+Bytes, tensors, tuples and non-finite floats each become an object with one key that begins with ``$``. Nothing else is
 encoded, in particular no class names: reading a file never runs code.
 """
 
@@ -17,6 +17,9 @@ from pretrain.checkpoint.shard import bytes_of, dtype_named, name_of
 def dumps(value: Any, name: str) -> bytes:
     """Encode dicts with string keys, lists, tuples, str, int, float, bool, None, bytes and tensors.
 
+    Args:
+        name: name of the value in errors.
+
     Raises:
         TypeError: any other value; the message names its path, e.g. ``state.optimizer.lr: a numpy.int64 ...``.
     """
@@ -27,7 +30,7 @@ def loads(data: bytes) -> Any:
     """Return the value that `dumps` encoded; tensors are on the CPU.
 
     Raises:
-        ValueError: `data` did not come from `dumps`.
+        ValueError: ``data`` did not come from `dumps`.
     """
     try:
         return _decode(json.loads(data))

@@ -29,8 +29,8 @@ def open_checkpoint(path: Path | str, *, verify: bool = True) -> "Checkpoint":
         verify: compare the SHA-256 of each file with the manifest's before its first use.
 
     Raises:
-        UserError: the path has no checkpoint, or a damaged one, as far as it shows without reading the shards: in the
-            manifest or the state, or by a file that is missing or differs in size.
+        UserError: the path has no checkpoint, its manifest or state is damaged, or a file is missing or differs in
+            size from the manifest. The shards are not read.
     """
     path = Path(path)
     if path.suffix in (TMP, TRASH):
@@ -64,7 +64,7 @@ class Checkpoint:
         self._covered: set[str] = set()
         self._open_shard = lru_cache(_NUM_OPEN_SHARDS)(self._open_shard_anew)
         if step_of(path.name) not in (None, self.step):
-            raise UserError(f"{path / MANIFEST} is of step {self.step}, not of this folder's step")
+            raise UserError(f"{path / MANIFEST} is of step {self.step}, unlike the name of its folder")
         for name, record in self.manifest.files.items():
             if problem := size_problem(path / name, record):
                 raise UserError(f"{path / name} {problem}")

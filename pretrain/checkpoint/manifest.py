@@ -141,7 +141,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """Serialise a document as manifest.json: canonical JSON that includes the document's digest."""
+    """Serialize a document as manifest.json: canonical JSON that includes the document's digest."""
     return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
 
 

@@ -15,7 +15,7 @@ _MESSAGE_CHARS = 900  # at most 4 bytes each, plus the JSON around them
 
 
 class Ranks:
-    """A process group, or this single process when torch.distributed is not initialised.
+    """A process group, or this single process when torch.distributed is not initialized.
 
     Attributes:
         rank: this process in the group, from 0.
@@ -34,8 +34,8 @@ class Ranks:
         """Leave the block on every rank at once: normally, or with an exception on every rank if any rank raised.
 
         A failing rank raises its own exception, the others raise one with the message of the lowest failing rank:
-        `UserError` and `SaveError` keep their type, any other becomes RuntimeError. An OSError becomes a `SaveError`
-        first. The block must not call collectives.
+        `UserError` and `SaveError` keep their type, any other becomes RuntimeError. An OSError becomes a `SaveError` on
+        all ranks. The block must not call collectives.
 
         Args:
             undo: called on rank 0 if a rank has failed, once every rank has left the block; must not raise. All ranks

@@ -150,7 +150,7 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a checkpoint as ``folder/step-NNNNNNNN``. Collective over the group; `collect`, then `write`.
+    """Save a checkpoint as ``folder/step-NNNNNNNN`` by `collect` and `write`. Collective over the group.
 
     Args:
         folder: parent of step folders (``RUN/checkpoints``), on a filesystem that all ranks share; created if missing.

@@ -1,6 +1,7 @@
 """Writer of safetensors files, streamed and hashed in a single pass.
 
-The library's writer gives neither a digest nor an OSError, and its files would have to be read back to hash them.
+The writer of the library safetensors gives neither a digest nor an OSError; its files would have to be read back to
+hash them.
 """
 
 import json

@@ -7,8 +7,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Batches:
-    """The global batch of every step: ``start`` sequences, ``increment`` more after each equal share of
-    ``ramp_samples``, up to ``size``. Step n takes the samples after those of step n - 1.
+    """The global batch of every step.
+
+    It grows from ``start`` to ``size`` sequences by ``increment`` at a time, at equal intervals over the first
+    ``ramp_samples`` samples. Step n takes the samples after those of step n - 1.
     """
 
     size: int

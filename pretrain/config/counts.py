@@ -1,7 +1,4 @@
-"""Parameters and floating point operations of a model, computed without building it.
-
-Symbols: h is the hidden size, s the tokens per sequence (in a T5's encoder), t the tokens in a T5's decoder.
-"""
+"""Parameters and floating point operations of a model, computed without building it."""
 
 import math
 
@@ -15,7 +12,8 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     """Return the number of parameters, with ``experts`` routed experts and all shared ones in each layer with experts.
 
     Args:
-        decoder_length: t; learned positions cover the longer of the two sequences.
+        experts: number of routed experts before the split by ``model.granularity``.
+        decoder_length: tokens in a T5's decoder; learned positions cover the longer of the two sequences.
     """
     width = model.hidden_size
     total = model.vocab_size * width
@@ -27,7 +25,7 @@ def num_params(model: ModelConfig, experts: int, decoder_length: int = 0) -> int
     if model.position == "transformer_xl":  # of each layer: projection of distances, and two biases per head
         total += model.num_layers * (width + 2) * model.num_heads * model.head_width
     total += _norm(model, width) * (2 if model.kind == "t5" else 1)  # the final norm of each stack
-    total += model.mtp_layers * 3 * _norm(model, width)  # of the hidden state, the embedding and the output
+    total += model.mtp_layers * 3 * _norm(model, width)  # norms of the hidden state, the embedding and the output
     total += 0 if model.tie_embeddings else model.vocab_size * width
     if model.kind == "bert":  # a linear map and a norm before the output matrix, and the output bias
         total += width * width + width + _norm(model, width) + model.vocab_size
@@ -88,7 +86,7 @@ def _layers(model: ModelConfig, experts: int) -> list[tuple[int, int]]:
 
 
 def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
-    """Return the parameters of a router, ``experts`` routed experts and all shared ones: in matrices, and others."""
+    """Return (matrix parameters, others) of a router, ``experts`` routed experts and all shared ones."""
     shapes = expert_shapes(model) * (experts * model.granularity) + router_shapes(model)
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     shared, biases = _shared(model) if model.num_shared_experts else (0, 0)
@@ -96,7 +94,7 @@ def _experts(model: ModelConfig, experts: int) -> tuple[int, int]:
 
 
 def _shared(model: ModelConfig) -> tuple[int, int]:
-    """Return the parameters of all shared experts, in matrices and biases; they have the options of expert=ffn."""
+    """Return (matrix parameters, biases) of all shared experts, which have the options of expert=ffn."""
     options = model.expert_options if model.expert == "ffn" else {}
     rows = (1 + options.get("gated", model.gated)) * model.shared_width
     biases = rows + model.hidden_size if options.get("bias") else 0

@@ -27,7 +27,7 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
     current folder or to ``folder``. A module that is not installed may be a file or package in these folders.
 
     Args:
-        folder: folder of the recipe's file; None for none.
+        folder: folder of the recipe's file; None if there is no file.
 
     Raises:
         UserError: an entry is not found, or its import raised.
@@ -41,7 +41,7 @@ def import_plugins(recipe: Recipe, folder: Path | None = None) -> Recipe:
 def import_stored(recipe: Recipe, folder: Path) -> None:
     """Import the plugins of a run's stored recipe: files by absolute path, and installed modules.
 
-    A folder from elsewhere must not bring code with it.
+    Code inside the run's folder is refused: a folder received from elsewhere must not run code that it contains.
 
     Args:
         folder: folder of the run.
@@ -62,7 +62,7 @@ def import_stored(recipe: Recipe, folder: Path) -> None:
 
 
 def digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of each file of ``run.imports``, after `import_plugins`; of a package, of all its files."""
+    """Return the SHA-256 of each file or package of ``run.imports``, by path; call it after `import_plugins`."""
     found = {}
     for entry in recipe.run.imports:
         if _is_file(entry):
@@ -87,10 +87,10 @@ def _is_file(entry: str) -> bool:
 
 
 def _origin(module: str) -> Path | None:
-    """Return the file of a module that Python finds; None for none.
+    """Return the file of a module that Python finds; None if it finds none.
 
     Raises:
-        UserError: a package around it raised.
+        UserError: the import of a parent package raised.
     """
     try:
         spec = importlib.util.find_spec(module)

@@ -30,8 +30,8 @@ HOMES: dict[str, dict[str, str]] = {
         **{name: f"`model.{name}`" for name in (*_ALWAYS, *_IF_SET)},
         "balance_group": "`model.balance_scope`",
         "init_method": "`model.init`",
-        "node_of": "none: a function; register a gate that has it",
-        "table": "none: a tensor computed from the training data; register a gate that reads it",
+        "node_of": "none: a function; register a gate that sets it",
+        "table": "none: a tensor computed from the training data; register a gate that sets it",
     },
     "experts": {"init_method": "`model.init`", "output_init_method": "`model.init`"},
     "exchange": {
@@ -98,7 +98,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
     """Return the factors of the auxiliary losses that the recipe sets.
 
     Raises:
-        UserError: an unknown loss, or a factor that is not 0 or more.
+        UserError: an unknown loss, or a factor that is negative or not a number.
     """
     is_known = model.gate in GATES and is_shipped(GATES[model.gate])
     known = list(DEFAULT_LOSS_WEIGHTS) if is_known else None  # a registered gate may have other losses
@@ -110,8 +110,7 @@ def loss_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def exchange_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the exchange's keywords that the recipe sets to other values than the defaults: not every exchange has all
-    of them.
+    """Return the exchange's keywords whose recipe keys differ from their defaults; an exchange may lack the others.
 
     Raises:
         UserError: an unknown exchange, or an option that it does not have.
@@ -154,7 +153,7 @@ def _from_table(
 
 
 def moe_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options of `fmoe.build.Spec` that a recipe's layers have at every split, without their widths.
+    """Return the options of `fmoe.build.Spec` that do not depend on ``[parallel]``, except d_model and num_experts.
 
     Raises:
         UserError: an invalid option of the gate, the experts or the losses.

@@ -136,7 +136,7 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
 
 
 def _option(value: Any, key: str) -> Any:
-    """Return a value of a table of options, whose types its reader knows: a number, bool, text, list or table."""
+    """Return an option's value if it is a number, bool, text, list or table; only the option's owner knows its type."""
     if isinstance(value, Mapping):
         return {name: _option(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -35,8 +35,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Normalize queries and keys before the scores."""
     qk_norm_over: Literal["head", "all"] = "head"
-    """Elements over which qk_norm normalizes: those of a head, or those of all heads together (OLMoE); all needs
-    norm=rms."""
+    """Elements that qk_norm normalizes together: head for those of each head, all for those of all heads (OLMoE; needs
+    norm=rms)."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values."""
     attention_output_bias: bool = False
@@ -45,8 +45,8 @@ class ModelConfig:
     """Add a learned score per head to the denominator of attention's softmax, initially 0 (GPT-OSS, arXiv 2508.10925;
     needs model.kind=gpt)."""
     sliding_window: int | None = None
-    """Number of last tokens, its own included, that a token of `sliding_layers` attends to; None for all earlier ones
-    (needs model.kind=gpt)."""
+    """Number of tokens, up to and including itself, that a token attends to in `sliding_layers`; None for all (needs
+    model.kind=gpt)."""
     sliding_layers: tuple[int, ...] = ()
     """Numbers of the layers with `sliding_window`, from 1; empty for all."""
     kv_lora_rank: int | None = None
@@ -71,19 +71,20 @@ class ModelConfig:
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu_oai"] = "gelu"
     """Activation of the feed-forward blocks; gelu_tanh is GELU's approximation by a tanh, as in T5 version 1.1;
-    swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g) of a gate g, at most 7, and a value v,
-    clamped to -7 .. 7."""
+    swiglu_oai, for gated blocks, is that of GPT-OSS: (v + 1) g sigmoid(1.702 g), with the gate g limited to at most 7
+    and the value v to [-7, 7]."""
     gated: bool = False
-    """Gated feed-forward blocks: with activation silu, SwiGLU."""
+    """Use gated feed-forward blocks (SwiGLU, if activation=silu)."""
     linear_bias: bool = False
-    """Biases of the linear maps of attention and feed-forward blocks, for a bert without experts."""
+    """Add biases to the linear maps of attention and feed-forward blocks (needs model.kind=bert and num_experts=0)."""
     position: Literal["rope", "learned_absolute", "relative", "transformer_xl"] = "rope"
-    """Position encoding. relative, for t5 only: one bias per head and range of distances, in 32 ranges up to 128
-    tokens, added to the scores of all layers of a stack. transformer_xl, for gpt only: projected sinusoids of the
-    distance, and two biases per head (Transformer-XL, arXiv 1901.02860)."""
+    """Position encoding: rope for rotary positions; learned_absolute for learned vectors added to the embedding;
+    relative, for t5 only, for one bias per head and range of distances (32 ranges, up to 128 tokens), added to the
+    scores of all layers of a stack; transformer_xl, for gpt only, for projected sinusoids of the distance and two
+    biases per head (Transformer-XL, arXiv 1901.02860)."""
     memory_length: int = 0
-    """Hidden states per layer that a sequence sees of those before it in its stream (Transformer-XL). With more than 0,
-    each epoch is read as global_batch contiguous streams. Needs position=transformer_xl."""
+    """Number of earlier tokens of its stream whose hidden states a sequence attends to in each layer (Transformer-XL).
+    If positive, each epoch is read as global_batch contiguous streams of text. Needs position=transformer_xl."""
     rope_theta: float = 10000.0
     """Base of the wavelengths of rotary positions (position=rope)."""
     rotary_fraction: float = 1.0
@@ -96,15 +97,16 @@ class ModelConfig:
     rope_original_length: int | None = None
     """Tokens per sequence before the extension by YaRN."""
     rope_beta_fast: float = 32.0
-    """YaRN keeps the wavelengths of pairs of elements that turn at least so often in rope_original_length tokens."""
+    """YaRN keeps the wavelength of a pair of elements that makes at least this many turns in rope_original_length
+    tokens."""
     rope_beta_slow: float = 1.0
-    """YaRN lengthens the wavelengths of pairs of elements that turn at most so often in rope_original_length tokens by
-    the whole rope_factor; between both numbers of turns, by a part of it."""
+    """YaRN lengthens the wavelength of a pair of elements that makes at most this many turns in rope_original_length
+    tokens by the whole rope_factor; between rope_beta_slow and rope_beta_fast turns, by a part of it."""
     rope_truncate: bool = True
-    """Round the two limits between these pairs of elements to whole elements; false in GPT-OSS."""
+    """Round the indices of the pairs of elements at rope_beta_fast and rope_beta_slow to integers; false in GPT-OSS."""
     rope_mscale: float = 1.0
     """With m(x) = 0.1 x ln(rope_factor) + 1, YaRN multiplies rotated queries and keys by m(rope_mscale) /
-    m(rope_mscale_all_dim). Another value than 1 needs rope_mscale_all_dim > 0."""
+    m(rope_mscale_all_dim). Values other than 1 need rope_mscale_all_dim > 0."""
     rope_mscale_all_dim: float = 0.0
     """See rope_mscale. Multi-latent attention also multiplies its scores by the square of m(rope_mscale_all_dim)."""
     norm: Literal["layer", "rms"] = "layer"
@@ -120,22 +122,23 @@ class ModelConfig:
     logit_divisor: float = 1.0
     """Number by which logits are divided (Granite; needs model.kind=gpt)."""
     segment_types: int = 0
-    """Rows of a bert's embedding of segments, which is added to that of the tokens; every token is of segment 0. 0 for
-    no such embedding."""
+    """Rows of a bert's segment embedding, which is added to the token embedding (all tokens are of segment 0); 0 for no
+    segment embedding."""
     dropout: float = 0.0
     """Dropout rate of the embedding, attention probabilities and residual branches. Masks are keyed by step, layer,
     token and feature, so they are the same at every split."""
     tie_embeddings: bool = True
     """Share one matrix between the embedding and the output layer."""
     tied_output_bias: bool = True
-    """Bias of a t5's output layer with tie_embeddings, as in Megatron-core; T5 (arXiv 1910.10683) has none."""
+    """Add a bias to a t5's output layer if it shares the embedding's matrix (tie_embeddings), as Megatron-core does; T5
+    (arXiv 1910.10683) has none."""
     output_scale: bool = False
     """Multiply a t5's last hidden states by hidden_size^-0.5 before the output layer, as T5 (arXiv 1910.10683) does."""
     output_bias: bool = False
     """Add a bias to the logits (needs model.kind=gpt)."""
     mtp_layers: int = 0
-    """Number of further tokens that each position predicts in training, with one more layer each (multi-token
-    prediction, DeepSeek-V3, arXiv 2412.19437 section 2.2); with experts if the last layer has them. Needs
+    """Number of further tokens that each position predicts in training (multi-token prediction, DeepSeek-V3, arXiv
+    2412.19437 section 2.2), each by a layer of its own, which has experts if the last layer has them. Needs
     model.kind=gpt."""
     mtp_loss: float = 0.3
     """Factor of the mean loss of the further tokens, which is added to the training loss."""
@@ -143,40 +146,42 @@ class ModelConfig:
     """Distribution of initial weights: normal, with standard deviation init_std; or switch, the Switch Transformer's
     truncated normal, with standard deviation sqrt(0.1 / inputs) for all matrices but embeddings and output layer."""
     init_std: float = 0.02
-    """Standard deviation of normal initial weights; for the output layers of blocks, divided by sqrt(2 num_layers)."""
+    """Standard deviation of normal initial weights; for the output matrices of attention and feed-forward blocks,
+    divided by sqrt(2 num_layers)."""
 
     num_experts: int = 8
     """Number of experts in each Mixture-of-Experts layer, over all ranks; 0 for a dense model."""
     moe_layers: tuple[int, ...] = ()
-    """Numbers of the layers with experts, from 1, a t5's decoder after its encoder; empty to use `moe_every`."""
+    """Numbers of the layers with experts, from 1; a t5's decoder layers follow its encoder's; empty to use `moe_every`.
+    """
     moe_every: int = 1
     """Every n-th layer has experts, starting with layer n; ignored if `moe_layers` is set."""
     top_k: int = 1
     """Experts per token."""
     expert: str = "ffn"
-    """Name of the experts: ffn (of `activation` and `gated`), swiglu, geglu, or registered ones."""
+    """Kind of experts: ffn (with `activation` and `gated`), swiglu, geglu, or a registered kind."""
     expert_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of further options of the experts, such as dropout: see the last table of this page."""
+    """Table of further options of the experts, such as dropout: see the last table of docs/recipe-reference.md."""
     granularity: int = 1
     """Number of finer experts into which every expert is split, each of width ffn_hidden_size / granularity; a token
     gets granularity x top_k of them (DeepSeekMoE)."""
     num_shared_experts: int = 0
-    """Number of experts that process every token in addition, each of width shared_ffn_hidden_size (DeepSeekMoE)."""
+    """Number of additional experts that process every token, each of width shared_ffn_hidden_size (DeepSeekMoE)."""
     shared_ffn_hidden_size: int | None = None
     """Hidden width of a shared expert; None for ffn_hidden_size."""
     shared_expert_gate: bool = False
-    """Multiply the output of the shared experts by the sigmoid of a linear map of the token to a number (Qwen2-MoE)."""
+    """Multiply the output of the shared experts for token x by sigmoid(w x), with a learned vector w (Qwen2-MoE)."""
     gate: str = "switch"
     """Name of a gate: naive, switch, gshard, sigmoid, ... (docs/gates.md), or a registered one."""
     gate_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of further options of the gate, such as expert_groups: see the last table of this page."""
+    """Table of further options of the gate, such as expert_groups: see the last table of docs/recipe-reference.md."""
     score: Literal["softmax", "sigmoid"] | None = None
     """Activation of the router's logits, for gates with this option (naive, sigmoid); None for the gate's default."""
     normalize: bool | None = None
     """Make the combine weights of a token's experts sum to one, for gates with this option (naive, sigmoid); None for
     the gate's default, true."""
     routed_scale: float = 1.0
-    """Factor on the combine weights of a token's experts, for gates with this option (naive, sigmoid)."""
+    """Factor of the combine weights of a token's experts, for gates with this option (naive, sigmoid)."""
     bias_step: float | None = None
     """Step size of the expert biases with which the sigmoid gate balances loads; 0 leaves balancing to the loss; None
     for the gate's default, 0.001."""
@@ -196,7 +201,7 @@ class ModelConfig:
     z_loss: float = 0.001
     """Factor of the router z-loss."""
     loss_weights: Mapping[str, Any] = field(default_factory=dict)
-    """Table of the factors of other auxiliary losses: see the last table of this page."""
+    """Table of the factors of other auxiliary losses: see the last table of docs/recipe-reference.md."""
 
     @property
     def objective(self) -> str:
@@ -255,7 +260,7 @@ class ModelConfig:
 
     @property
     def layer_numbers(self) -> range:
-        """Layer numbers from 1; a T5's decoder layers follow its encoder's, `mtp_numbers` are last."""
+        """Layer numbers from 1; a T5's decoder layers follow its encoder's, and `mtp_numbers` come last."""
         return range(1, self.mtp_numbers.stop)
 
     @property
@@ -379,7 +384,7 @@ class ModelConfig:
         if self.position != "rope":
             raise UserError(f"{key} needs model.position=rope, not {self.position}")
         if self.kv_lora_rank is not None:
-            raise UserError(f"{key} is not supported with model.kv_lora_rank, which has model.qk_rope_head_dim")
+            raise UserError(f"{key} is not supported with model.kv_lora_rank: set model.qk_rope_head_dim instead")
         if (
             not 0 < self.rotary_fraction < 1
             or (elements := int(self.head_width * self.rotary_fraction)) % 2

@@ -30,7 +30,7 @@ class OptimizerConfig:
     min_lr: float = 2e-4
     """Learning rate after the decay, at base_batch."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scaling of lr and min_lr with train.global_batch / base_batch: none, proportional, or by its square root."""
+    """Factor of lr and min_lr: none for 1, linear for train.global_batch / base_batch, sqrt for its square root."""
     base_batch: int | None = None
     """Global batch in sequences at which lr and min_lr apply unscaled; needs lr_scaling."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -97,7 +97,7 @@ class OptimizerConfig:
         return self.momentum if self.momentum is not None else 0.95 if self.name == "muon" else 0.9
 
     def lr_factor(self, global_batch: int) -> float:
-        """Return the factor on the learning rate for a global batch of ``global_batch`` sequences."""
+        """Return the factor of the learning rate for a global batch of ``global_batch`` sequences."""
         if self.lr_scaling == "none" or self.base_batch is None:
             return 1.0
         ratio = global_batch / self.base_batch

@@ -55,14 +55,15 @@ class ParallelConfig:
     chunks: int = 1
     """Number of chunks of the exchange, whose communication overlaps with the experts' computation."""
     max_rows: int | None = None
-    """Maximum number of rows of other ranks that a rank holds at once; more rows are exchanged and computed in chunks.
-    None for no bound."""
+    """Maximum number of rows (token vectors) of other ranks that a rank holds at once; more rows are exchanged and
+    computed in chunks; None for no bound."""
     shadow: int = 0
     """Maximum number of hot experts per layer that are broadcast to all ranks instead of receiving rows."""
     node_size: int | None = None
     """Ranks per node, for exchange=hierarchical; None for the launcher's LOCAL_WORLD_SIZE."""
     exchange_options: Mapping[str, Any] = field(default_factory=dict)
-    """Table of further options of the exchange, such as slots of padded: see the last table of this page."""
+    """Table of further options of the exchange, such as padded's slots: see the last table of docs/recipe-reference.md.
+    """
     wire: Literal["fp32", "bf16"] | None = None
     """Precision of the exchanged rows; None for the model's."""
 

@@ -130,8 +130,9 @@ class Recipe:
                 f"model.hidden_size={model.hidden_size} must be a multiple of {MULTIPLE} with parallel.exchange=deepep"
             )
         if model.chosen_experts > MOST_CHOICES:
+            name = "model.top_k" + (" x model.granularity" if model.granularity > 1 else "")
             raise UserError(
-                f"model.top_k={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
+                f"{name}={model.chosen_experts} must be at most {MOST_CHOICES} with parallel.exchange=deepep"
             )
 
     def _check_kind(self) -> None:
@@ -178,9 +179,9 @@ class Recipe:
         if data.document_mask:
             raise UserError(f"data.document_mask=true is not supported with {key}")
         if data.weights:
-            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use one corpus, or []")
+            raise UserError(f"data.weights={list(data.weights)} is not supported with {key}: use []")
         if train.ramp_batch is not None:
-            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: streams must not change")
+            raise UserError(f"train.ramp_batch={train.ramp_batch} is not supported with {key}: use none")
         if data.validation:
             of = f"train.validation_sequences={train.validation_sequences}"
             if train.validation_sequences % train.global_batch:
@@ -191,7 +192,7 @@ class Recipe:
         share, name = train.micro_batch * parallel.dense_data, f"train.micro_batch x {parallel.dense_data_name}"
         keys = ["global_batch"]
         if train.check_ramp():
-            keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size between
+            keys += ["ramp_batch", "ramp_increment"]  # if these are multiples, so is every batch size in between
         if self.data.validation:
             keys.append("validation_sequences")
         for key in keys:

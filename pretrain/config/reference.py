@@ -1,4 +1,4 @@
-"""Generator of docs/recipe-reference.md, which lists every recipe key, from the dataclasses.
+"""Generator of docs/recipe-reference.md, the list of all recipe keys, from the docstrings of the sections.
 
 In a checkout, ``python -m pretrain.config.reference`` writes the page.
 """
@@ -102,7 +102,7 @@ def options_help(recipe: Recipe, program: str) -> str:
             kind = f"true, false (--{section.name}.no-{option})" if kinds[field.name] is bool else kind
             value = to_toml(getattr(getattr(recipe, section.name), field.name))
             lines.append(f"  --{section.name}.{option} {kind}   (default: {value})")
-            lines.append(wrap(" ".join(texts[field.name].split())))
+            lines.append(wrap(" ".join(texts[field.name].replace("``", "`").split())))
     return "\n".join(lines)
 
 
@@ -121,7 +121,7 @@ def _default(field: Field) -> Any:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass: the string literal after the field.
+    """Return the docstring of each field of a dataclass: the string literal after it, with None as in a recipe.
 
     Raises:
         ValueError: a field has no docstring.
@@ -132,7 +132,7 @@ def field_docs(cls: type) -> dict[str, str]:
     for field, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             target: Any = field.target
-            docs[target.id] = inspect.cleandoc(str(text.value.value))
+            docs[target.id] = re.sub(r"\bNone\b", '"none"', inspect.cleandoc(str(text.value.value)))
     if missing := [field.name for field in fields(cls) if field.name not in docs]:
         raise ValueError(f"{cls.__name__}.{missing[0]} has no docstring")
     return docs

@@ -58,7 +58,7 @@ class TrainConfig:
     validation_sequences: int = 64
     """Sequences per validation, the same ones each time."""
     init_from: str | None = None
-    """Checkpoint or run whose weights initialise this run (warm start); --resume restores the whole state."""
+    """Checkpoint or run whose weights initialize this run (warm start); --resume restores the whole state."""
 
     def check_ramp(self) -> bool:
         """Return whether the batch grows; raise UserError for an invalid ramp."""
@@ -92,7 +92,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Also keep checkpoints whose step is a multiple of this; None keeps only the newest."""
     asynchronous: bool = True
-    """Write checkpoints in the background; doubles the host memory of a rank's state."""
+    """Write checkpoints in the background, from a copy of the rank's state in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +151,6 @@ class RunConfig:
     """Python files or modules to import, which register gates, experts, callbacks and more by name. Paths are relative
     to the current folder, or to that of the recipe's file."""
     callbacks: tuple[str, ...] = ()
-    """Names of registered callbacks to run, in this order, after the trainer's own ones and before tracking."""
+    """Names of registered callbacks to run, in this order, after guards and validation and before tracking."""
     callback_options: Mapping[str, Any] = field(default_factory=dict)
     """Table of a callback's options, by its name: ``callback_options.NAME.OPTION``."""

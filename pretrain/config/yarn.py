@@ -27,7 +27,7 @@ def rotary_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -
     low, high = _mixed_pairs(model)
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # the roundings of transformers
+    return 1.0 / (model.rope_factor * base) * (1 - kept) + 1.0 / base * kept  # rounds like Hugging Face's
 
 
 def rotary_factor(model: ModelConfig) -> float:
@@ -36,7 +36,7 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def score_factor(model: ModelConfig) -> float:
-    """Return the further factor of all attention scores, which multi-latent attention has (DeepSeek-V2, arXiv
+    """Return the additional factor of attention scores: not 1 only in multi-latent attention (DeepSeek-V2, arXiv
     2405.04434)."""
     return 1.0 if model.kv_lora_rank is None else _m(model.rope_factor, model.rope_mscale_all_dim) ** 2
 
@@ -56,5 +56,5 @@ def _mixed_pairs(model: ModelConfig) -> tuple[float, float]:
 
 
 def _m(factor: float, scale: float) -> float:
-    """Return section 3.4's growth of attention with the length, of which ``scale`` takes a share."""
+    """Return section 3.4's factor, 0.1 ln(factor) + 1, with ``scale`` times the logarithm."""
     return 0.1 * scale * math.log(factor) + 1.0

@@ -45,7 +45,7 @@ class StepResult:
         loss: mean of the global batch, in nats per token.
         grad_norm: norm of the gradient before clipping.
         lr: learning rate of the step.
-        skipped: reason for which the step was skipped; None if it was made.
+        skipped: reason for which the step was skipped; None if it was applied.
         asks_to_stop: True if any rank asks to stop.
         loss_scale: factor of the loss; None unless the precision is fp16.
         has_overflowed: True if the step was skipped and a lower loss scale will be tried.
@@ -90,7 +90,8 @@ class Engine:
     Args:
         recipe: a recipe that passed `Recipe.check`.
         processes: this process, in its process group; `init_parallel` has been called.
-        build: returns the model, or with `build_model`'s keywords a pipeline chunk of it; benchmarks replace it.
+        build: function that returns the model or, given `build_model`'s keywords, a pipeline chunk; benchmarks replace
+            it.
 
     Attributes:
         chunks: this rank's parts of the model, unwrapped; several with virtual pipeline stages.
@@ -159,7 +160,7 @@ class Engine:
     def _wrap(self, index: int, chunk: nn.Module) -> DistributedDataParallel:
         recipe, config = self.recipe, chunk.config
         for module in chunk.modules():
-            if isinstance(module, FFNExperts):  # only their own operation has a gradient of them, unless lent
+            if isinstance(module, FFNExperts):  # only their own operation adds to their gradients, unless shadowed
                 module.into_main_grad = not recipe.parallel.shadow
         wrapped = chunk if recipe.train.precision == "fp32" else Float16Module(config, chunk)
         options = DistributedDataParallelConfig(
@@ -197,11 +198,11 @@ class Engine:
         """Make step number ``step``, counted from 0, on the global batch given by ``recipe.batches``.
 
         Args:
-            samples: the endless sequence, or the step's batches from `collate_step`.
-            check: gets mean loss and gradient norm, not finite if they are not on any rank, before anything changes.
-                Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped step
-                changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for an
-                fp16 overflow that a lower loss scale may cure.
+            samples: the endless sequence of samples, or the step's batches from `collate_step`.
+            check: called with mean loss and gradient norm before anything changes; each is non-finite if it is so on
+                any rank. Returns the reason to skip the step, or None; if it raises, the model is unchanged. A skipped
+                step changes no weight, optimizer state or gate buffer, but advances the learning rate. Not called for
+                an fp16 overflow that a lower loss scale may cure.
         """
         self._reports.begin()
         scaler = self.grad_scaler
@@ -262,7 +263,7 @@ class Engine:
             self.last_loss = self.accumulate(samples, batches.first(step), size, step)
         if depth := self.recipe.model.mtp_layers:
             losses = mtp.take_losses()
-            zeros = self.last_loss.new_zeros(depth)  # before the last pipeline stage
+            zeros = self.last_loss.new_zeros(depth)  # on pipeline stages before the last
             self._mtp_losses = zeros if losses is None else losses / self._num_micro_batches(size)
         return self.last_loss
 
@@ -370,8 +371,8 @@ class Engine:
         step: int | None,
         memories: Sequence[StreamMemory] = (),
     ) -> list[Iterator[Batch]]:
-        """This rank's share of samples ``first ... first + count - 1``, once per chunk of the model, since the schedule
-        interleaves chunks; each batch sets the position of noise if ``step`` is given."""
+        """Return iterators over this rank's share of samples ``first ... first + count - 1``, one per chunk of the
+        model, because the schedule interleaves chunks. With a ``step``, each batch sets the position of the noise."""
         batches = samples if isinstance(samples, list) else self._collate(samples, first, count)
         weigh(batches, self.data_group, self.processes.device)
         begins = self.begins(count)
@@ -404,5 +405,5 @@ class Engine:
         return self.kind.forward(model, batch), loss_function(batch, self.context_group.size())
 
     def routing(self) -> dict[int, StepReport]:
-        """Routing of the steps since the last call, of all ranks and stages, by layer number (from 1)."""
+        """Return the routing statistics since the last call, over all ranks and stages, by layer number (from 1)."""
         return self._reports.collect()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_patch import bf16_linear
 from pretrain.models.config import DTYPES
 
-# Dense FLOP/s by name and precision, from the vendors' data sheets (fp32 without TF32).
+# Dense FLOP/s of GPUs by name and precision, from the vendor's data sheets (fp32 without TF32).
 _GPUS = {
     "A100": {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12},
     "H100": {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},

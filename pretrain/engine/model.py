@@ -52,7 +52,7 @@ def build_model(
 
 def _scale(module: Any, model: ModelConfig) -> None:
     """Scale the embedding, the outputs of attention and feed-forward blocks, and the input of the output layer, as in
-    Granite (arXiv 2408.13359 section 3). Needs the final blocks and dropout."""
+    Granite (arXiv 2408.13359 section 3). Call it after all replacements of blocks and dropout, which it wraps."""
     for part in module.modules():
         if isinstance(part, LanguageModelEmbedding) and model.embedding_scale != 1:
             part.word_embeddings.register_forward_hook(lambda _, __, out: out * model.embedding_scale)
@@ -60,7 +60,7 @@ def _scale(module: Any, model: ModelConfig) -> None:
             for name in ("self_attn_bda", "mlp_bda"):
                 setattr(part, name, functools.partial(_scaled_add, getattr(part, name), model.residual_scale))
     if model.logit_divisor != 1 and module.post_process:
-        # The hidden states are fewer elements than the logits.
+        # Divides the hidden states instead of the logits, because they have fewer elements.
         module.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] / model.logit_divisor, *inputs[1:]))
 
 
@@ -95,7 +95,7 @@ def check_parts(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _refusing(section: str, part: str) -> Iterator[None]:
-    """Name the section in a constructor's errors, and turn its refusal of an option's type into a UserError."""
+    """Name the section in a constructor's errors, and convert its TypeError or ValueError to a UserError."""
     try:
         yield
     except UserError as error:

@@ -26,9 +26,9 @@ def register_optimizer(name: str, factory: Callable[..., Optimizer]) -> None:
 
     Args:
         factory: called with parameter groups, the recipe and the options ``lr`` and ``weight_decay``. Returns an
-            optimizer whose ``state_names`` are the names of a parameter's state tensors, each of the parameter's
-            shape; its count of steps, if it has one, is the state ``step``. With ``is_elementwise = True``, no
-            element's update may depend on another element; ``optimizer.distributed`` needs this.
+            optimizer whose tuple ``state_names`` names a parameter's state tensors, each of the parameter's shape; its
+            count of steps, if it has one, is the state ``step``. With ``is_elementwise = True``, no element's update
+            may depend on another element; ``optimizer.distributed`` needs this.
 
     Raises:
         UserError: the name belongs to another optimizer.
@@ -67,8 +67,9 @@ def _registered(recipe: Recipe, groups: list[dict[str, Any]]) -> Optimizer:
 def make_optimizer(recipe: Recipe) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
     """Return a function from parameter groups to the optimizer; None for AdamW if Megatron-core builds a better one.
 
-    It does with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is installed. Elsewhere
-    it uses torch's AdamW that is not fused, which reads and writes each tensor ten times; the fused one does so once.
+    Megatron-core does so with ``cpu_offload``, and on a GPU where Transformer Engine's or apex's fused AdamW is
+    installed. Elsewhere it uses torch's unfused AdamW, which reads and writes each tensor ten times; the fused one does
+    so once.
     """
     own = recipe.optimizer
     if own.name in OPTIMIZERS:

@@ -183,7 +183,7 @@ def _factor_views(
 
 def tensor_layouts(chunks: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the global shapes and the dtypes of the parameters and persistent buffers of chunks, by their names in a
-    checkpoint without its prefix."""
+    checkpoint without the prefix ``model/``."""
     locations = _locations(chunks)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, tensor in _tensors(chunks):

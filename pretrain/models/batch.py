@@ -18,7 +18,7 @@ from fmoe.layout import slice_bounds
 
 Batch = dict[str, Tensor]
 
-_ALIGNED = 16  # bytes, at which the tensors of a packed batch begin
+_ALIGNED = 16  # bytes; tensors of a packed batch begin at multiples of it
 _IDS = ("tokens", "decoder_tokens", "labels")
 
 

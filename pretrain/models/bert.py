@@ -18,9 +18,8 @@ from pretrain.models.config import own_norms, set_rope_theta, transformer_config
 class UnpaddedBert(BertModel):
     """`BertModel` for sequences without padding, which need no mask: this allows the fused attention kernel.
 
-    Tokens are of segment 0 if the model has segments.
-
-    Megatron-core mistakes any attention module but its own for Transformer Engine's, and requires a mask.
+    Megatron-core would treat any attention module but its own as Transformer Engine's, and require a mask. If the model
+    has segments, all tokens are of segment 0.
     """
 
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:

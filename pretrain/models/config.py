@@ -137,11 +137,11 @@ def _transformer_config(model: ModelConfig, dtype: torch.dtype, options: dict) -
         attention_dropout=model.dropout,
         hidden_dropout=model.dropout,
         init_method_std=model.init_std,
-        # None for normal ones; embeddings and output layer always are.
+        # None for normal weights, which embeddings and output layer always have.
         init_method=truncated_normal_ if model.init == "switch" else None,
         output_layer_init_method=truncated_normal_ if model.init == "switch" else None,
         embedding_init_method=init_method_normal(model.init_std),
-        # Initialise whole matrices, which ranks then slice: the same weights at every split and on every device.
+        # Initialize whole matrices, which ranks then slice: the same weights at every split and on every device.
         use_cpu_initialization=True,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

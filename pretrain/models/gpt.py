@@ -74,7 +74,7 @@ def build_gpt(
             vocab_size=recipe.model.vocab_size,
             max_sequence_length=recipe.model.sequence_length,
             share_embeddings_and_output_weights=recipe.model.tie_embeddings,
-            # Transformer-XL's attention has its positions.
+            # Transformer-XL's attention encodes positions itself.
             position_embedding_type=recipe.model.position if recipe.model.position != "transformer_xl" else "none",
             rotary_base=recipe.model.rope_theta,
             rotary_percent=recipe.model.rotary_fraction,
@@ -92,8 +92,8 @@ def build_gpt(
 
 
 def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document. Its tokens may
-    be a slice of the sequences (`pretrain.models.batch.context_slice`)."""
+    """See `pretrain.models`. With ``documents`` in the batch, tokens attend only within their document. The batch's
+    tokens may be a slice of the sequences (`pretrain.models.batch.context_slice`)."""
     tokens, positions = batch["tokens"], batch.get("positions")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int64).expand_as(tokens)

@@ -1,7 +1,7 @@
 """YaRN (`pretrain.config.yarn`) in Megatron-core's GPT.
 
 Megatron-core has YaRN too, but multi-latent attention cannot set its ``rope_truncate``, and standard attention with it
-cannot have a ``rotary_fraction``. So frequencies are ours, and only the factors are Megatron-core's.
+cannot have a ``rotary_fraction``. So frequencies are computed here, and only the factors by Megatron-core.
 """
 
 from typing import Any

@@ -139,5 +139,5 @@ def refused():
 
 def test_what_wants_whole_tensors_is_refused_parts(forks):
     assert only(forks.run(1, refused)) == (
-        "Adafactor steps whole tensors: use_distributed_optimizer=True, which splits them, is not supported"
+        "Adafactor steps whole tensors: use_distributed_optimizer=True, which splits them, is not supported: use False"
     )

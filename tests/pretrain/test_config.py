@@ -592,7 +592,7 @@ def test_resume_in_front_of_the_recipes_name():
         (["quickstart", "--steps=4"], "unknown option --steps; did you mean --train.steps?"),
         (["quickstart", "--zzzz"], "unknown option --zzzz; fmoe train RECIPE --help lists all"),
         (["quickstart", "t5"], "got 2 recipes, 'quickstart' and 't5': pass one"),
-        (["--data.train", "a", "quickstart"], "--data.train takes all words up to the next option"),
+        (["--data.train", "a", "quickstart"], "put it before --data.train, which takes all words"),
     ],
 )
 def test_wrong_arguments_name_what_was_meant(argv, says):

@@ -113,7 +113,7 @@ def test_a_wrong_python_and_a_recipe_without_name_are_a_line(bash):
     end = bash("pretrain_gpt_moe.sh", PYTHON="/no/such/python")
     assert end.returncode == 2 and end.stderr.count("\n") == 1 and "PYTHON=/no/such/python" in end.stderr
     end = bash("pretrain_gpt_moe.sh", "--recipe")
-    assert end.returncode == 2 and end.stderr == "pretrain_gpt_moe.sh: error: --recipe without a name\n"
+    assert end.returncode == 2 and end.stderr == "pretrain_gpt_moe.sh: error: --recipe needs a name\n"
 
 
 DRY = {
