@@ -144,7 +144,8 @@ def train(jobs: Sequence[Job], *, at_once: int, threads: int, every: float = 30.
                     job.process = None
                     job.look()
                     if code and not received:
-                        failed = failed or _failed(job, code)
+                        last = _failed(job, code)
+                        failed = failed or last
                     else:
                         _say(f"{job.name}: {_describe(job)}")
                 if received:
