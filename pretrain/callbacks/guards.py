@@ -66,9 +66,11 @@ class StepGuard(Callback):
         self._in_a_row += 1
         self._has_skipped = True
         if self._in_a_row > self.config.max_skips:
+            # Skipped steps do not change the weights, so a region of large gradients is not left by skipping.
+            remedy = ": lower optimizer.lr, or set guard.spike_sigma=0" if "is a spike" in reason else ""
             raise Diverged(
                 f"step {trainer.step + 1}: {reason}; this exceeds guard.max_skips={self.config.max_skips} skipped "
-                "steps in a row"
+                f"steps in a row{remedy}"
             )
         if trainer.processes.is_main:
             event = (trainer.step + 1, "skip")

@@ -239,6 +239,16 @@ def test_a_spike_is_skipped_once_also_after_a_resume(spike):
     assert step == 300 and "is a spike" in reason and reason.startswith("loss" if spike[0] > 1 else "gradient norm")
 
 
+def test_gradients_that_stay_large_end_the_run_with_a_remedy():
+    guard = StepGuard(GuardConfig(max_skips=3))
+    for loss, norm in curve(7, 200):
+        assert guard.check_step(trainer_of(), loss, norm) is None
+    for _ in range(3):
+        assert "is a spike" in guard.check_step(trainer_of(), loss, 50 * norm)
+    with pytest.raises(Diverged, match=r"guard.max_skips=3 .* optimizer.lr, or set guard.spike_sigma=0"):
+        guard.check_step(trainer_of(), loss, 50 * norm)
+
+
 class Spike:
     """Ten times the loss at one step, on one rank of two: mean 5.5 times."""
 
