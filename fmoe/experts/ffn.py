@@ -128,7 +128,7 @@ class FFNExperts(Stacked):
         if isinstance(activation, str):
             known = ACTIVATIONS | GATED_ACTIVATIONS
             if activation not in known:
-                raise UserError(f"activation={activation!r} is not known; there are {', '.join(known)}")
+                raise UserError(f"activation={activation!r} is not known; valid names: {', '.join(known)}")
             activation = known[activation]
         if isinstance(activation, SwiGLUOAI) and not gated:
             raise UserError(f"activation={activation} needs gated=True: it multiplies gates and values")

@@ -22,10 +22,10 @@ WIDTH, EXPERTS = 16, 4
 
 def test_an_unknown_exchange_or_option_lists_those_there_are():
     with pytest.raises(
-        fmoe.UserError, match=r"exchange='alltoall' is not known; there are .*did you mean 'all_to_all'"
+        fmoe.UserError, match=r"exchange='alltoall' is not known; valid names: .*did you mean 'all_to_all'"
     ):
         fmoe.FMoE(d_model=8, num_experts=4, exchange="alltoall")
-    with pytest.raises(fmoe.UserError, match=r"all_gather has no 'chunks'; there is wire_dtype"):
+    with pytest.raises(fmoe.UserError, match=r"all_gather has no 'chunks'; valid names: wire_dtype"):
         fmoe.FMoE(d_model=8, num_experts=4, exchange="all_gather", exchange_options={"chunks": 2})
     with pytest.raises(fmoe.UserError, match=r"hierarchical has no 'nodesize'.* did you mean 'node_size'"):
         build_exchange(None, 4, "hierarchical", {"nodesize": 2})
