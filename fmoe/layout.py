@@ -168,8 +168,8 @@ class LocalTokens:
         """Return the tensors whose rows are sent to the experts.
 
         Args:
-            with_keys: append the noise keys of expert dropout, int64 [T, 1]. A token's key does not depend on the split
-                of the job.
+            with_keys: append the noise keys of expert dropout, int64 [T, 1]. A token's key does not depend on how the
+                job is split over ranks.
         """
         if not with_keys:
             return self.inputs

@@ -121,7 +121,7 @@ class MoE(nn.Module):
         )
 
     def call(self, tokens: LocalTokens) -> ExpertCall:
-        """Return the `ExpertCall` that runs the experts in this forward pass."""
+        """Return the `fmoe.experts.ffn.ExpertCall` that runs the experts in this forward pass."""
         return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
 
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Gates: ``gate(x_TD, groups) -> Routing``. `register_gate` adds one.
 
-A gate is any callable with that contract. It is given by one of the names below, by a class, called as
-``cls(d_model, num_experts, top_k, **options)``, or as a ready instance.
+A gate is any callable with that signature. The option ``gate`` takes one of the names below, a class, which is called
+as ``cls(d_model, num_experts, top_k, **options)``, or a ready instance.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from fmoe.gates.topology import TopologyRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
-"""Contract of a gate: ``gate(x_TD, groups) -> Routing``."""
+"""Signature of a gate: ``gate(x_TD, groups) -> Routing``."""
 
 GATES: dict[str, type[nn.Module] | Gate] = {
     "naive": NaiveRouter,
@@ -90,7 +90,7 @@ def build_gate(
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Call ``end_step(group)`` of every gate of ``model`` that has this method (`fmoe.gates.SigmoidRouter`).
 
-    Use it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
+    Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
     ``optimizer.step()``.
 
     Args:
