@@ -40,7 +40,7 @@ SUMMARIES = {
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Return the installed commands by name: ours in the order of `SUMMARIES`, then those of other packages."""
+    """Return the installed commands by name: fmoe's in the order of `SUMMARIES`, then those of other packages."""
     order = {name: index for index, name in enumerate(SUMMARIES)}
     found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
@@ -132,7 +132,7 @@ def run(program: str, command) -> int:
         return code
     except BrokenPipeError:
         if not _has_lost_reader():
-            raise  # another pipe
+            raise  # a pipe other than standard output
         drop_output()
         return 128 + signal.SIGPIPE
     except UserError as error:

@@ -348,7 +348,7 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Return a pytree, which all ranks hold, with each tensor cut to this rank's slice along its first dimension."""
+    """Cut each tensor of a pytree to this rank's slice along the first dimension. All ranks hold the same tensors."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 

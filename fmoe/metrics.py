@@ -92,7 +92,7 @@ class LayerMetrics:
                 for name in self.loss_names
             ]
             sums = torch.cat([stats.load_E, torch.stack(scalars)]).to(sum_dtype(stats.load_E.device))
-        # A CUDA graph repeats kernels but not this code, so vectors made in it cannot wait to be added.
+        # A CUDA graph repeats kernels but not this code, so vectors made during capture cannot wait to be added.
         is_captured = sums.is_cuda and torch.cuda.is_current_stream_capturing()
         with _lock:
             self.seen.update(losses)
@@ -107,7 +107,7 @@ class LayerMetrics:
                     self._add_pending()
 
     def _buffer(self, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             if self._sums is None:
                 size = self.num_experts + len(_SCALARS) + len(self.loss_names)
                 self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)

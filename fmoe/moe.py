@@ -196,7 +196,7 @@ class MoE(nn.Module):
 
     def _mark_experts(self) -> None:
         # Megatron's mark for parameters that are not replicated: gradients are averaged only over the ranks that hold
-        # the same experts. It is set on a single rank too, so that the same code runs at every split.
+        # the same experts. It is set on a single rank too, so that the same code runs at every expert parallel size.
         for parameter in self.experts.parameters() if "experts" in self._modules else ():
             parameter.allreduce = False
 

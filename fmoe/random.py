@@ -66,7 +66,7 @@ class Position:
     first_token: int = 0
 
 
-# Positions by the generator seed that identifies them: enough for all micro batches in a pipeline; the oldest go first.
+# Positions by generator seed: enough for all micro batches in a pipeline. The oldest are dropped first.
 _positions: OrderedDict[int, Position] = OrderedDict()
 _MAX_POSITIONS = 4096
 
@@ -108,7 +108,7 @@ def _remember(state: int, where: Position) -> None:
 
 
 def position() -> Position | None:
-    """Return the position of the current forward pass, also when it is recomputed; None without `set_position`."""
+    """Return the position of the current forward pass, also when it is recomputed; None if none was set."""
     return _positions.get(torch.initial_seed())
 
 
@@ -247,7 +247,7 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
     interval = (hash_ >> 16).add_(1 << 15).view(-1)
-    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact, up to the sum
+    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact; only the sum below rounds
     place.mul_(ends.diff().double().index_select(0, interval).view_as(place))
     return place.add_(ends.double().index_select(0, interval).view_as(place)).float()
 
@@ -280,7 +280,7 @@ def _ends() -> list[float]:
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
-    """Return a key (int64) for every index: splitmix64's finalizer of ``key + (index + 1) * odd constant``."""
+    """Return a key (int64) for every index: splitmix64's finalizer applied to ``key + (index + 1) * odd constant``."""
     x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)

@@ -124,7 +124,8 @@ class RoutingGroups:
         token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.
         first_group: index of the first group within the global batch of the step; a scalar tensor on the host while
             torch.compile traces.
-        noise_key: returns the key of the noise; called only by gates that draw noise.
+        noise_key: returns the key from which noise is drawn (`fmoe.random.noise_key`); called only by gates that draw
+            noise.
         shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
         count: G.

@@ -67,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="number of expert-parallel ranks; default: all")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the layers; default: cuda if available")
     parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective in seconds, default 60")
-    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="MB of rows per rank")
+    sizes = "sizes at which exchanges are timed, in MB of rows per rank"
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help=sizes)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
     if arguments.timeout <= 0:

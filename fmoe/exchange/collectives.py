@@ -38,10 +38,10 @@ _GRACE = 2.0  # additional seconds for the other ranks to report, once a connect
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step.
+    """Another rank of the group failed, exited or does not respond; the message names it and the layer's forward pass.
 
     Attributes:
-        is_agreed: all ranks raise it in the same forward pass.
+        is_agreed: whether all ranks raise it in the same forward pass.
     """
 
     is_agreed = False
@@ -249,7 +249,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_succeeded(work: collectives.Started) -> bool:
-    """Return whether a complete collective succeeded, which is possible even if the wait for it just timed out."""
+    """Return whether a completed collective succeeded. It may have completed just after the wait for it timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -316,7 +316,7 @@ def all_to_all(
 
 
 def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
-    """Start ``all_gather_into_tensor``, like `all_to_all`: [n, ...] on each of W ranks -> [W * n, ...]."""
+    """Start ``all_gather_into_tensor``: [n, ...] on each of W ranks -> [W * n, ...]. Errors as in `all_to_all`."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     monitor = monitor_of(group)
@@ -328,7 +328,7 @@ def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of
 def all_reduce(
     group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, what: str = "reduction"
 ) -> Pending:
-    """Start ``all_reduce`` in place, like `all_to_all`."""
+    """Start ``all_reduce`` in place. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.all_reduce, value, op=op, group=group)
@@ -336,7 +336,7 @@ def all_reduce(
 
 
 def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
-    """Start ``broadcast`` in place from rank ``source`` of the group, like `all_to_all`."""
+    """Start ``broadcast`` in place from rank ``source`` of the group. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
@@ -345,8 +345,8 @@ def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = 
 
 
 def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
-    """Start ``reduce`` in place to rank ``target`` of the group, like `all_to_all`. On other ranks ``value`` is
-    undefined afterwards."""
+    """Start ``reduce`` in place to rank ``target`` of the group. On other ranks ``value`` is undefined
+    afterwards. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)

@@ -38,7 +38,7 @@ MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a
 class DeepEPExchange(GroupExchange):
     """Exchange by DeepEP, in bfloat16: one copy of a token per rank, and one sum of its outputs from each rank.
 
-    It supports no second derivatives, and no expert dropout, because it sends only one tensor of tokens.
+    It supports neither second derivatives nor expert dropout: it sends only the tokens, without noise keys.
 
     Args:
         group, num_experts: see `GroupExchange`.

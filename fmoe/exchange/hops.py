@@ -179,7 +179,7 @@ class Handle:
 
     def wait(self) -> Tensor:
         """Return the rows. Call it only once."""
-        placeholder, self.rows = self.rows, None  # its graph refers to this handle
+        placeholder, self.rows = self.rows, None  # its graph refers to this handle: otherwise a reference cycle
         rows = _Wait.apply(placeholder, self)
         return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
 

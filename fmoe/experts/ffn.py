@@ -42,7 +42,7 @@ GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu_oai": SwiGLUOAI()}
 # Kinds of module hooks. They see rows and outputs, which a fused forward pass does not have.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_NUMBERS_AT_ONCE = 1 << 26  # of initial weights: 256 MiB
+_NUMBERS_AT_ONCE = 1 << 26  # initial weights drawn at once: 256 MiB
 
 BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 
@@ -438,5 +438,5 @@ class ExpertCall:
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether the method is ``function``, which neither a subclass nor the instance replaces."""
+    """Return whether ``owner``'s method is still ``function``: neither a subclass nor the instance replaces it."""
     return getattr(type(owner), name) is function and name not in owner.__dict__

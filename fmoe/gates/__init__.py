@@ -97,7 +97,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
             Without this sum, biases would differ between the ranks of a data parallel job.
     """
-    module: Any  # its type lacks these methods
+    module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
         # Gates also have `record`; modules of other libraries may have a method end_step.
         if hasattr(module, "end_step") and hasattr(module, "record"):
@@ -106,7 +106,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def skip_step(model: nn.Module) -> None:
     """Discard the loads counted for an optimizer step that is skipped; call this instead of `end_step`."""
-    module: Any  # its type lacks these methods
+    module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):
             module.skip_step()

@@ -59,8 +59,8 @@ class HashRouter(FixedRouter):
     Raises:
         UserError: the table does not have K columns of experts; a call without token ids, or with ids that are
             negative, past the end of the table or not integers. Values of ids are not checked while torch.compile
-            traces, nor on a GPU, which reading them would stall: a negative id then counts from the end of the table.
-            Ids of padding are ignored.
+            traces, nor on a GPU, where the host would have to wait for them: a negative id then counts from the end of
+            the table. Ids of padding are ignored.
     """
 
     routes_by_logits = True
