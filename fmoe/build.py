@@ -57,8 +57,8 @@ class Spec:
             value of `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: backend of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda"
-            for the kernels of GPUs (docs/cuda.md), "torch", or "auto": native or cuda where available.
+        backend: backend of experts given by name: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
+            fastest available (`fmoe.experts.FFNExperts`).
         check: raise if a combine weight is not finite; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
         seed: seed of the layer's weights and noise; None draws one from torch's default generator on the first rank of

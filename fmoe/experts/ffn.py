@@ -97,7 +97,7 @@ class FFNExperts(Stacked):
             The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
             GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
-            "auto" for the fastest in a measurement.
+            "auto" for the value of FMOE_GEMM, else for the fastest in a measurement.
         init_method, output_init_method: fill one expert's [H, D] (gated [2 * H, D]) or [D, H] matrix in place, with
             biases zero; None for U(-1/sqrt(fan in), 1/sqrt(fan in)) for weights and biases, as in torch's Linear.
 
