@@ -1,4 +1,4 @@
-"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. Needs torch alone."""
+"""fmoe: Mixture-of-Experts layers for PyTorch, from one CPU to a cluster. torch is the only dependency."""
 
 from fmoe.convert import fmoefy, register_family
 from fmoe.errors import MissingPackageError, UserError
@@ -18,7 +18,7 @@ from fmoe.fastmoe import DistributedGroupedDataParallel, FMoE, FMoELinear, FMoET
 
 __version__ = "0.1.0"
 
-register_adapter = register_family  # its name until 0.1
+register_adapter = register_family  # the old name, kept for existing code
 
 __all__ = [
     "DispatchPlan",

@@ -26,21 +26,22 @@ class Spec:
 
     Attributes:
         d_model: D, the width of tokens.
-        num_experts: E, on all ranks together; every rank holds ``E / ep_size`` of them.
+        num_experts: E, the number of experts on all ranks together; each rank of ``moe_group`` holds an equal part.
         d_hidden: hidden width of an expert; None for ``4 * d_model``.
         top_k: K, experts per token; None for the gate's own default.
         gate: a name of `fmoe.gates.GATES`, a class, a function or a ready instance; None for "naive".
         gate_options: keywords for a gate given by name or class, e.g. ``{"capacity_factor": 1.0}``.
         expert: a name of `fmoe.experts.EXPERTS`, a module class or factory (called with ``d_model`` for each expert),
-            or a sequence of those or of modules, one for each of the E; None if a subclass assigns the experts.
+            or a sequence of E of these or of modules; None if a subclass assigns the experts.
         expert_options: keywords for experts given by name, e.g. ``{"activation": "relu", "bias": False}``.
-        shared_expert: a module, or the hidden width of one, for every token, in parallel with the routed experts.
+        shared_expert: an expert that processes every token, in parallel with the routed ones: a module, or its hidden
+            width; None for none.
         shared_options: keywords of a shared expert given by its width; None for those in ``expert_options``.
         shared_gate: multiply the shared expert's output by a sigmoid of the token (Qwen2-MoE).
-        granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, of which a token gets
-            ``m * K`` (DeepSeekMoE, arXiv 2401.06066).
+        granularity: m; splits every expert into m experts of hidden width ``d_hidden / m``, so that each token gets
+            ``m * K`` of ``m * E`` experts (DeepSeekMoE, arXiv 2401.06066).
         moe_group: expert parallel group, over which the experts are spread; None for one rank.
-        exchange: a name of `fmoe.exchange.EXCHANGES`, the way in which rows are sent between the ranks of ``moe_group``
+        exchange: a name of `fmoe.exchange.EXCHANGES`, the algorithm that sends rows between the ranks of ``moe_group``
             (docs/parallelism.md compares them); the result does not depend on it.
         exchange_options: keywords of that exchange, e.g. ``{"chunks": 2, "wire_dtype": torch.bfloat16}``.
         slice_group: tensor parallel group, whose ranks hold the same tokens: each routes its slice of them.
@@ -56,12 +57,12 @@ class Spec:
             value of `fmoe.set_loss_scale`.
         group_size: tokens of a routing group (`fmoe.routing.RoutingGroups`); None for one sequence.
         sequence_first: 3-D inputs are [S, B, D] instead of [B, S, D].
-        backend: backend of experts given by name: "native" for the C++ operations of the CPU (docs/native.md), "cuda"
-            for the kernels of GPUs (docs/cuda.md), "torch", or "auto": native or cuda where available.
+        backend: backend of experts given by name: "native", "cuda", "te", "sonicmoe", "torch", or "auto" for the
+            fastest available (`fmoe.experts.FFNExperts`).
         check: raise if a combine weight is not finite; synchronizes with a GPU.
         name: the layer's name in errors and warnings.
-        seed: key of the layer's weights and noise; None draws one from torch's default generator, on the first rank of
-            ``moe_group`` for all of them.
+        seed: seed of the layer's weights and noise; None draws one from torch's default generator on the first rank of
+            ``moe_group``, for all its ranks.
 
     Raises:
         UserError: an invalid option; names it, its value and its limit.
@@ -98,13 +99,13 @@ class Spec:
     def __post_init__(self) -> None:
         for key in ("d_model", "num_experts"):
             if getattr(self, key) is None:
-                raise UserError(f"{key} is missing")
+                raise UserError(f"{key} is missing: every layer needs it")
         for key in ("d_model", "num_experts", "group_size", "granularity", "d_hidden"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"{key}={value} is not a positive whole number")
         if self.aux_loss not in ("auto", "manual"):
-            raise UserError(f"aux_loss={self.aux_loss!r} is neither 'auto' nor 'manual'")
+            raise UserError(f"aux_loss={self.aux_loss!r} must be 'auto' or 'manual'")
         self.d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
         if self.d_hidden % self.granularity:
             raise UserError(f"granularity={self.granularity} does not divide d_hidden={self.d_hidden}")
@@ -146,7 +147,7 @@ class Spec:
         """Draw ``seed`` if it is None, and return the arguments of `fmoe.MoE`.
 
         Args:
-            layout, aux: called to build the arguments of these names.
+            layout, aux: classes or functions that build the arguments of the same names.
         """
         exchange = build_exchange(self.moe_group, self.num_experts, self.exchange, self.exchange_options)
         if self.seed is None:

@@ -1,7 +1,7 @@
 """The console command ``fmoe NAME ARGS...``.
 
-Commands are entry points of the group ``fmoe.commands``, functions ``main(argv) -> int | None``. Any installed package
-can add one; this module imports only the command that runs.
+Each command is an entry point of the group ``fmoe.commands``: a function ``main(argv) -> int | None``. Any installed
+package can add one; this module imports only the command that runs.
 """
 
 import argparse
@@ -40,14 +40,14 @@ SUMMARIES = {
 
 
 def commands() -> dict[str, EntryPoint]:
-    """Return the installed commands by name: ours in the order of `SUMMARIES`, then those of other packages."""
+    """Return the installed commands by name: fmoe's in the order of `SUMMARIES`, then those of other packages."""
     order = {name: index for index, name in enumerate(SUMMARIES)}
     found = sorted(entry_points(group="fmoe.commands"), key=lambda e: (order.get(e.name, len(order)), e.name))
     return {entry.name: entry for entry in found}
 
 
 def extras() -> dict[str, list[str]]:
-    """Return the distributions that each extra of the installed fmoe adds, without other extras of fmoe."""
+    """Return the distributions that each extra of the installed fmoe requires; extras that it includes are left out."""
     found: dict[str, list[str]] = {}
     try:
         requirements = requires("fmoe") or []
@@ -68,7 +68,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for invalid input (one line on stderr), else the command's."""
+    """Run one command and return its exit code; invalid input gives 2 and one line on stderr."""
     if argv is None:
         argv = sys.argv[1:]
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -119,8 +119,8 @@ def run(program: str, command) -> int:
     """Call ``command()`` and return its exit code.
 
     A `UserError` becomes one line on stderr and exit code 2, and so does a path that the system refuses (too long, or
-    no permission) or a missing package of an extra. An interrupt becomes exit code 130. If the reader of the output
-    ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
+    no permission) or a missing package that an extra installs. An interrupt becomes exit code 130. If the reader of the
+    output ends first, as ``| head`` does, the command ends silently with 141, as if by SIGPIPE.
     """
     try:
         try:
@@ -132,7 +132,7 @@ def run(program: str, command) -> int:
         return code
     except BrokenPipeError:
         if not _has_lost_reader():
-            raise  # another pipe
+            raise  # a pipe other than standard output
         drop_output()
         return 128 + signal.SIGPIPE
     except UserError as error:

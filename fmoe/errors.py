@@ -1,6 +1,6 @@
 """Errors for invalid input, whose message is one line that names the key, the value and the limit.
 
-Commands end with that line and exit code 2. All other errors keep their traceback, because they are our mistakes.
+Commands print that line and end with exit code 2. Other errors keep their traceback, because they are bugs of fmoe.
 """
 
 import difflib
@@ -23,7 +23,7 @@ class MissingPackageError(UserError, ImportError):
 
 
 class BuildError(RuntimeError):
-    """The native backend cannot be built or loaded on this machine. The message is one line: what failed and why."""
+    """The native or the CUDA backend cannot be built or loaded here. The message is one line: what failed and why."""
 
 
 def printable(text: str) -> str:
@@ -40,17 +40,18 @@ def printable(text: str) -> str:
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known names and the most similar of them."""
+    """Return the end of a message about an unknown name: the valid names, and the one most similar to it."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"there {'are' if known[1:] else 'is'} {', '.join(known) or 'none'}" + (
-        f"; did you mean {near[0]!r}?" if near else ""
-    )
+    return f"valid names: {', '.join(known) or 'none'}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def option_names(factory: Any) -> list[str] | None:
-    """Return the names of the parameters of a function, or of a class with those that its ``**options`` pass on to its
-    base classes; None if it takes any name. A ``functools.partial`` has the names of its function."""
+    """Return the names of the parameters that a function or class accepts; None if it accepts any name.
+
+    They include those of base classes, if the class takes ``**options`` to pass on. A ``functools.partial`` accepts the
+    names of its function.
+    """
     factory = getattr(factory, "func", factory)
     calls = [factory]
     if isinstance(factory, type):
@@ -69,22 +70,22 @@ def add_name(table: MutableMapping[str, Any], kind: str, name: str, entry: Any) 
     does when a cell runs twice, replaces it.
 
     Args:
-        kind: what the table holds, for the message.
+        kind: option that takes the names of this table, for the message, e.g. ``"gate"``.
 
     Raises:
         UserError: the name is not a string, is empty, or belongs to something else.
     """
     if not isinstance(name, str) or not name:
-        raise UserError(f"{kind}={name!r} must be a name")
+        raise UserError(f"{kind}={name!r} must be a non-empty string")
     if name in table and table[name] is not entry:
         was = _defined_as(table[name])
         if was != _defined_as(entry) or was[0].startswith("fmoe.") or was[-1].endswith("<lambda>"):
-            raise UserError(f"{kind}={name!r} is registered already, as {'.'.join(was)}")
+            raise UserError(f"{kind}={name!r} is registered already, as {'.'.join(was)}: use another name")
     table[name] = entry
 
 
 def _defined_as(entry: Any) -> tuple[str, ...]:
-    """Return the names of an entry's module and of the entry in it."""
+    """Return the module and qualified name of an entry."""
     if isinstance(entry, ModuleType):
         return (entry.__name__,)
     entry = getattr(entry, "func", entry)  # of a functools.partial

@@ -1,8 +1,8 @@
 """The tokens that a rank routes: from a layer's input to this rank's tokens, and back to the layer's output.
 
 Ranks of a tensor or sequence parallel group work on parts of the same sequences. A gate must see whole routing
-groups, so its input is gathered, or only its logits if it uses nothing else. All ranks of the group then make the
-same decisions, and each rank continues with its own tokens.
+groups, so the ranks gather its input, or only its logits if it decides by these alone. All ranks of the group then make
+the same decisions, and each rank continues with its own tokens.
 
 Shape letters: T tokens of this rank, A tokens that the gate decides about (those of all ranks of the group), D model
 width, K experts per token.
@@ -44,7 +44,7 @@ class Layout:
     def split(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, by_logits: bool = False
     ) -> "LocalTokens":
-        """Return this rank's part of ``x``.
+        """Return this rank's tokens of ``x``, with the tokens that its gate decides about.
 
         Args:
             x, mask, token_ids: input of the layer (`fmoe.MoE.forward`); [T, D] is one sequence.
@@ -52,7 +52,8 @@ class Layout:
             by_logits: gather the gate's logits over ranks instead of its input.
 
         Raises:
-            UserError: the last dimension is not ``d_model``, x is not floating point, the mask has another shape.
+            UserError: ``x`` is not [..., D] or not floating point; ``mask`` or ``token_ids`` does not have one value
+                per token; ``mask`` is not bool.
         """
         local, seen, shards = x, x, None
         if self.slice_group is not None:
@@ -86,8 +87,8 @@ class Layout:
     def _tokens(
         self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, seed: int, shards: "TokenShards | None"
     ) -> tuple[Tensor, RoutingGroups]:
-        """As `tokens`. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is this rank's part of
-        them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
+        """Like `tokens`. With ``shards``, routing groups consist of the tokens of all ranks: ``x`` is this rank's
+        part of them along the first dimension, and ``mask`` and ``token_ids`` cover all of them."""
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise UserError(f"the layer's input has shape {tuple(x.shape)}; it must be [..., d_model={self.d_model}]")
         if not x.is_floating_point():
@@ -125,8 +126,8 @@ class LocalTokens:
         leading: the input's shape without D.
         loss_share: factor of the auxiliary losses on this rank; below 1 if their gradients are summed over ranks.
         shards: how the A tokens are spread over ranks; None if all of them are this rank's own.
-        rows_per_entry: tokens per entry of the dimension along which `shards` cuts.
-        slice_group: group over which `join` gathers the outputs; None for none.
+        rows_per_entry: tokens per entry of the dimension along which ``shards`` splits.
+        slice_group: group over which `join` gathers the outputs; None to gather nothing.
     """
 
     inputs: list[Tensor]
@@ -156,7 +157,7 @@ class LocalTokens:
         return replace(routing, expert_TK=expert_TK, weight_TK=self.local(routing.weight_TK), max_load=max_load)
 
     def _passed(self, routing: Routing) -> Routing:
-        """Let the experts take the tokens that the gate passed on, if it got this rank's tokens as they are."""
+        """Give the experts the tokens that the gate returned, if its input was this rank's tokens."""
         assert routing.passed is not None
         given, passed = routing.passed
         if given is self.x_TD:
@@ -167,8 +168,8 @@ class LocalTokens:
         """Return the tensors whose rows are sent to the experts.
 
         Args:
-            with_keys: append the noise keys of expert dropout, int64 [T, 1]. A token's key does not depend on the split
-                of the job.
+            with_keys: append the noise keys of expert dropout, int64 [T, 1]. A token's key does not depend on how the
+                job is split over ranks.
         """
         if not with_keys:
             return self.inputs
@@ -195,10 +196,10 @@ class LocalTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Tokens along the first dimension, spread over the ranks of ``group`` in order.
+    """Tokens spread over the ranks of ``group`` along their first dimension, whose indices are called entries.
 
     Attributes:
-        lengths: number of entries of each rank.
+        lengths: number of entries of each rank; rank 0 has the first ones.
     """
 
     group: dist.ProcessGroup
@@ -227,7 +228,7 @@ class TokenShards:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and the one after its last."""
+        """First entry of this rank, and one past its last."""
         begin = sum(self.lengths[: self.group.rank()])
         return begin, begin + self.lengths[self.group.rank()]
 
@@ -235,7 +236,7 @@ class TokenShards:
         """Gather the entries of all ranks from this rank's ``x``; differentiable.
 
         Args:
-            full: the result, if this rank already has it: nothing is communicated in the forward pass.
+            full: the result, if this rank already has it; then nothing is communicated in the forward pass.
             alike: whether all ranks compute the same from the result, except for values that depend only on a rank's
                 own entries. This rank then has the whole gradient of ``x``, and nothing is communicated in the backward
                 pass. Otherwise the gradients of all ranks are summed.
@@ -252,7 +253,7 @@ class TokenShards:
         return x.narrow(0, begin * rows, (end - begin) * rows)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """As `gather`, but not differentiable."""
+        """Like `gather`, but not differentiable."""
         longest = max(self.lengths)
         if x.shape[0] < longest:
             x = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
@@ -261,7 +262,7 @@ class TokenShards:
         return torch.cat([part[:length] for part, length in zip(parts, self.lengths, strict=True)])
 
     def sum_scatter(self, x: Tensor) -> Tensor:
-        """As `reduce_scatter`, but not differentiable."""
+        """Like `reduce_scatter`, but not differentiable."""
         longest = max(self.lengths)
         if min(self.lengths) < longest:
             parts = x.split(self.lengths)
@@ -347,10 +348,10 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def take_slice(nest: Any, group: dist.ProcessGroup) -> Any:
-    """Return this rank's slice, along the first dimension, of each tensor in a nest that all ranks hold."""
+    """Cut each tensor of a pytree to this rank's slice along the first dimension. All ranks hold the same tensors."""
     return pytree.tree_map(lambda x: _TakeSlice.apply(x, group) if isinstance(x, Tensor) else x, nest)
 
 
 def gather_slices(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the slices of all ranks, ``length`` rows: the inverse of `take_slice`."""
+    """Gather the slices of all ranks into a tensor of ``length`` rows; the inverse of `take_slice`."""
     return _GatherSlices.apply(x, length, group)

@@ -33,11 +33,11 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
     """Return ``E * sum_e f_e P_e``, which is 1 for balanced routing (Switch, arXiv 2101.03961 equations 4-6; GShard's
     ``l_aux``, arXiv 2006.16668 algorithm 1, is the same up to a constant).
 
-    E counts the experts of all ranks, f_e is an expert's share of the choices, P_e its mean probability.
+    E is the number of experts on all ranks, f_e an expert's share of the choices, P_e its mean probability.
 
     Args:
         probs_GSE: the router's probabilities, differentiable.
-        load_GE: number of choices of each expert in the group, before capacity.
+        load_GE: number of choices that fall on each expert in the group, before capacity.
         valid_GS: bool, True for positions that hold a token; None for all.
 
     Returns:
@@ -57,8 +57,8 @@ def load_balancing_loss(probs_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | N
 
 
 def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return `load_balancing_loss` of scores divided by each token's sum (DeepSeek-V3, arXiv 2412.19437 equations
-    17-20; a routing group is the sequence).
+    """Return `load_balancing_loss` of the scores, normalized to sum to one per token (DeepSeek-V3, arXiv 2412.19437
+    equations 17-20, with a routing group for the sequence).
 
     Args:
         scores_GSE: positive affinities of tokens and experts, differentiable; they need not sum to one.
@@ -69,8 +69,8 @@ def sequence_balance_loss(scores_GSE: Tensor, load_GE: Tensor, valid_GS: Tensor 
 
 
 def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return ``CV(Importance)^2``, the squared coefficient of variation over experts of Importance, the sum of an
-    expert's gate values over the group's tokens (Shazeer et al., arXiv 1701.06538 equations 6-7).
+    """Return ``CV(Importance)^2``, a squared coefficient of variation over experts. The Importance of an expert is the
+    sum of its gate values over the group's tokens (Shazeer et al., arXiv 1701.06538 equations 6-7).
 
     Args:
         gates_GSE: combine weight of each expert, 0 where it was not chosen; differentiable.
@@ -83,8 +83,8 @@ def importance_loss(gates_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor
 
 
 def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
-    """Return ``CV(Load)^2``, the squared coefficient of variation over experts of Load, a smooth estimate of the number
-    of the group's tokens that choose an expert (arXiv 1701.06538 equations 10-11).
+    """Return ``CV(Load)^2``, a squared coefficient of variation over experts. An expert's Load is a smooth estimate of
+    the number of the group's tokens that choose it (arXiv 1701.06538 equations 10-11).
 
     Args:
         chosen_GSE: probability P(x, i) that the expert is chosen if only its noise is drawn again (equation 9).
@@ -97,8 +97,8 @@ def load_loss(chosen_GSE: Tensor, valid_GS: Tensor | None = None) -> Tensor:
 
 
 def _squared_variation(value_GSE: Tensor, valid_GS: Tensor | None) -> Tensor:
-    """Return the squared coefficient of variation over experts of the sums over a group's tokens, averaged over groups,
-    weighted by their number of tokens."""
+    """Sum over each group's tokens, and return the squared coefficient of variation of the sums over experts: the mean
+    over groups, weighted by their number of tokens."""
     if valid_GS is None:
         valid_GS = value_GSE.new_ones(value_GSE.shape[:2])
     valid_GS = valid_GS.to(value_GSE.dtype)
@@ -132,8 +132,8 @@ _default_scale: float | Tensor = 1.0
 def set_loss_scale(value: float | Tensor) -> None:
     """Set the factor of auxiliary losses in the backward pass, for layers without a ``loss_scale`` option.
 
-    A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). It is 1 for plain
-    ``loss.backward()``.
+    A trainer sets it to the factor of its own loss: (loss scale of fp16) / (micro batches per step). Plain
+    ``loss.backward()`` needs 1, the default.
     """
     global _default_scale
     _default_scale = value
@@ -189,22 +189,23 @@ class AuxLosses:
         self._number = _register(self)
 
     def scale(self) -> float | Tensor:
-        """Return the present factor of the losses in the backward pass."""
+        """Return the current factor of the losses in the backward pass."""
         return (self.loss_scale or loss_scale)()
 
     def total(self, routing: Routing) -> Tensor | None:
-        """Return the weighted sum of a routing's losses; None if it has no losses.
+        """Return the weighted sum of a routing's losses; None if it has none with a weight other than 0.
 
         Raises:
             UserError: the gate returned a loss that has no entry in the weights.
         """
         if unknown := routing.losses.keys() - self.weights.keys():
-            raise UserError(f"loss_weights of {self.name} has no entry for {sorted(unknown)}, which the gate returns")
+            names = f"{sorted(unknown)}, which the gate returns"
+            raise UserError(f"loss_weights of {self.name} has no entry for {names}: add a weight")
         weighted = [self.weights[name] * loss for name, loss in routing.losses.items() if self.weights[name]]
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def attach(self, routing: Routing, share: float | Tensor, training: bool) -> Tensor:
-        """Return the combine weights, whose backward pass adds the gradients of the losses.
+        """Return the combine weights; in training, their backward pass adds the gradients of the losses.
 
         Args:
             share: factor of the losses on this rank (``loss_share`` of `fmoe.layout.LocalTokens`).
@@ -223,7 +224,7 @@ class AuxLosses:
         return routing.weight_TK if total is None else attach_loss(routing.weight_TK, total, self.scale)
 
     def _attach_each(self, routing: Routing, share: float | Tensor) -> Tensor:
-        """Attach the losses without their weighted sum, which would take several launches on a GPU."""
+        """Attach the losses one by one: their weighted sum would take several kernel launches on a GPU."""
         if not routing.losses.keys() <= self.weights.keys():  # a wrapper of the gate added one
             self.total(routing)  # raises
         losses = {name: x for name, x in routing.losses.items() if self.weights[name] and x.requires_grad}
@@ -234,7 +235,7 @@ class AuxLosses:
         return _AttachEach.apply(routing.weight_TK, self, factors, more, *losses.values())
 
     def gradients(self, factors: tuple[float, ...], more: Tensor | None, device: torch.device) -> Tensor:
-        """Return ``scale() * more * factors`` on a device; kept from step to step while the scale is a number."""
+        """Return the vector ``scale() * more * factors`` on a device; cached between steps if the scale is a number."""
         scale = self.scale()
         if not isinstance(scale, Tensor):
             factors = tuple(factor * scale for factor in factors)
@@ -243,8 +244,8 @@ class AuxLosses:
         if found is None:
             # Filled on the device: a copy would synchronize.
             found = torch.stack([torch.full((), factor, dtype=torch.float32, device=device) for factor in factors])
-            # What was captured is the graph's memory. What is kept stays: a graph captured later may read it. It is not
-            # much, also with weights or scales that change from step to step.
+            # Not cached while a CUDA graph is captured, because the graph owns memory allocated then. Entries are never
+            # freed, because a graph captured later may read them; their number is limited, as scales may change.
             if len(self._factors) < 16 and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 self._factors[key] = found
         if isinstance(scale, Tensor):
@@ -256,8 +257,8 @@ class AuxLosses:
     ) -> list[Tensor]:
         """Return the outputs, whose backward pass counts the statistics of the micro batch, once.
 
-        An activation checkpoint runs a forward pass several times, so the backward pass counts. It reaches the outputs
-        if the router, the experts or the input are trained. If all three are frozen, the forward pass counts.
+        An activation checkpoint runs a forward pass several times, so the backward pass counts. Gradients reach the
+        outputs if the router, the experts or the input are trained. If all three are frozen, the forward pass counts.
 
         Args:
             weight_TK: result of `attach`.
@@ -296,7 +297,7 @@ class AuxLosses:
             )
 
     def collect(self) -> Tensor | None:
-        """With ``is_manual``, return the sum of the losses of all forward passes since the last call; None for none."""
+        """Return the sum of the weighted losses of all forward passes since the last call; None if there are none."""
         pending, self.pending = self.pending, []
         return sum(pending[1:], pending[0]) if pending else None
 
@@ -308,14 +309,15 @@ class AuxLosses:
         elif not self._has_offered and not self._warned:  # the first pass ran without gradients
             self._warned = True
             logger.warning(
-                "the auxiliary losses of %s (aux_loss='manual') cannot be collected from within a reentrant "
+                "the auxiliary losses of %s (aux_loss='manual') cannot be collected inside a reentrant "
                 "checkpoint: checkpoint with use_reentrant=False, or use aux_loss='auto'",
                 self.name,
             )
 
 
 def collect_losses(model: nn.Module) -> Tensor:
-    """Return the sum of the auxiliary losses of all layers with ``aux_loss="manual"``; add it to the training loss.
+    """Return the sum of the auxiliary losses since the last call, of all layers with ``aux_loss="manual"``, to add to
+    the training loss.
 
     Returns:
         A scalar; zero if there are no losses.
@@ -340,7 +342,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class _AttachEach(torch.autograd.Function):
-    """`_AttachLoss` of the sum of ``more * factors * losses``."""
+    """`_AttachLoss` for the loss ``sum(more * factors * losses)``."""
 
     @staticmethod
     def forward(
@@ -418,7 +420,7 @@ def _register(aux: AuxLosses) -> Tensor:
 
 
 def _attach_opaque(x: Tensor, routing: Routing, total: Tensor | None, number: Tensor) -> Tensor:
-    """`attach_loss` with the layer's scale (if there is a ``total``), whose backward pass counts the statistics."""
+    """Attach ``total``, if any, with the layer's scale, and count the statistics in the backward pass."""
     stats = routing.stats
     sums = [] if stats is None else [stats.load_E, stats.dropped, stats.entropy, stats.tokens]
     values = [value.detach() for value in (*sums, *routing.losses.values())]
@@ -460,7 +462,7 @@ def _record(
     layer = _registered.get(int(number))
     scale: float | Tensor = 1.0
     if layer is not None:
-        if int(ticket) not in _counted:  # else the backward pass runs again (retain_graph)
+        if int(ticket) not in _counted:  # otherwise the backward pass runs again (retain_graph)
             _counted[int(ticket)] = None
             if len(_counted) > _MAX_COUNTED:
                 _counted.pop(next(iter(_counted)), None)

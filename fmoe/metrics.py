@@ -18,7 +18,7 @@ _SCALARS = ("dropped", "entropy", "tokens")
 # Several threads may add to one layer's sums (nn.DataParallel, concurrent backward passes). The lock is global because
 # a layer with a lock could be neither copied nor pickled.
 _lock = threading.Lock()
-_MAX_PENDING = 64  # vectors that are kept to be added at once
+_MAX_PENDING = 64  # maximum number of vectors that wait to be added in one operation
 
 
 def _after_fork() -> None:
@@ -76,11 +76,11 @@ class LayerMetrics:
         self.num_experts = num_experts
         self.loss_names = loss_names
         self._sums: Tensor | None = None
-        self._pending: list[Tensor] = []  # sums that are added when they are read
+        self._pending: list[Tensor] = []  # vectors that still have to be added to the sums
         self.seen: set[str] = set()
 
     def add(self, stats: RoutingStats | None, losses: Mapping[str, Tensor]) -> None:
-        """Add one micro batch. Training calls it in the backward pass, so that recomputation is not counted."""
+        """Add one micro batch. In training the backward pass calls this, so that recomputation is not counted."""
         if stats is None:
             return
         sums = stats.sums
@@ -92,22 +92,22 @@ class LayerMetrics:
                 for name in self.loss_names
             ]
             sums = torch.cat([stats.load_E, torch.stack(scalars)]).to(sum_dtype(stats.load_E.device))
-        # A CUDA graph repeats launches, not this code, and memory that it allocates is its own.
+        # A CUDA graph repeats kernels but not this code, so vectors made during capture cannot wait to be added.
         is_captured = sums.is_cuda and torch.cuda.is_current_stream_capturing()
         with _lock:
             self.seen.update(losses)
             buffer = self._buffer(sums.device)
             if is_captured or not is_prefix:
                 buffer[: len(sums)].add_(sums)
-            else:  # later, many at once: on a GPU each addition is a launch
+            else:  # added later, many at once: on a GPU each addition is a kernel launch
                 if self._pending and (len(self._pending[0]), self._pending[0].device) != (len(sums), sums.device):
-                    self._add_pending()  # those of evaluation have no losses
+                    self._add_pending()  # lengths differ: vectors of evaluation have no losses
                 self._pending.append(sums)
                 if len(self._pending) >= _MAX_PENDING:
                     self._add_pending()
 
     def _buffer(self, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be added to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside of it
             if self._sums is None:
                 size = self.num_experts + len(_SCALARS) + len(self.loss_names)
                 self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
@@ -130,12 +130,16 @@ class LayerMetrics:
         return torch.zeros(size, dtype=sum_dtype(torch.device(device)), device=device)
 
     def sums(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`. They are additive over ranks."""
+        """Return the sums so far, [E + 3 + number of losses] in `sum_dtype`. They are additive over ranks.
+
+        Args:
+            device: device of the zeros to return if nothing has been counted.
+        """
         with _lock:
             return self._total(device)
 
     def report(self, sums: Tensor | None = None) -> LayerReport:
-        """Return the report of ``sums``, which may be reduced over ranks; None for the present sums of this rank.
+        """Return the report of ``sums``, which may be reduced over ranks; None for the current sums of this rank.
 
         Synchronizes with the device.
         """
@@ -169,7 +173,7 @@ class LayerMetrics:
 
     def _clear(self) -> None:
         self._pending = []
-        if self._sums is not None:  # in place on a GPU, where a CUDA graph may add to them
+        if self._sums is not None:  # zeroed in place on a GPU, where a CUDA graph may add to this memory
             self._sums = self._sums.zero_() if self._sums.is_cuda else None
 
 

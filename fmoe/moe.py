@@ -1,6 +1,7 @@
 """The Mixture-of-Experts layer: layout -> gate -> losses -> exchange (dispatch, experts, combine) -> shared expert.
 
-Shape letters: T tokens of this rank, D model width, E experts, K experts per token.
+Shape letters: T tokens of this rank, D model width, E experts, K experts per token, R rows (token vectors) that this
+rank's L experts get.
 """
 
 import copy
@@ -30,7 +31,7 @@ class MoE(nn.Module):
     `MoE.build` makes a layer from names and options.
 
     Args:
-        gate: ``gate(x_TD, groups) -> Routing`` (`fmoe.gates`).
+        gate: chooses experts, ``gate(x_TD, groups) -> Routing`` (`fmoe.gates`).
         experts: the experts of this rank, ``experts(rows_RD, counts_L) -> [R, D]`` (`fmoe.experts`); None if a subclass
             assigns ``self.experts`` after the constructor.
         exchange: moves rows to the ranks that own their experts, and back (`fmoe.exchange`).
@@ -38,7 +39,7 @@ class MoE(nn.Module):
         aux: adds auxiliary losses to the backward pass and counts routing statistics (`fmoe.losses`).
         shared: an expert that processes every token; None for none.
         name: the layer's name in errors and warnings.
-        seed: key of the layer's weights and noise.
+        seed: seed of the layer's weights and noise (`fmoe.random`).
         check: raise if a combine weight is not finite; synchronizes with a GPU.
     """
 
@@ -68,7 +69,7 @@ class MoE(nn.Module):
 
     @classmethod
     def build(cls, **options: Any) -> Self:
-        """Return the layer of these options (`fmoe.build.Spec`)."""
+        """Build a layer from options, which `fmoe.build.Spec` documents."""
         return cls(**Spec.of(options).arguments())
 
     def assemble(self, gate: Any, experts: nn.Module | None, shared: nn.Module | None) -> None:
@@ -76,7 +77,7 @@ class MoE(nn.Module):
         self.gate = gate
         if experts is not None:
             self.experts = experts
-        self.shared = shared  # the order is that of parameters in saved optimizer states
+        self.shared = shared  # keep this order: saved optimizer states number parameters by it
 
     def forward(self, x: Any, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Any:
         """Route every token and combine the outputs of its experts.
@@ -120,7 +121,7 @@ class MoE(nn.Module):
         )
 
     def call(self, tokens: LocalTokens) -> ExpertCall:
-        """Return this forward pass's call of the experts."""
+        """Return the `fmoe.experts.ffn.ExpertCall` that runs the experts in this forward pass."""
         return ExpertCall(self.experts, self.name, tokens.x_TD, self.training)
 
     def finish(self, outputs: list[Tensor], tokens: LocalTokens, weight_TK: Tensor) -> list[Tensor]:
@@ -134,7 +135,7 @@ class MoE(nn.Module):
         return outputs[0]
 
     def facts(self, x: Any) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks of the exchange; the first forward pass checks them."""
+        """Return the settings that must be equal on all expert-parallel ranks; the first forward pass checks them."""
         gate, experts = adapted(self.gate), adapted(self.experts)
         return {
             "name": self.name,
@@ -178,12 +179,12 @@ class MoE(nn.Module):
         self.aux.metrics = metrics
 
     def collect_losses(self) -> Tensor | None:
-        """With ``aux_loss="manual"``, return the sum of the weighted losses of all forward passes since the last call;
-        None for none."""
+        """Return the sum of the weighted losses of all forward passes since the last call, for ``aux_loss="manual"``;
+        None if there are none."""
         return self.aux.collect()
 
     def reset_parameters(self) -> None:
-        """Draw all weights again, for models built on the meta device. They are keyed, so the values are the same."""
+        """Draw all weights again, for models built on the meta device. The seed fixes their values."""
         for part, *key in ((self.gate, "gate"), (self.experts, "experts", self.first_expert)):
             with random.keyed(*key, self.seed):
                 if hasattr(part, "reset_parameters"):
@@ -195,7 +196,7 @@ class MoE(nn.Module):
 
     def _mark_experts(self) -> None:
         # Megatron's mark for parameters that are not replicated: gradients are averaged only over the ranks that hold
-        # the same experts. It is set on a single rank too, so that the same code runs at every split.
+        # the same experts. It is set on a single rank too, so that the same code runs at every expert parallel size.
         for parameter in self.experts.parameters() if "experts" in self._modules else ():
             parameter.allreduce = False
 
@@ -208,7 +209,7 @@ class MoE(nn.Module):
             from torch.distributed.fsdp import FSDPModule
 
             if not any(isinstance(module, FSDPModule) for module in experts.modules()):
-                return  # torch's fully_shard treated them as replicas: `refuse_replicating_wrapper` looks for the mark
+                return  # torch's fully_shard made replicas: without the mark, `refuse_replicating_wrapper` detects that
         self._mark_experts()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -221,7 +222,7 @@ class MoE(nn.Module):
             self.aux.name = value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
+        super()._apply(fn, recurse)  # `to_empty`, for one, makes new parameters without the mark
         self._mark_experts()
         return self
 

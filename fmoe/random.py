@@ -2,11 +2,10 @@
 
 Two rules (docs/layer.md explains why):
 
-* Initial weights are keyed by (seed, layer, global expert id, name). A rank draws only its own experts, and they are
-  the same at every expert parallel size.
+* Initial weights are a function of (seed, layer, global expert id, name). A rank draws only its own experts, and they
+  are the same at every expert parallel size.
 * Noise during training (jitter, random second expert) is a counter-based hash of (seed, layer, step, routing group,
-  purpose, position within the group). It uses only tensor arithmetic, so that a group has the same noise on every rank,
-  on CPU and on GPU.
+  purpose, position within the group), so that a group has the same noise on every rank, on CPU and on GPU.
 
 `set_position` sets the position in training (seed, step, first token of the micro batch) once per micro batch. The seed
 of torch's default generator identifies the position. Activation recomputation, torch's and Megatron's, restores that
@@ -29,14 +28,14 @@ _OUTERMOST = 4.6117  # see `normal_ends`
 
 
 def key(*parts: int | str) -> int:
-    """Return a 63-bit key of ``parts``, equal in every process, on every machine and in every version."""
+    """Return a 63-bit hash of ``parts``, equal in every process, on every machine and in every version of Python."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _INT63
 
 
 @contextlib.contextmanager
 def keyed(*parts: int | str) -> Iterator[None]:
-    """Seed torch's default CPU generator with `key` in this context; restore its state afterwards."""
+    """Seed torch's default CPU generator with ``key(*parts)`` in this context; restore its state afterwards."""
     with seeded(key(*parts)):
         yield
 
@@ -67,7 +66,7 @@ class Position:
     first_token: int = 0
 
 
-# Positions by the seed that identifies them, for as many micro batches as a pipeline holds; the oldest are dropped.
+# Positions by generator seed: enough for all micro batches in a pipeline. The oldest are dropped first.
 _positions: OrderedDict[int, Position] = OrderedDict()
 _MAX_POSITIONS = 4096
 
@@ -89,9 +88,9 @@ def set_position(seed: int, step: int, first_token: int = 0, *, stream: int = 0)
 
 
 def branch(*parts: int | str) -> int:
-    """Return a new seed for torch's default CPU generator, from its present seed and ``parts``.
+    """Return a new seed for torch's default CPU generator, derived from its current seed and ``parts``.
 
-    The position does not change. This is for code that seeds the generator while a model runs, such as Megatron's
+    It identifies the same position. This is for code that seeds the generator while a model runs, such as Megatron's
     regions with separate noise per tensor parallel rank.
     """
     seed = key("branch", torch.initial_seed(), *parts)
@@ -109,7 +108,7 @@ def _remember(state: int, where: Position) -> None:
 
 
 def position() -> Position | None:
-    """Return the position of the last `set_position`, also under recomputation; None if there was no call."""
+    """Return the position of the current forward pass, also when it is recomputed; None if none was set."""
     return _positions.get(torch.initial_seed())
 
 
@@ -155,8 +154,8 @@ def _noise_key(layer_seed: int) -> int:
     return key("noise", where.seed, layer_seed, where.step)
 
 
-# Python functions of keys, as operations that torch.compile does not trace: it would freeze their values. The device is
-# a keyword argument, in which a traced checkpoint looks for the device whose generator it must save.
+# Custom operations for the Python functions of keys, whose values torch.compile would otherwise freeze. The device is a
+# keyword argument because a traced checkpoint looks there for the device whose generator it must save.
 @torch.library.custom_op("fmoe::noise_key", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
 def _noise_key_op(layer_seed: int, *, device: torch.device) -> Tensor:
     return torch.tensor(_noise_key(layer_seed), device=device, dtype=torch.int64)
@@ -196,7 +195,7 @@ def uniform(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
 
 
 def uniform16(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
-    """Return `uniform` numbers as multiples of 2^-16, two per hash.
+    """Return uniform numbers like `uniform`, but multiples of 2^-16, two from each hash.
 
     For noise on every element of an input, where hashing dominates the cost.
     """
@@ -215,12 +214,12 @@ def dropped(keys_G: Tensor, count: int, rate: float) -> Tensor:
 
 
 def drop_rate(rate: float) -> float:
-    """Return the exact rate of `dropped`, for scaling: the multiple of 2^-16 closest to ``rate``, below 1."""
+    """Return the exact rate of `dropped`, for scaling: the multiple of 2^-16 below 1 that is closest to ``rate``."""
     return min(round(rate * 2**16), 2**16 - 1) / 2**16
 
 
 def _hash(keys_G: Tensor, start: int, stop: int) -> Tensor:
-    """Return a counter hashed twice by MurmurHash3's finalizer (public domain), int32 [G, stop - start].
+    """Return int32 [G, stop - start]: counters hashed twice by MurmurHash3's finalizer (public domain).
 
     Each pass uses half of the key. The hash relies on int32 arithmetic that wraps around.
     """
@@ -248,7 +247,7 @@ def exact_normal(keys_G: Tensor, count: int, start: int = 0) -> Tensor:
     ends = normal_ends(keys_G.device)
     hash_ = _hash(keys_G, start, start + count)
     interval = (hash_ >> 16).add_(1 << 15).view(-1)
-    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact, up to the sum
+    place = hash_.bitwise_and(0xFFFF).to(torch.float64).add_(0.5).mul_(2.0**-16)  # exact; only the sum below rounds
     place.mul_(ends.diff().double().index_select(0, interval).view_as(place))
     return place.add_(ends.double().index_select(0, interval).view_as(place)).float()
 
@@ -259,11 +258,11 @@ _normal_ends: dict[torch.device, Tensor] = {}
 def normal_ends(device: torch.device) -> Tensor:
     """Return the ends of 2^16 intervals with equal probability under the standard normal distribution, float32.
 
-    The two outermost intervals, which would be infinite, end where a uniform density in them has the right variance.
+    The two outermost intervals, which would be infinite, end where uniform numbers in them give the right variance.
     All ends are rounded to multiples of 2^-20: they do not depend on how a machine computes logarithms, and their
     differences are exact.
     """
-    is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode refuse tensors made outside them
+    is_plain = not torch._C._len_torch_dispatch_stack()  # modes such as FakeTensorMode reject tensors made outside them
     found = _normal_ends.get(device) if is_plain else None
     if found is None:
         found = torch.tensor(_ends(), dtype=torch.float32, device="cpu").to(device)
@@ -281,7 +280,7 @@ def _ends() -> list[float]:
 
 
 def fold(key_: Tensor, index_G: Tensor) -> Tensor:
-    """Return a key (int64) for every index: splitmix64's finalizer of ``key + (index + 1) * odd constant``."""
+    """Return a key (int64) for every index: splitmix64's finalizer applied to ``key + (index + 1) * odd constant``."""
     x = key_ + (index_G + 1) * _int64(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _int64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Input of gates (`RoutingGroups`) and their decisions (`Routing`).
+"""The interface between layers and gates: `RoutingGroups` for a gate's input, `Routing` for its decision.
 
 Shape letters: T tokens on this rank, D model width, E experts, K experts per token, G routing groups on this rank, S
 tokens of a group (the last group may be padded).
@@ -16,7 +16,8 @@ from fmoe.errors import UserError
 
 
 class Shards(Protocol):
-    """Tokens spread over the ranks of a group (`fmoe.layout.TokenShards`)."""
+    """Tokens spread over the ranks of a group along their first dimension, whose indices are called entries
+    (`fmoe.layout.TokenShards`)."""
 
     @property
     def length(self) -> int:
@@ -25,15 +26,15 @@ class Shards(Protocol):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First entry of this rank, and the one after its last."""
+        """First entry of this rank, and one past its last."""
         ...
 
     def gather(self, x: Tensor, full: Tensor | None = None, *, alike: bool = False) -> Tensor:
-        """Return the entries of all ranks."""
+        """Return the entries of all ranks (see `fmoe.layout.TokenShards.gather`)."""
         ...
 
     def local(self, x: Tensor, rows: int = 1) -> Tensor:
-        """Return this rank's entries of ``x``."""
+        """Return this rank's entries of ``x``, which has ``rows`` rows per entry."""
         ...
 
 
@@ -47,8 +48,8 @@ class RoutingStats:
         dropped: assignments over capacity, scalar.
         entropy: entropy of the router's probabilities in nats, summed over tokens, scalar.
         tokens: tokens routed, scalar.
-        sums: all of these in one vector, whose parts they are, followed by each loss of `loss_names` times tokens; None
-            if they are separate.
+        sums: one vector, of which the four fields above are views in this order, followed by each loss of
+            ``loss_names`` times ``tokens``; None if the fields are separate tensors.
         loss_names: names of the losses in ``sums``.
     """
 
@@ -61,14 +62,15 @@ class RoutingStats:
 
     @classmethod
     def of_sums(cls, sums: Tensor, loss_names: tuple[str, ...] = ()) -> "RoutingStats":
-        """Return the statistics in a vector ``sums``."""
+        """Return statistics whose fields are views of the vector ``sums``."""
         num_experts = sums.shape[0] - 3 - len(loss_names)
         load_E, scalars = sums[:num_experts], sums[num_experts:]
         return cls(load_E, scalars[0], scalars[1], scalars[2], sums, loss_names)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over micro batches: float64 except on MPS, because counts in float32 stop at 2^24."""
+    """Return the dtype of sums over micro batches: float64, because float32 counts only to 2^24, but float32 on MPS,
+    which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -84,10 +86,11 @@ class Routing:
         stats: statistics of the decision; None if the gate collects none.
         max_load: upper bound on the assignments of any expert, known without reading values from the device; None if it
             is T * K.
-        counted: ``expert_TK`` and its counts for `fmoe.kernels.cuda.rows.place`; None to count them there.
+        counted: ``expert_TK`` and the counts of its assignments that the gate's kernel made, for
+            `fmoe.kernels.cuda.rows.place`, which otherwise counts them; None for no counts.
         is_fused: whether one operation computed weights and losses; their names are then in ``DEFAULT_LOSS_WEIGHTS``.
-        passed: the gate's input, and the same tokens for the experts to take: the gate then adds the experts' gradient
-            to its own. None if the experts take the input itself.
+        passed: the gate's input, and the same tokens as an output of the gate. The experts use the output, so that the
+            gate's backward pass adds their gradient to its own. None if the experts use the input itself.
     """
 
     expert_TK: Tensor
@@ -100,17 +103,18 @@ class Routing:
     is_fused: bool = False
 
     def counts_of(self, expert_TK: Tensor) -> Tensor | None:
-        """Return the counts of these choices if they are those that were counted."""
+        """Return the counts of ``expert_TK`` if it is the tensor that the gate counted, else None."""
         return self.counted[1] if self.counted is not None and self.counted[0] is expert_TK else None
 
 
 @dataclass(eq=False, repr=False)
 class RoutingGroups:
-    """The groups of tokens within which capacity and balance losses are counted, and their noise.
+    """The groups of tokens within which a gate applies capacity and balance losses, and their noise.
 
     A group is ``size`` consecutive tokens of a sequence-major stream (GShard's local groups, arXiv 2006.16668 section
     2.2), independent of the tokens' order in memory and of their spread over ranks. Routing thus does not depend on
-    data parallel size, micro batch size and expert parallel size, if each micro batch holds whole groups.
+    the split of the job (data parallel size, expert parallel size, micro batch size), if each micro batch holds whole
+    groups.
 
     Attributes:
         num_sequences, sequence_length: shape of the token stream; T is their product.
@@ -118,9 +122,10 @@ class RoutingGroups:
         sequence_first: the memory layout is [sequence_length, num_sequences] (Megatron's), not the reverse.
         mask_T: bool, True for tokens to route (padding is False); None for all.
         token_ids_T: vocabulary ids of the tokens, for gates that route by them; None if they were not given.
-        first_group: index of the first group within the global batch of the step; a scalar on the host while
+        first_group: index of the first group within the global batch of the step; a scalar tensor on the host while
             torch.compile traces.
-        noise_key: returns the key of the noise; called only by gates that draw noise.
+        noise_key: returns the key from which noise is drawn (`fmoe.random.noise_key`); called only by gates that draw
+            noise.
         shards: how the tokens are spread over ranks, if this rank holds only a part of them; None if it holds all.
         num_tokens: T.
         count: G.
@@ -194,7 +199,11 @@ class RoutingGroups:
         return self.split(mask_T, pad=False)
 
     def key_on_host(self, purpose: str) -> int:
-        """Return the key from which the noise keys of all groups follow. Not under torch.compile."""
+        """Return the number from which a kernel derives the noise keys of all groups. Not for use under torch.compile.
+
+        Args:
+            purpose: what the noise is for; different purposes have independent noise, here and in the methods below.
+        """
         if self._key is None:
             self._key = self.noise_key()
         return random.key(int(self._key), purpose)
@@ -236,7 +245,7 @@ class RoutingGroups:
         return self.join(noise_GN.view(-1, self.size, width))
 
     def gather(self, x_TX: Tensor) -> Tensor:
-        """Return the values of all ranks' tokens, of which ``x_TX`` are this rank's; ``x_TX`` itself if it has all.
+        """Gather the values of all ranks' tokens from this rank's ``x_TX``; ``x_TX`` itself if it has all tokens.
 
         The backward pass does not sum gradients over ranks. All ranks must therefore compute the same from the result,
         except combine weights: those of a token may depend only on the token's own values.
@@ -248,7 +257,7 @@ class RoutingGroups:
 
     @property
     def _rows(self) -> int:
-        """Tokens per entry of the dimension along which they are sharded."""
+        """Tokens per entry of the dimension along which tokens are spread over ranks."""
         return self.num_tokens // self.shards.length if self.shards and self.shards.length else 1
 
     def normal(self, width: int, purpose: str, device: torch.device) -> Tensor:

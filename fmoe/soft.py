@@ -30,7 +30,7 @@ class _DenseExperts(nn.Module):
         super().__init__()
         for name, value in (("d_model", d_model), ("num_experts", num_experts)):
             if value < 1:
-                raise UserError(f"{name}={value} is not positive")
+                raise UserError(f"{name}={value} must be at least 1")
         self.d_model, self.num_experts = d_model, num_experts
         self.seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64)) if seed is None else seed
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
@@ -59,7 +59,7 @@ class SoftMoE(_DenseExperts):
 
     Args:
         d_model: D.
-        num_experts, slots_per_expert: E and P; the paper uses as many slots as tokens.
+        num_experts, slots_per_expert: E and P; in the paper ``E * P`` is the number of tokens of a sequence.
         d_hidden, expert, expert_options, seed: as in `fmoe.build.Spec`.
     """
 
@@ -76,7 +76,7 @@ class SoftMoE(_DenseExperts):
     ):
         super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
         if slots_per_expert < 1:
-            raise UserError(f"slots_per_expert={slots_per_expert} is not positive")
+            raise UserError(f"slots_per_expert={slots_per_expert} must be at least 1")
         self.slots_per_expert = slots_per_expert
         self.slots = nn.Parameter(torch.empty(num_experts * slots_per_expert, d_model))
         self.scale = nn.Parameter(torch.ones(()))
@@ -84,16 +84,16 @@ class SoftMoE(_DenseExperts):
             self.slots.copy_(torch.randn(self.slots.shape, device="cpu", dtype=torch.float32) * d_model**-0.5)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map [..., S, D] to the same shape.
+        """Return the layer's output for ``x`` [..., S, D], in the same shape.
 
         Args:
-            mask: bool [..., S], False for padding, which slots ignore and whose output is zero.
+            mask: bool [..., S], False for padding, which slots ignore and whose output is zero; None for no padding.
         """
         self._check(x)
         x_BSD = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            # Normalized on both sides, as in the paper, so that the softmax does not collapse at large widths.
+            # Tokens and slots are normalized, as in the paper, so that the softmax does not collapse at large widths.
             slots_QD = self.scale.to(dtype) * F.normalize(self.slots.to(dtype), dim=-1)
             logits_BSQ = F.normalize(x_BSD.to(dtype), dim=-1) @ slots_QD.t()
             combine_BSQ = logits_BSQ.softmax(-1)
@@ -134,7 +134,7 @@ class MMoE(_DenseExperts):
     ):
         super().__init__(d_model, num_experts, d_hidden, expert, expert_options, seed)
         if num_tasks < 1:
-            raise UserError(f"num_tasks={num_tasks} is not positive")
+            raise UserError(f"num_tasks={num_tasks} must be at least 1")
         self.num_tasks = num_tasks
         self.gates = nn.Parameter(torch.empty(num_tasks, num_experts, d_model))
         with random.keyed("task gates", self.seed), torch.no_grad():
@@ -143,7 +143,7 @@ class MMoE(_DenseExperts):
             )
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Map [..., D] to N outputs of the same shape, one per task."""
+        """Return N outputs for ``x`` [..., D], one per task, each in the same shape."""
         self._check(x)
         x_TD = x.reshape(-1, self.d_model)
         out_ETD = self._run(x_TD.expand(self.num_experts, -1, -1))

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     )
     for name in arguments.without:
         if name not in settings.layers:
-            raise UserError(f"--without {name!r}: {known_names(name, settings.layers)}")
+            raise UserError(f"--without={name!r} is not known; {known_names(name, settings.layers)}")
     runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # all that is wrong is met here
     try:
         for sweep, of_run in runs.items():

@@ -1,4 +1,4 @@
-"""``fmoe build``: compile the native CPU backend and CUDA kernels for this machine, or only kernels for ``--arch``."""
+"""``fmoe build``: compile the native CPU backend and the CUDA kernels, or with ``--arch`` only the CUDA kernels."""
 
 import shlex
 import sys
@@ -29,15 +29,15 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="fmoe build", description=__doc__)
     parser.add_argument("--force", action="store_true", help="compile even if the cache has an entry")
-    parser.add_argument("--clean", action="store_true", help="empty the cache, and exit")
+    parser.add_argument("--clean", action="store_true", help="empty the cache and exit")
     parser.add_argument("--sanitize", default="", metavar="address,undefined", help="build with sanitizers, for tests")
     parser.add_argument(
         "--arch",
         nargs="+",
         metavar="sm_90",
-        help="compile only CUDA kernels, for these architectures; needs no GPU",
+        help="compile only the CUDA kernels, for these architectures; needs no GPU",
     )
-    parser.add_argument("--verbose", action="store_true", help="print compiler commands, registers, spills")
+    parser.add_argument("--verbose", action="store_true", help="print compiler commands, and registers and spills")
     arguments = parser.parse_args(argv)
     sanitize = compiler.sanitizers(arguments.sanitize)
     try:
@@ -71,7 +71,7 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
         print("run with:", *_variables(sanitize), "python ...")
         return 0
     if native.is_off():
-        print("not used while FMOE_NATIVE=0 is set")
+        print("the native backend is not used while FMOE_NATIVE=0 is set")
         return 0
     begin = time.monotonic()
     if not native.load():
@@ -81,7 +81,7 @@ def _build_native(sanitize: tuple[str, ...], force: bool, verbose: bool) -> int:
 
 
 def _variables(sanitize: tuple[str, ...]) -> list[str]:
-    """Return the environment variables of a process that runs the sanitized build."""
+    """Return the environment variables, as shell words, for a process that runs the sanitized build."""
     words = [f"FMOE_SANITIZE={','.join(sanitize)}"]
     if "address" in sanitize:
         cxx = shlex.join(compiler.find().command)
@@ -116,7 +116,7 @@ def build_cuda(archs: Sequence[str], force: bool = False, verbose: bool = False)
         else:
             print(f"{arch}: built in {seconds:.1f} s with {found.name}: {path} ({size})")
     if cuda.is_off():
-        print("not used while FMOE_CUDA=0 is set")
+        print("the CUDA kernels are not used while FMOE_CUDA=0 is set")
     return 0
 
 
@@ -127,4 +127,4 @@ def _build_cuda_here(force: bool, verbose: bool) -> None:
     try:
         build_cuda(cuda.architectures(), force, verbose)
     except BuildError as error:
-        print(f"no CUDA kernels: {error}")
+        print(f"the CUDA kernels were not built: {error}")

@@ -10,7 +10,7 @@ from fmoe.cli import Parser, commands, extras
 from fmoe.kernels.cuda import loader as cuda
 from fmoe.kernels.native import loader as native
 
-_REPORTED = ("pretrain", "tensorboard")  # extras in the report
+_REPORTED = ("pretrain", "tensorboard")  # extras whose packages the report lists
 
 
 def lines() -> list[str]:

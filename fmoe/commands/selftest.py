@@ -37,7 +37,7 @@ LIMITS = {
     "cuda": 1e-4,
 }  # relative, in float32; on a GPU, GEMMs of different shapes sum in different orders
 SEQUENCES, LENGTH, WIDTH, HIDDEN, EXPERTS_OF_A_RANK = 4, 16, 32, 48, 2
-ROW_WIDTH, REPEATS = 1024, 5  # of the bandwidth table
+ROW_WIDTH, REPEATS = 1024, 5  # width of rows and measurements per entry, in the bandwidth table
 
 
 @dataclass
@@ -67,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="fmoe selftest", description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--ep", type=int, help="number of expert-parallel ranks; default: all")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the layers; default: cuda if available")
     parser.add_argument("--timeout", type=float, default=60.0, help="time limit of a collective in seconds, default 60")
-    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help="MB of rows per rank")
+    sizes = "sizes at which exchanges are timed, in MB of rows per rank"
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[0.125, 1, 8, 64], help=sizes)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, written by rank 0")
     arguments = parser.parse_args(argv)
     if arguments.timeout <= 0:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         for line in failed:
             print(f"FAILED: {line}")
         if not failed:
-            print(f"ok: {len(results)} cases, split over {groups.ep}, equal one process")
+            print(f"ok: {len(results)} cases, split over {groups.ep} ranks, agree with one process")
         if arguments.json:
             values = {"ep": groups.ep, "dp": groups.dp, "cases": [asdict(r) for r in results], "bandwidth": table}
             arguments.json.write_text(json.dumps(values, indent=1) + "\n")
@@ -110,7 +111,7 @@ def _test(groups: parallel.ParallelGroups, arguments: argparse.Namespace) -> tup
     if groups.ep > 1 and arguments.megabytes:
         table = _bandwidths(groups, arguments.megabytes, device)
     if is_first and table:
-        print(f"\n{'exchange, GB/s a rank sends (ms there and back)':50}" + _columns(arguments.megabytes, "{:g} MB"))
+        print(f"\n{'exchange: GB/s sent per rank (ms there and back)':50}" + _columns(arguments.megabytes, "{:g} MB"))
         for name, rows in itertools.groupby(table, key=lambda row: row["exchange"]):
             print(f"{name:50}" + _columns(list(rows), "{0[gigabytes_per_second]:.2f} ({0[milliseconds]:.1f})"))
     return results, table
@@ -135,7 +136,7 @@ class Case:
 
 
 def exchanges(ep: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return every exchange with its options, also with chunks if it supports them; only one for ep=1."""
+    """Return the tested exchanges with options, also with chunks where supported; only one exchange for ep=1."""
     if ep == 1:
         return [("all_to_all", {})]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ep))
@@ -215,11 +216,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _errors(case: Case, groups: parallel.ParallelGroups, device: torch.device) -> dict[str, float]:
-    """Return this rank's errors by quantity. The ranks that share a set of experts hold one global batch."""
+    """Return this rank's errors by quantity. Each expert-parallel group has its own global batch."""
     ep, ep_rank = groups.ep, groups.moe_group.rank()
     generator = torch.Generator().manual_seed(random.key("selftest", dist.get_rank() // ep))
-    # A loss is a mean over a rank's routing groups, and the split layer's gradients belong to the sum over ranks.
-    # Therefore the unsplit layer's losses are multiplied by the number of ranks.
+    # An auxiliary loss is a mean over a rank's routing groups, and the split layer's gradients are those of the sum of
+    # losses over ranks. Therefore the unsplit layer's losses are multiplied by the number of ranks.
     whole = _layer(case, ep, device, loss_scale=lambda: float(ep))
     part = _layer(
         case,
@@ -279,7 +280,7 @@ def _error(value: Tensor, right: Tensor) -> float:
 
 
 def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], device: torch.device) -> list[dict]:
-    """Time exchanges, there and back, with even loads and experts that return their rows."""
+    """Time each exchange of rows, there and back, with even loads and experts that return their rows unchanged."""
     ep, table = groups.ep, []
     for (exchange, options), size in itertools.product(exchanges(ep), megabytes):
         if "chunks" in options:  # chunks pay off only by overlap with the experts' computation
@@ -307,7 +308,7 @@ def _bandwidths(groups: parallel.ParallelGroups, megabytes: Sequence[float], dev
 
 
 def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
-    """Return how often each row of a rank is sent to another rank, on average."""
+    """Return the average number of times that a row is sent to another rank, one way."""
     if exchange == "all_gather":
         return ep - 1
     if exchange == "hierarchical":
@@ -317,7 +318,7 @@ def _share_sent(exchange: str, options: dict[str, Any], ep: int) -> float:
 
 
 class _Unchanged(nn.Module):
-    """Experts that return their rows."""
+    """Experts that return their rows unchanged."""
 
     def forward(self, rows: Tensor, counts_L: Tensor) -> Tensor:
         return rows
@@ -325,7 +326,7 @@ class _Unchanged(nn.Module):
 
 @torch.no_grad()
 def _seconds(travel, routing: Routing, rows: Tensor, groups: parallel.ParallelGroups) -> float:
-    """Return the seconds of one exchange on the slowest rank."""
+    """Return the time of one exchange on the slowest rank, in seconds."""
     wait = torch.cuda.synchronize if rows.is_cuda else lambda: None
     dist.barrier(groups.data_group)
     wait()

@@ -33,7 +33,7 @@ class _Agreed(NamedTuple):
         tensors, on_host: the counts (`AllToAllExchange._exchange_counts`), on the device and on the host.
         shadowed: experts to send to all ranks, with the number of this rank's rows for each.
         needed: number of chunks that ``max_rows`` requires.
-        depth: agreed backward depth.
+        depth: agreed backward depth (`base.GroupExchange.open`).
     """
 
     tensors: list[Tensor]
@@ -48,7 +48,7 @@ class AllToAllExchange(base.GroupExchange):
 
     Args:
         group, num_experts, wire_dtype: see `base.GroupExchange`.
-        chunks: number of parts in which rows are sent; 1 sends all rows, computes, and returns all rows.
+        chunks: number of parts in which rows are sent, computed and returned, so that parts overlap; 1 for no overlap.
         max_rows: maximum number of rows that a rank receives at a time. If the gate's choices need more on any rank,
             all ranks exchange the rows in more chunks, and recompute the experts' activations in the backward pass: a
             hot expert costs time, not memory. At least 2 * E; None for no maximum.
@@ -158,7 +158,7 @@ class AllToAllExchange(base.GroupExchange):
         return chunks
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
-        """Return the number of rows of each local expert. Rows of kind x are for expert ``x % L``."""
+        """Return the number of rows of each local expert. Rows of kind x are for local expert ``x % L``."""
         num_local = self.num_local_experts
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
@@ -250,7 +250,7 @@ class ChunkedDispatch:
         plan: orders rows by chunk, with the rows of shadowed experts at the end.
         chunks: a dispatch for each chunk.
         shadowed: experts whose rows stay on this rank; None for none.
-        is_bounded: process the chunks one after the other, and recompute them in the backward pass.
+        is_bounded: process the chunks one after the other without overlap, and recompute them in the backward pass.
     """
 
     def __init__(

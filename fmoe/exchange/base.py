@@ -1,4 +1,4 @@
-"""Contracts of exchanges, which move rows to the ranks that own their experts, and back.
+"""Interfaces of exchanges, which move rows (vectors of tokens) to the ranks that own their experts, and back.
 
 A forward pass is a session: ``with exchange.session(...) as session: outputs = session.run(...)``. The ranks agree on
 the counts of rows, permute and send rows, call the experts, return their outputs and combine them. An error on one
@@ -26,7 +26,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 Facts = Callable[[Any], dict[str, object]]  # a layer's input -> settings that must be equal on all ranks
-NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
+NO_GRAD = 3  # backward depth of a rank that runs without gradients (`GroupExchange.open`)
 
 
 class Dispatch(Protocol):
@@ -45,7 +45,7 @@ class Session(Protocol):
     """A forward pass of a layer."""
 
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """As `Dispatch.run`.
+        """Like `Dispatch.run`.
 
         Raises:
             PeerError: another rank failed, is gone or does not respond.
@@ -152,11 +152,12 @@ class GroupExchange:
         return DispatchPlan.from_routing(routing, self.num_experts)
 
     def open(self, plan: Any, depth: int) -> Dispatch:
-        """Agree with the other ranks on the counts of rows. The host waits for the device here, at most once.
+        """Agree with the other ranks on the counts of rows. The host reads them from the device at most once, or twice
+        with shadowing.
 
         Args:
             plan: from `plan`.
-            depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither, or
+            depth: how far this rank's backward pass goes: 2 for the tokens, 1 for its experts, 0 for neither, or
                 `NO_GRAD`. All ranks then use the largest depth of any rank (except in `PaddedExchange`, whose ranks
                 exchange nothing beforehand).
 
@@ -167,7 +168,11 @@ class GroupExchange:
         raise NotImplementedError
 
     def agreed_depth(self, own: int, largest: int) -> int:
-        """Return the depth that this rank uses, from its own depth and the largest depth of all ranks."""
+        """Return the depth that this rank uses, given its own depth and the largest depth of all ranks.
+
+        Raises:
+            UserError: see `open`.
+        """
         if largest == NO_GRAD and own in (1, 2):
             self._refuse_no_grad()
         return 0 if largest == NO_GRAD else largest
@@ -201,7 +206,7 @@ class GroupExchange:
 
     def post_failure(self, error: Exception) -> None:
         """Report to the ranks that wait for this one that it failed and will not join them."""
-        # The group of a failed rank knows of its failure; all groups know of it if the ranks agreed on it.
+        # The group in which this rank got a PeerError knows of the failure; all groups know if all ranks agreed on it.
         if not isinstance(error, PeerError) or (len(self.groups) > 1 and not error.is_agreed):
             for group in self.groups:
                 monitor_of(group).post_failure(error)
@@ -214,8 +219,8 @@ class GroupExchange:
 class GroupSession:
     """A forward pass over a group.
 
-    An error on this rank must reach the other ranks where they wait: before `run`, in the exchange of counts or in the
-    gate's collectives; afterwards, in an exchange of rows.
+    An error on this rank must reach the other ranks where they wait. Before `run` they wait in the exchange of counts
+    or in the gate's collectives, afterwards in an exchange of rows.
 
     Attributes:
         report: makes an error of this rank raise on the other ranks.
@@ -319,7 +324,7 @@ def refuse_replicating_wrapper(experts: nn.Module, group: dist.ProcessGroup, nam
         return
     if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
         _refuse_ddp(experts, group, name, wrapper)
-    # FSDP replaces parameters by its own tensors, which lack the mark of experts.
+    # FSDP replaces parameters by its own tensors, which lack the experts' mark ``allreduce = False``.
     if getattr(experts, "_is_fsdp_managed_module", False):
         _refuse_fully_shard(experts, name)
 

@@ -33,15 +33,15 @@ Splits = list[int] | None
 PATIENCE = 1.0  # seconds of waiting before the store is asked
 _STORE_SECONDS = 1.0  # a store that does not answer in that time (its process may be stopped) is not asked again
 _BEFORE_WATCHDOG = 0.9  # share of a group's timeout after which a wait on a GPU gives up
-_SHORT = 0.1  # seconds; a wait on a GPU that ends sooner is not asked for an error
+_SHORT = 0.1  # seconds; after a shorter wait on a GPU, the collective is not asked for an error
 _GRACE = 2.0  # additional seconds for the other ranks to report, once a connection is broken
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group failed, exited or does not respond; the message names it, the layer and the step.
+    """Another rank of the group failed, exited or does not respond; the message names it and the layer's forward pass.
 
     Attributes:
-        is_agreed: all ranks raise it in the same forward pass.
+        is_agreed: whether all ranks raise it in the same forward pass.
     """
 
     is_agreed = False
@@ -100,7 +100,7 @@ class GroupMonitor:
             self._store = dist.distributed_c10d._get_process_group_store(group)
 
     def start_pass(self, label: str, traffic: Traffic) -> None:
-        """Begin a layer's forward pass over this group, whose bytes are added to ``traffic``."""
+        """Begin a layer's forward pass over this group; its bytes are added to ``traffic``."""
         self.traffic = traffic
         self._passes[label] += 1
         self.context = f"{label or 'a layer'}, forward pass {self._passes[label]}"
@@ -142,9 +142,9 @@ class GroupMonitor:
                 next_look += PATIENCE
                 self._look(what, number, waited >= _BEFORE_WATCHDOG * self._timeout(), _BEFORE_WATCHDOG)
             time.sleep(min(waited / 20, 1e-3))  # the GPU is idle for a twentieth of the wait at most
-        error = work.error() if waited > _SHORT else None  # torch prints a warning at the first question
+        error = work.error() if waited > _SHORT else None  # the first call of `error` prints a warning
         if error is not None:
-            # The watchdog is about to end this process: no time to hear from the others, as in `broken`.
+            # The watchdog is about to end this process: there is no time to wait for reports, as `broken` does.
             self._post(what, number)
             self._raise_if_failed(number)
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} ({_one_line(error)})") from error
@@ -170,7 +170,7 @@ class GroupMonitor:
         self._raise_if_failed(number)
         if is_late:
             seconds = share * self._timeout()
-            limit = "the group's timeout" if share == 1 else f"{share:.0%} of the group's timeout,"
+            limit = "the group's timeout of" if share == 1 else f"{share:.0%} of the group's timeout,"
             raise PeerError(f"{self.context}, {what}: {self._missing(number)} within {limit} {seconds:g} s")
 
     def broken(self, error: Exception, what: str, number: int, begin: float) -> PeerError:
@@ -189,7 +189,7 @@ class GroupMonitor:
             if before is not None and len(absent) < len(before):  # more ranks report; on a busy machine this is slow
                 end = min(max(end, time.monotonic() + 1.0), last)
             time.sleep(0.1)
-        missing = self._missing(number) + (f" within the group's timeout {seconds:g} s" if is_late else "")
+        missing = self._missing(number) + (f" within the group's timeout of {seconds:g} s" if is_late else "")
         return PeerError(f"{self.context}, {what}: {missing} ({_one_line(error)})")
 
     def _post(self, what: str, number: int) -> None:
@@ -249,7 +249,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _has_succeeded(work: collectives.Started) -> bool:
-    """Return whether a complete collective succeeded, which is possible even if the wait for it just timed out."""
+    """Return whether a completed collective succeeded. It may have completed just after the wait for it timed out."""
     try:
         work.wait()
     except RuntimeError:
@@ -261,14 +261,14 @@ _monitors: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMonitor]" = weakre
 
 
 def monitor_of(group: dist.ProcessGroup) -> GroupMonitor:
-    """Return the monitor of a group, shared by all its exchanges."""
+    """Return the monitor of a group, which all exchanges over that group share."""
     if group not in _monitors:
         _monitors[group] = GroupMonitor(group)
     return _monitors[group]
 
 
 class Pending:
-    """A collective in flight; keeps its tensors alive."""
+    """A collective in flight, watched by its group's monitor; keeps its tensors alive."""
 
     def __init__(
         self, monitor: GroupMonitor, work: collectives.Started, what: str, sent: int, result: Tensor, *read: Tensor
@@ -297,7 +297,7 @@ class Pending:
 def all_to_all(
     group: dist.ProcessGroup, rows: Tensor, receive: Splits = None, send: Splits = None, what: str = "exchange of rows"
 ) -> Pending:
-    """Start ``all_to_all_single``; waiting for the result reports failed and missing ranks.
+    """Start ``all_to_all_single``. `Pending.wait` returns the rows or raises a `PeerError` that names missing ranks.
 
     Args:
         rows: rows sorted by destination rank.
@@ -316,7 +316,7 @@ def all_to_all(
 
 
 def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of rows") -> Pending:
-    """Start ``all_gather_into_tensor`` under a monitor: [n, ...] on each of W ranks -> [W * n, ...]."""
+    """Start ``all_gather_into_tensor``: [n, ...] on each of W ranks -> [W * n, ...]. Errors as in `all_to_all`."""
     part = part.contiguous()
     out = memory.empty((group.size() * part.shape[0], *part.shape[1:]), part)
     monitor = monitor_of(group)
@@ -328,7 +328,7 @@ def all_gather(group: dist.ProcessGroup, part: Tensor, what: str = "gathering of
 def all_reduce(
     group: dist.ProcessGroup, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, what: str = "reduction"
 ) -> Pending:
-    """Start ``all_reduce`` in place, under a monitor."""
+    """Start ``all_reduce`` in place. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.all_reduce, value, op=op, group=group)
@@ -336,7 +336,7 @@ def all_reduce(
 
 
 def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = "broadcast") -> Pending:
-    """Start ``broadcast`` in place from rank ``source`` of the group, under a monitor."""
+    """Start ``broadcast`` in place from rank ``source`` of the group. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.broadcast, value, dist.get_global_rank(group, source), group=group)
@@ -345,8 +345,8 @@ def broadcast(group: dist.ProcessGroup, value: Tensor, source: int, what: str = 
 
 
 def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "reduction") -> Pending:
-    """Start ``reduce`` in place to rank ``target`` of the group, under a monitor; on other ranks ``value`` is undefined
-    afterwards."""
+    """Start ``reduce`` in place to rank ``target`` of the group. On other ranks ``value`` is undefined
+    afterwards. Errors as in `all_to_all`."""
     monitor = monitor_of(group)
     with _start_errors(monitor, what):
         work = collectives.start(dist.reduce, value, dist.get_global_rank(group, target), group=group)
@@ -354,16 +354,16 @@ def reduce(group: dist.ProcessGroup, value: Tensor, target: int, what: str = "re
 
 
 def fence(group: dist.ProcessGroup, device: torch.device, for_host: bool = False) -> None:
-    """Let the stream, or the host, wait until all ranks are here: what they were given before is finished.
+    """Make the stream (with ``for_host`` the host) wait until all ranks have finished the work started before.
 
-    It also finds a rank that failed, which one-sided copies would not.
+    A rank that failed is noticed here; one-sided copies would not notice it.
     """
     all_reduce(group, torch.zeros(1, dtype=torch.int32, device=device), what="fence").wait(for_host)
 
 
 @contextlib.contextmanager
 def _start_errors(monitor: GroupMonitor, what: str) -> Iterator[None]:
-    """Turn the error of a connection that broke earlier into a PeerError: starting the next collective raises it."""
+    """Raise a PeerError if a collective cannot start because a connection broke earlier."""
     try:
         yield
     except RuntimeError as error:

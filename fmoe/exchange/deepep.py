@@ -1,10 +1,10 @@
-"""Tokens to the ranks of their experts, and sums of outputs back, by the kernels of DeepEP (optional package deep_ep).
+"""Exchange by the kernels of DeepEP (optional package deep_ep).
 
 A token is sent once to every rank that has one of its experts. That rank computes its share of the output, and returns
-one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink, internode kernels RDMA besides it.
+one sum per token, as in `fmoe.exchange.all_gather`. Intranode kernels use NVLink, internode kernels also use RDMA.
 
-Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). No
-GPU has run it.
+Written for ``deep_ep.Buffer`` as megatron-core 0.16 calls it (``get_dispatch_layout``, ``dispatch``, ``combine``). It
+has not run on a GPU yet.
 
 Shape letters: T tokens of this rank, R tokens that it receives, others as in `fmoe.exchange.base`.
 """
@@ -31,21 +31,21 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 SENT = torch.bfloat16  # the dtype that DeepEP combines
-MULTIPLE = 16  # of numbers in a row: its kernels copy 32 bytes at a time
-MOST_CHOICES = 32  # per token: one for each lane of a warp
+MULTIPLE = 16  # must divide d_model: the kernels copy 32 bytes at a time
+MOST_CHOICES = 32  # maximum number of choices per token: one for each lane of a warp
 
 
 class DeepEPExchange(GroupExchange):
     """Exchange by DeepEP, in bfloat16: one copy of a token per rank, and one sum of its outputs from each rank.
 
-    It has no second derivatives, and sends a single matrix of tokens: no keys of expert dropout.
+    It supports neither second derivatives nor expert dropout: it sends only the tokens, without noise keys.
 
     Args:
         group, num_experts: see `GroupExchange`.
-        num_sms: multiprocessors that its kernels use, an even number, for all layers of this process; None for the
+        num_sms: number of multiprocessors that its kernels use in all layers of this process, even; None for the
             package's default.
-        wire_dtype: None or ``torch.bfloat16``, which tokens of another dtype need: they are rounded for the transport,
-            and so are each rank's sums, which are added in float32.
+        wire_dtype: None, or ``torch.bfloat16``, which is required if tokens have another dtype: they are then rounded
+            for the transport. Each rank's sums are rounded too, and then added in float32.
 
     Raises:
         UserError: deep_ep cannot be imported, or an option is invalid.
@@ -61,7 +61,7 @@ class DeepEPExchange(GroupExchange):
     ):
         super().__init__(group, num_experts, wire_dtype=wire_dtype)
         if wire_dtype not in (None, SENT):
-            raise UserError(f"exchange_options: wire_dtype={wire_dtype} is not supported: deepep sends {SENT}")
+            raise UserError(f"exchange_options: wire_dtype={wire_dtype} is not supported: deepep sends only {SENT}")
         if num_sms is not None and (type(num_sms) is not int or num_sms < 2 or num_sms % 2):
             raise UserError(f"exchange_options: num_sms={num_sms!r} is not a positive even number")
         self.num_sms = num_sms
@@ -87,7 +87,7 @@ class DeepEPExchange(GroupExchange):
             raise
 
     def check_dtype(self, dtype: torch.dtype | None) -> None:
-        """Raise a UserError if tokens of this dtype would be rounded without being asked for it."""
+        """Raise a UserError if tokens of this dtype would be rounded although ``wire_dtype`` is not set."""
         if self.wire_dtype is None and dtype not in (None, SENT):
             raise UserError(
                 f"exchange='deepep' sends {SENT}, and the input is {dtype}: use "
@@ -97,7 +97,7 @@ class DeepEPExchange(GroupExchange):
     def plan(self, routing: Routing) -> Tensor:
         """Return the choices [T, K]."""
         if (top_k := routing.expert_TK.shape[1]) > MOST_CHOICES:
-            raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}")
+            raise UserError(f"exchange='deepep': top_k={top_k} exceeds {MOST_CHOICES}, its limit")
         return routing.expert_TK
 
     @torch.no_grad()
@@ -112,9 +112,12 @@ class DeepEPExchange(GroupExchange):
         depths = {row[1] for row in heads}
         if depth == NO_GRAD and depths & {1, 2}:  # that rank raises, and nothing would end this one's dispatch
             context = monitor_of(self.group).context
-            raise PeerError(f"{context}: another rank of moe_group trains while this one runs under torch.no_grad()")
+            raise PeerError(
+                f"{context}: another rank of moe_group trains while this one runs under torch.no_grad(): run all ranks "
+                "with gradients, or all without"
+            )
         depth = self.agreed_depth(depth, max(depths))
-        top_k = max(row[2] for row in heads)  # of expert choice, each rank has its own
+        top_k = max(row[2] for row in heads)  # the gate expert_choice has another K on each rank
         expert_TK = F.pad(expert_TK, (0, top_k - expert_TK.shape[1]), value=-1)
         return _Sent(self, expert_TK, layout, sent, received, depth)
 
@@ -177,7 +180,7 @@ class _Sent:
         return [_Combine.apply(share.to(SENT), self).to(share.dtype) for share in tied]
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens and weights; return what this rank received. The host waits for its counts."""
+        """Send tokens and weights; return those that this rank received. The host waits for their counts."""
         per_rank, per_node, per_expert, is_in_rank = self._layout
         with self._call("dispatch of tokens", self._sent, x_TD, weight_TK, self._expert_TK):
             x_RD, expert_RK, weight_RK, self._counts, self._handle, _event = self._buffer.dispatch(
@@ -193,14 +196,14 @@ class _Sent:
         return x_RD, weight_RK
 
     def dispatch_again(self, x_TD: Tensor) -> Tensor:
-        """Send other rows of the same tokens."""
+        """Send other rows for the same tokens, and return those received."""
         fence(self._group, x_TD.device)
         with self._call("dispatch of gradients", self._sent, x_TD):
             return self._buffer.dispatch(x_TD.contiguous(), handle=self._handle)[0]
 
     def combine(self, y_RD: Tensor, weight_RK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the sums over ranks of the rows, and of the weights, of each token."""
-        fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank does not come
+        """Return, for each token, the sum of its rows over ranks, and the sum of its weights."""
+        fence(self._group, y_RD.device)  # DeepEP's kernels would trap if a rank did not come
         weights = [] if weight_RK is None else [weight_RK.float().contiguous()]
         with self._call("combination of tokens", self._received, y_RD, *weights):
             return self._buffer.combine(y_RD.contiguous(), self._handle, topk_weights=weights[0] if weights else None)[
@@ -209,8 +212,8 @@ class _Sent:
 
     @contextlib.contextmanager
     def _call(self, what: str, num_sent: int, *rows: Tensor) -> Iterator[None]:
-        """Count the bytes of as many rows of each tensor, and turn a timeout of the package into an error that names
-        the missing ranks."""
+        """Count the bytes of ``num_sent`` rows of each tensor, and turn a timeout of the package into an error that
+        names the missing ranks."""
         monitor, begin = monitor_of(self._group), time.monotonic()
         monitor.traffic.sent += num_sent * sum(r.shape[1] * r.element_size() for r in rows)
         try:

@@ -1,4 +1,4 @@
-"""All-to-all in two stages: first within the node, then between ranks of the same index in their nodes.
+"""All-to-all in two stages: first within the node, then between the ranks that have the same index in their nodes.
 
 Fewer and larger messages cross the slow network: a rank sends one to each node instead of one to each rank of it (the
 hierarchical all-to-all of HetuMoE, arXiv 2203.14685, and of DeepSpeed-MoE, arXiv 2201.05596 section 5.3). Rows are
@@ -28,7 +28,8 @@ _subgroups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Subgroups]]"
 
 
 def node_groups(group: dist.ProcessGroup, node_size: int) -> Subgroups:
-    """Return the group of this rank's node and the group of the ranks with its index, made once per group and size.
+    """Return two groups: this rank's node, and the ranks with its index in all nodes. They are made once per ``group``
+    and ``node_size``.
 
     Every rank of ``group`` must call it.
     """
@@ -50,9 +51,9 @@ class HierarchicalExchange(AllToAllExchange):
 
     Args:
         group, num_experts, options: see `AllToAllExchange`.
-        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if that
-            is not set or larger.
-        groups: existing groups of this rank's node and of the ranks with its index; None to make them.
+        node_size: I, ranks of ``group`` on a node; None for torchrun's LOCAL_WORLD_SIZE, or the group's size if the
+            variable is unset or larger.
+        groups: existing groups, as `node_groups` returns them; None to make them.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class HierarchicalExchange(AllToAllExchange):
             ("the ranks of this index", self.peers, ranks[self.ep_rank % node_size :: node_size]),
         ):
             if (found := dist.get_process_group_ranks(part)) != expected:
-                raise UserError(f"exchange_options: groups have the ranks {found} for {key}, not {expected}")
+                raise UserError(f"exchange_options: groups must have the ranks {expected} for {key}, not {found}")
 
     def _exchange_counts(self, count_E: Tensor, flag: int) -> tuple[list[Tensor], list[Tensor]]:
         try:
             return self._exchange_in_stages(count_E, flag)
-        except PeerError as error:  # only one stage's group has seen it; ranks of the other group wait for this one
+        except PeerError as error:  # only one stage's group knows of it; ranks of the other group wait for this one
             self.post_failure(error)
             raise
 

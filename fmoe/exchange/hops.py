@@ -1,4 +1,4 @@
-"""A differentiable all-to-all of rows with uneven splits, and the order in which its rows are needed.
+"""A differentiable all-to-all of rows with uneven splits, which sorts the rows as the receiver needs them.
 
 Shape letters: M rows sent, R rows received, D width, P peers of the group, X kinds of rows that a peer sends (rows of
 one kind are adjacent: S = P * X segments).
@@ -22,7 +22,7 @@ Counts = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """Rows to the peers of ``group`` (`forward`) and back (`back`).
+    """Exchange of rows with the peers of ``group``: there (`forward`) and back (`back`).
 
     `start` is the asynchronous form of both, so that experts can compute meanwhile. In the backward pass, `Handle.wait`
     starts the exchange of the gradients and `start` waits for it.
@@ -74,12 +74,13 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class HopCounts:
-    """Numbers of rows of each kind that a hop moves.
+    """Number of rows of each kind that a hop moves.
 
     Attributes:
         send_PX, receive_PX: numbers of rows to and from each peer, on the host.
         receive: ``receive_PX`` on the device.
-        key_PX: sort keys. Rows are needed in the order of their keys, and rows of equal keys in the order of arrival.
+        key_PX: sort key of each peer's rows of each kind. Rows are needed sorted by key, and rows with equal keys in
+            the order of arrival.
     """
 
     group: dist.ProcessGroup
@@ -178,7 +179,7 @@ class Handle:
 
     def wait(self) -> Tensor:
         """Return the rows. Call it only once."""
-        placeholder, self.rows = self.rows, None  # its graph refers to this handle
+        placeholder, self.rows = self.rows, None  # its graph refers to this handle: otherwise a reference cycle
         rows = _Wait.apply(placeholder, self)
         return rows.to(self.dtype) if self.back else self.hop.unpack(rows, self.dtype)
 
@@ -190,7 +191,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, handle: Handle) -> Tensor:
         ctx.handle = handle
         handle.pending.append(handle.hop.launch(rows, handle.back))
-        # In the dtype of the rows, so that autograd passes their gradient as it is.
+        # In the dtype of the rows, so that autograd does not cast their gradient.
         size = sum(handle.hop.send if handle.back else handle.hop.receive)
         return rows.new_empty(()).expand(size, *rows.shape[1:])
 

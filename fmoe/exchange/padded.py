@@ -25,8 +25,8 @@ class PaddedExchange(GroupExchange):
     Args:
         group, num_experts, wire_dtype: see `GroupExchange`.
         chunks: see `fmoe.exchange.AllToAllExchange`.
-        slots: S, upper bound on the rows of one rank for one expert; None for the largest capacity of any rank in the
-            first forward pass. Later batches must not be larger.
+        slots: S, upper bound on the rows of one rank for one expert; None for the largest ``Routing.max_load`` of any
+            rank in the first forward pass, which later batches must not exceed.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class PaddedExchange(GroupExchange):
             self.slots = int(agreed)
         if max_load > self.slots:
             raise UserError(
-                f"an expert may get {max_load} rows of this batch, and the padded exchange has slots={self.slots}: "
-                "give exchange_options={'slots': ...} for the largest batch, or a gate with a smaller capacity_factor"
+                f"an expert may get {max_load} rows of this batch, more than slots={self.slots} of the padded "
+                f"exchange: set exchange_options={{'slots': {max_load}}} or more, or a smaller capacity_factor"
             )
         slots = -(-self.slots // self.chunks) * self.chunks
         return PaddedPlan(super().plan(routing), slots, self.chunks)

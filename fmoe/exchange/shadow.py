@@ -1,10 +1,11 @@
-"""Shadowing: a hot expert is sent to all ranks, instead of their rows to it (FasterMoE, PPoPP'22 section 4.1).
+"""Shadowing: a hot expert is sent to all ranks, instead of their rows to its rank (FasterMoE, PPoPP'22 section 4.1).
 
 Every rank then computes its own rows of that expert, and the expert's gradient is summed on its owner. This is faster
 if sending the rows and computing them all on the owner takes longer than sending the parameters. `choose` decides from
 the loads of all ranks, which every rank has, so that all ranks make the same decision.
 
-Shape letters: W ranks, E experts of all ranks, L experts of a rank.
+Shape letters: W ranks, E experts of all ranks, L experts of a rank. ``loads_WE`` holds the number of rows that each
+rank has for each expert.
 """
 
 import time
@@ -38,8 +39,8 @@ class Cost:
     bandwidth: float
 
     def seconds(self, loads_WE: Tensor | Sequence[Sequence[int]], num_local: int, shadows: Sequence[int]) -> float:
-        """Return the seconds of the slowest rank. Rows are sent 4 times (there and back, and their gradients) and are
-        processed by the GEMMs; each shadowed expert is sent twice (parameters, gradients)."""
+        """Return the time of the slowest rank, in seconds. Rows are sent 4 times (there and back, and their gradients)
+        and are processed by the GEMMs; each shadowed expert is sent twice (parameters, gradients)."""
         loads_WE = torch.as_tensor(loads_WE, dtype=torch.int64, device="cpu")
         home_W = loads_WE[:, shadows].sum(1)
         sent_WE = loads_WE.index_fill(1, torch.tensor(shadows, dtype=torch.int64, device="cpu"), 0)
@@ -61,7 +62,7 @@ def choose(loads_WE: Sequence[Sequence[int]], num_local: int, most: int, cost: C
 
 
 def measure(group: dist.ProcessGroup, expert: Sequence[Tensor], row_width: int, device: torch.device) -> Cost:
-    """Measure the cost model for this group and for experts like this one. It is equal on all ranks.
+    """Measure the cost model for this group and for experts like this one. The result is equal on all ranks.
 
     Args:
         expert: parameters of one expert.

@@ -2,7 +2,7 @@
 
 ``all_to_all_vdev_2d`` brings rows of a rank, sorted by expert, into the order that the experts need, and
 ``all_to_all_vdev_2d_offset`` back, so that neither side reorders rows. Rows pass through two buffers per process group,
-which all layers share. No GPU has run it.
+which all layers share. It has not run on a GPU yet.
 
 Shape letters: see `fmoe.exchange.base`.
 """
@@ -67,7 +67,7 @@ class SymmetricExchange(AllToAllExchange):
 
 @dataclass(frozen=True, eq=False)
 class _Counts(HopCounts):
-    """Counts of a hop with those of the sent rows on the device.
+    """Counts of a hop, with the counts of sent rows also on the device.
 
     Attributes:
         send: ``send_PX`` on the device.
@@ -130,8 +130,8 @@ class _Workspace:
         self._buffers: list[Tensor] = []
 
     def move(self, rows: Tensor, counts: _Counts, num_out: int, back: bool) -> Tensor:
-        """Return ``num_out`` rows of other ranks, in the order needed; with ``back`` in the order in which their rows
-        were sent."""
+        """Return ``num_out`` rows of other ranks, in the order that experts need; with ``back``, in the order in which
+        this rank sent the rows that they answer."""
         group = self._group()
         assert group is not None
         shape = (counts.capacity, rows.shape[1:].numel())

@@ -1,8 +1,8 @@
-"""Experts: ``experts(rows, counts_L) -> rows``, where rows are sorted by local expert.
+"""Experts of a rank as one module: ``experts(rows, counts_L) -> rows``, where rows are sorted by local expert.
 
-``counts_L``, the number of rows of each local expert, is an int64 tensor on the CPU. Experts are given by a name below,
-by a module class or factory, or by a sequence with one entry per expert. `build_experts` makes a stack or a list of
-modules of them.
+``counts_L``, the number of rows of each local expert, is an int64 tensor on the CPU. The option ``expert`` takes a name
+below, a module class or factory, or a sequence with one entry per expert. `build_experts` makes the module: stacked
+weights (`FFNExperts`) or a list of modules (`ModuleExperts`).
 """
 
 import functools
@@ -34,7 +34,7 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
     Args:
         factory: returns all experts of a rank as one module, called as in `EXPERTS`.
         stacked: False if ``factory(d_model, d_hidden, **options)`` returns a single expert, which maps rows [n, D] to
-            [n, D]. It is called once per expert, each with its own random numbers.
+            [n, D]. It is called once per expert, each time under another random seed.
 
     Raises:
         UserError: the name belongs to other experts.
@@ -43,8 +43,8 @@ def register_expert(name: str, factory: Callable[..., nn.Module], *, stacked: bo
 
 
 def taken_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the experts named ``name`` take, except for options that they fix, as swiglu fixes its
-    activation."""
+    """Return those of ``options`` that the experts named ``name`` accept. Options that they fix are not accepted, such
+    as the activation of swiglu."""
     factory = EXPERTS.get(name)
     taken, fixed = option_names(factory), getattr(factory, "keywords", {})
     return {key: value for key, value in options.items() if (taken is None or key in taken) and key not in fixed}
@@ -63,7 +63,7 @@ class _Singles:
 
 
 def _keyed(make: Callable[[int], nn.Module], first: int, count: int, seed: int) -> ModuleExperts:
-    """Return ``count`` modules, each made from its global id, with separate random numbers."""
+    """Return ``count`` modules, each made from its global id, under a random seed of its own."""
     modules = []
     for index in range(first, first + count):
         with random.keyed("expert", seed, index):
@@ -76,8 +76,8 @@ def truncated_normal_(weight: Tensor, scale: float = 0.1) -> Tensor:
     """Fill a [out, in] matrix from a normal distribution of standard deviation ``sqrt(scale / in)``, truncated at two
     standard deviations; return it.
 
-    This is the Switch Transformer's initialisation (arXiv 2101.03961 section 2.4), which makes the training of large
-    sparse models stable by a tenth of the usual scale.
+    This is the Switch Transformer's initialization (arXiv 2101.03961 section 2.4): a tenth of the usual scale makes the
+    training of large sparse models stable.
     """
     std = (scale / weight.shape[-1]) ** 0.5
     return nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)

@@ -1,9 +1,9 @@
 """Feed-forward experts computed by other packages, if they are installed: ``backend="te"`` and ``"sonicmoe"``.
 
 Thin adapters for TransformerEngine's ``GroupedLinear`` (2.x) and SonicMoE's ``moe_general_routing_inputs`` (0.1.2).
-Parameters stay in our own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
+Parameters stay in fmoe's own layout, so that checkpoints, optimizers and the layer do not depend on the package; each
 adapter states the cost of converting to the layout of its package. With ``backend="auto"``, `fastest_ffn` measures them
-against our own operation.
+against the operation of fmoe's cuda backend.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -53,16 +53,16 @@ def check(
     d_model: int,
     d_hidden: int,
 ) -> None:
-    """Check that the backend supports such experts.
+    """Check that the backend supports experts with these settings.
 
     Raises:
         UserError: the backend does not support them, or its package cannot be imported.
     """
     if dropout:
-        raise UserError(f"backend={backend!r} has no dropout of hidden units (dropout={dropout})")
+        raise UserError(f"dropout={dropout} needs backend='torch' or 'auto', not {backend!r}")
     if backend == "sonicmoe":
         if not gated or activation is not F.silu:
-            raise UserError("backend='sonicmoe' supports only swiglu experts: its other activations differ from fmoe's")
+            raise UserError("backend='sonicmoe' supports only swiglu experts: use expert='swiglu' or another backend")
         if not _fits_sonic(4, d_model, d_hidden):
             raise UserError(
                 f"backend='sonicmoe' does not support d_model={d_model}, d_hidden={d_hidden}: d_model must be a "
@@ -72,7 +72,7 @@ def check(
             raise UserError(f"backend='sonicmoe' needs a multiple of 4 experts per rank, got {num_experts}")
     package = _module(backend)
     if backend == "sonicmoe" and not _has_our_layout(package):
-        raise UserError("backend='sonicmoe' needs sonic-moe 0.1.2 or later: this one has no option concat_layout")
+        raise UserError("backend='sonicmoe' needs sonic-moe 0.1.2 or later: the installed one lacks concat_layout")
 
 
 def _fits_sonic(num_experts: int, d_model: int, d_hidden: int) -> bool:
@@ -80,7 +80,7 @@ def _fits_sonic(num_experts: int, d_model: int, d_hidden: int) -> bool:
 
 
 def _has_our_layout(package: ModuleType) -> bool:
-    """Return whether SonicMoE takes gate and value as two halves, as our layout has them."""
+    """Return whether SonicMoE takes gate and value as two halves, as fmoe's layout has them."""
     return "concat_layout" in inspect.signature(package.moe_general_routing_inputs).parameters
 
 
@@ -113,8 +113,8 @@ def ffn(
     """Compute `fmoe.kernels.expert_ffn` by the backend. With ``perm_N``, ``inverse_TK`` and ``weight_TK`` the rows are
     tokens, which are gathered, computed and combined, [T, D] to [T, D].
 
-    The host waits for counts on the device: always for "te", for "sonicmoe" only if each token has as many choices as
-    there are experts.
+    If the counts are on the device, the host waits for them. Only "sonicmoe" does not wait if the rows are tokens that
+    have fewer choices than there are experts.
 
     Raises:
         UserError: the rows are not in 16 bits on a GPU; or, in the backward pass, second derivatives are asked for.
@@ -123,7 +123,7 @@ def ffn(
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or inverse_TK is None or weight_TK is None:
         out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
-    elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # it computes dropped rows too
+    elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
         counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
         end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]
         out = _by_sonic(rows_MD, stacks, *_routing_of(inverse_TK, weight_TK, end_L))
@@ -141,7 +141,7 @@ def _on_host(counts: Tensor | Sequence[int]) -> list[int]:
 
 
 def _refuse_second_derivatives(backend: str, _grad: Tensor) -> None:
-    if torch.is_grad_enabled():  # its gradients are not part of a graph, and theirs would be wrong without an error
+    if torch.is_grad_enabled():  # the package's gradients have no graph: second derivatives would be silently wrong
         raise UserError(f"backend={backend!r} has no second derivatives (create_graph=True): use backend='cuda'")
 
 
@@ -153,7 +153,7 @@ def _of_rows(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute rows sorted by expert. Without any rows torch computes, so that gradients are zero and not None."""
+    """Compute rows sorted by expert. If there are none, torch computes, so that gradients are zero and not None."""
     if not sum(counts):
         return expert_ffn(rows_MD, *stacks, counts, activation, gated)
     if backend == "te":
@@ -175,7 +175,7 @@ def _by_te(
     rows: Tensor, stacks: Stacks, counts: list[int], activation: Callable[[Tensor], Tensor], gated: bool
 ) -> Tensor:
     """Compute by TransformerEngine. Its module takes a parameter per expert, here slices of the stack. Autograd stacks
-    their gradients again, an additional pass over the gradients of the weights, which our own operations avoid."""
+    their gradients again, an additional pass over the gradients of the weights, which fmoe's own operations avoid."""
     w_in, b_in, w_out, b_out = stacks
     hidden = _linear(rows, w_in, b_in, counts)
     return _linear(gate(activation, hidden) if gated else activation(hidden), w_out, b_out, counts)
@@ -199,8 +199,9 @@ def _grouped_linear(experts: int, height: int, width: int, has_bias: bool, dtype
 def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return score, token and expert of each assignment, in the order of tokens, which SonicMoE requires.
 
-    Their number must be known on the host. So dropped assignments stay, as rows of any expert with a score of 0. Only
-    gates that drop most assignments, with a choice per expert, are worth a wait.
+    The host must know their number, so dropped assignments stay, as rows of an arbitrary expert with a score of 0. They
+    are removed, and the host waits for their number, only if each token has a choice for every expert: gates with so
+    many choices drop most of them.
     """
     (num_tokens, top_k), num_experts, device = inverse_TK.shape, len(end_L), inverse_TK.device
     row_N = inverse_TK.reshape(-1)
@@ -216,7 +217,7 @@ def _routing_of(inverse_TK: Tensor, weight_TK: Tensor, end_L: Tensor) -> tuple[T
 
 
 def _by_sonic(x: Tensor, stacks: Stacks, score_N: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:
-    """Compute tokens by SonicMoE, without a wait or a copy: it reads our layout, and computes its metadata on the
+    """Compute tokens by SonicMoE, without a wait or a copy: it reads fmoe's layout, and computes its metadata on the
     device."""
     w_in, b_in, w_out, b_out = stacks
     out, _frequency = _module("sonicmoe").moe_general_routing_inputs(
@@ -273,12 +274,12 @@ def fastest_ffn(
     gated: bool = False,
     **plan: object,
 ) -> Tensor:
-    """Compute as `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size: with
-    gradients if ``is_training``, whether or not they are enabled, so that a recomputation takes what its forward pass
-    took.
+    """Compute like `ffn` by the fastest of ``ours`` and the `candidates`, measured at the first step of each size.
 
-    A candidate whose results are wrong on this device is left out, with a warning. "te" is left out if the host does
-    not have the counts, for which it would wait in each step. While a CUDA graph is captured nothing is measured.
+    It measures with gradients if ``is_training``, whether or not they are enabled, so that a recomputation uses the
+    same operation as its forward pass. A candidate whose results are wrong on this device is left out, with a warning.
+    "te" is left out if the counts are on the device, because the host would wait for them in each step. While a CUDA
+    graph is captured, nothing is measured.
     """
     given = (rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if isinstance(counts, Tensor) and counts.device.type != "cpu":
@@ -317,8 +318,8 @@ def _with_gradients(
     """Run an operation and, in training, its backward pass, apart from the caller's graph; return the output and the
     gradients."""
     device = next(t.device.type for t in given if t is not None)
-    # A checkpoint around the caller must not count what is saved here, nor a selective one what is computed here: its
-    # recomputation does not do it again.
+    # A checkpoint around the caller must not see the tensors saved here, nor a selective one the operations: its
+    # recomputation does not repeat them.
     own_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
     no_autocast = torch.autocast(device, enabled=False)
     with (
@@ -336,7 +337,7 @@ def _with_gradients(
 
 
 def _apart(value: Any) -> Any:
-    """Return tensors outside of the caller's graph, and of inference mode, whose tensors autograd refuses."""
+    """Detach tensors from the caller's graph, and copy those made in inference mode, which autograd rejects."""
     if isinstance(value, tuple):
         return tuple(_apart(part) for part in value)
     if not isinstance(value, Tensor):
@@ -370,13 +371,14 @@ _checked: dict[tuple[str, torch.device], str | None] = {}
 
 
 def _wrong(backend: str, device: torch.device) -> str | None:
-    """Return why ``backend="auto"`` must not use a backend on a device; None if its results are right there.
+    """Return the reason why ``backend="auto"`` must not use a backend on a device; None if its results are right there.
 
-    Checked once, with a logged warning. While a CUDA graph is captured, a backend that was not checked is left out.
+    A backend is checked once per device, and a failure is logged as a warning. While a CUDA graph is captured, a
+    backend that has not been checked is left out.
     """
     if (backend, device) not in _checked:
         if torch.cuda.is_current_stream_capturing():
-            return "it is not checked yet"
+            return "it has not been checked yet"
         try:
             wrong = _self_check(backend, device)
         except Exception as error:  # a package built for another torch or CUDA may raise any error
@@ -388,7 +390,7 @@ def _wrong(backend: str, device: torch.device) -> str | None:
 
 
 def _self_check(backend: str, device: torch.device) -> str | None:
-    """Return the first wrong result of a small layer's experts in bfloat16, or None."""
+    """Compute small experts in bfloat16; return a message about the first wrong result, or None."""
     experts, width, hidden, counts = 4, 512, 64, [5, 0, 17, 10]
     sizes = {"num_experts": experts, "d_model": width, "d_hidden": hidden}
     check(backend, F.silu, gated=True, dropout=0.0, **sizes)
@@ -408,5 +410,5 @@ def _self_check(backend: str, device: torch.device) -> str | None:
     for name, found, expected in zip(names, *results, strict=True):
         error = float((found.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm())
         if not error <= 5e-2:
-            return f"the {name} is {error:.1e} off"
+            return f"the {name} has a relative error of {error:.1e}"
     return None

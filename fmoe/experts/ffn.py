@@ -1,4 +1,4 @@
-"""Feed-forward experts with stacked weights, and `ExpertCall`, by which an exchange calls the experts of any kind.
+"""Feed-forward experts with stacked weights, and `ExpertCall`, through which an exchange calls experts of any kind.
 
 Shape letters: T tokens, K experts per token, R rows, L experts of this rank, D model width, H hidden width.
 """
@@ -36,13 +36,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# Activations of gated experts that also transform the second half.
+# Activations for gated experts only: they also transform the second half.
 GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu_oai": SwiGLUOAI()}
 
-# Hooks of a module, which see rows or outputs between permutation and combination.
+# Kinds of module hooks. They see rows and outputs, which a fused forward pass does not have.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_NUMBERS_AT_ONCE = 1 << 26  # of initial weights: 256 MiB
+_NUMBERS_AT_ONCE = 1 << 26  # initial weights drawn at once: 256 MiB
 
 BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 
@@ -50,7 +50,7 @@ BACKENDS = ("auto", "native", "cuda", "torch", *external.BACKENDS)
 class Stacked(nn.Module):
     """A module whose own parameters stack experts along the first axis.
 
-    They have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate tensor.
+    These have the mark ``is_stacked = True``, so that `fmoe.optim` treats each expert's slice as a separate tensor.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -66,7 +66,7 @@ class Stacked(nn.Module):
                 parameter.is_stacked = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # may make new parameters, without the mark: to_empty
+        super()._apply(fn, recurse)  # `to_empty`, for one, makes new parameters without the mark
         self._mark_parameters()
         return self
 
@@ -89,7 +89,7 @@ class FFNExperts(Stacked):
         gated: whether ``weight_in`` holds gate and value, [2 * H, D].
         bias: whether the two linear maps have biases.
         first_expert: global id of the first expert. The weights of an expert depend on its global id and ``seed``.
-        seed: key of the layer's weights.
+        seed: seed of the layer's weights.
         dropout: rate of dropout of the hidden units in training ("expert dropout", Switch section 2.4).
         backend: "native" for the C++ operations of the CPU (docs/native.md), "cuda" for the kernels of GPUs
             (docs/cuda.md), "te" or "sonicmoe" for TransformerEngine or SonicMoE, if installed, "torch", or "auto":
@@ -97,9 +97,12 @@ class FFNExperts(Stacked):
             The constructor loads the chosen backend and builds it if needed; with "auto", it loads cuda if there is a
             GPU, else native.
         gemm: GEMMs of the cuda backend: "grouped" (one call for all experts), "loop" (a call per expert), "triton", or
-            "auto" for the fastest in a measurement.
-        init_method, output_init_method: fill one expert's [H, D] or [D, H] matrix in place, with biases zero; None for
-            U(-1/sqrt(fan in), 1/sqrt(fan in)) for weights and biases, as in torch's Linear.
+            "auto" for the value of FMOE_GEMM, else for the fastest in a measurement.
+        init_method, output_init_method: fill one expert's [H, D] (gated [2 * H, D]) or [D, H] matrix in place, with
+            biases zero; None for U(-1/sqrt(fan in), 1/sqrt(fan in)) for weights and biases, as in torch's Linear.
+
+    Raises:
+        UserError: an option is invalid, or the backend is unavailable or does not support the experts.
     """
 
     into_main_grad = False  # whether gradients are added to Megatron's main_grad (`fmoe.kernels.native.ops.expert_ffn`)
@@ -124,11 +127,11 @@ class FFNExperts(Stacked):
     ):
         super().__init__()
         if d_hidden < 1:
-            raise UserError(f"d_hidden={d_hidden} is not positive")
+            raise UserError(f"d_hidden={d_hidden} must be at least 1")
         if isinstance(activation, str):
             known = ACTIVATIONS | GATED_ACTIVATIONS
             if activation not in known:
-                raise UserError(f"activation={activation!r} is not known; there are {', '.join(known)}")
+                raise UserError(f"activation={activation!r} is not known; valid names: {', '.join(known)}")
             activation = known[activation]
         if isinstance(activation, SwiGLUOAI) and not gated:
             raise UserError(f"activation={activation} needs gated=True: it multiplies gates and values")
@@ -168,18 +171,18 @@ class FFNExperts(Stacked):
                     f"{', '.join(ACTIVATIONS)}, or backend='torch'"
                 )
             if self.dropout:
-                raise UserError(f"backend={self.backend!r} has no dropout of hidden units (dropout={self.dropout})")
+                raise UserError(f"dropout={self.dropout} needs backend='torch' or 'auto', not {self.backend!r}")
             backend = native if self.backend == "native" else cuda
             if not backend.load():
                 raise UserError(f"backend={self.backend!r} is unavailable: {backend.why()}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each expert under (seed, its global id, name): the same values at every expert parallel size.
+        """Draw each parameter of an expert from (seed, its global id, name): equal at every expert parallel size.
 
-        They are drawn on the device of the parameters, with the same bits on every device, unless an initialiser other
-        than `torch.nn.init.normal_` is given: that fills each expert's matrix on the CPU (of a stack it would take the
-        fan-in from the wrong axes).
+        Values are drawn on the device of the parameters, with the same bits on every device. Only an initializer other
+        than `torch.nn.init.normal_` fills each expert's matrix separately, on the CPU, because it would compute the
+        fan-in of a stack from the wrong axes.
         """
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
@@ -224,7 +227,7 @@ class FFNExperts(Stacked):
 
     @property
     def wants_row_keys(self) -> bool:
-        """True if rows need keys, for dropout that does not depend on the split of the job."""
+        """True if rows need noise keys, so that dropout does not depend on how the job is split over ranks."""
         return self.dropout > 0
 
     def forward(self, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None = None) -> Tensor:
@@ -238,7 +241,7 @@ class FFNExperts(Stacked):
 
     @property
     def kind(self) -> str:
-        """Description of the experts that must be equal on all ranks."""
+        """Description of the experts, which must be equal on all ranks."""
         activation = getattr(self.activation, "__name__", repr(self.activation))
         return f"{type(self).__name__}({activation}, gated={self.gated}, bias={self.bias_in is not None})"
 
@@ -305,7 +308,7 @@ class FFNExperts(Stacked):
         return None
 
     def _cuda_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor]:
-        """Return the operation of our kernels, or one that measures those of installed libraries too."""
+        """Return the operation of fmoe's kernels, or one that also measures those of installed libraries."""
         ours = functools.partial(cuda_ops.expert_ffn, gemm=self.gemm, into_main_grad=self.into_main_grad)
         if self.backend == "auto" and cuda_gemm.requested(self.gemm) == "auto":
             weights = (parameters[0], parameters[2])
@@ -344,8 +347,8 @@ def _autocast(rows_RD: Tensor, parameters: Parameters) -> tuple[Tensor, Paramete
 class ExpertCall:
     """One forward pass of a layer's experts.
 
-    The experts are called as a module, so that hooks and FSDP see the call, except in a fused forward (which requires
-    that there are no hooks) and with parameters of other ranks.
+    The experts are called as a module, so that hooks and FSDP see the call. Exceptions are a fused forward pass, which
+    requires that there are no hooks, and calls with parameters of other ranks.
 
     Args:
         module: the experts.
@@ -354,8 +357,7 @@ class ExpertCall:
         training: the layer's mode.
 
     Attributes:
-        needs_keys: whether rows need dropout keys, as their last tensor [R, 1], so that dropout does not depend on the
-            split of the job.
+        needs_keys: whether the last tensor of rows must be dropout keys, int64 [R, 1] (`FFNExperts.wants_row_keys`).
 
     Raises:
         UserError: tokens and experts have different dtypes, and autocast is off.
@@ -388,11 +390,11 @@ class ExpertCall:
         return [self.module(rows[0], counts_L, *keys_R)]
 
     def combined(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan, counts: list[int]) -> list[Tensor]:
-        """Permute, compute and combine; in one operation if the experts have one, which saves no outputs of experts for
-        the gradient of the weights.
+        """Permute, compute and combine. If the experts have one operation for all of this, it is used, and the experts'
+        outputs are not saved for the gradient of the combine weights.
 
         Args:
-            plan: of tokens that are on this rank, whose assignments to other ranks' experts are dropped.
+            plan: plan of tokens that are on this rank; assignments to experts of other ranks are dropped in it.
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)
@@ -436,5 +438,5 @@ class ExpertCall:
 
 
 def is_unchanged(owner: object, name: str, function: Callable[..., Any]) -> bool:
-    """Return whether the method is ``function``, which neither a subclass nor the instance replaces."""
+    """Return whether ``owner``'s method is still ``function``: neither a subclass nor the instance replaces it."""
     return getattr(type(owner), name) is function and name not in owner.__dict__

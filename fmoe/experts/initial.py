@@ -43,9 +43,9 @@ def draw(keys: Sequence[int], count: int, device: torch.device, scale: float, is
 
 
 def normal_of(method: Callable[[Tensor], object] | None) -> tuple[float, float] | None:
-    """Return mean and standard deviation of `torch.nn.init.normal_` with options; None for every other initialiser.
+    """Return mean and standard deviation if ``method`` is `torch.nn.init.normal_` with options, else None.
 
-    Megatron-core's initialisers are of this form.
+    Megatron-core's initializers are of this form.
     """
     if method is nn.init.normal_:
         return 0.0, 1.0

@@ -17,7 +17,7 @@ from fmoe.errors import UserError
 
 
 class ModuleExperts(nn.ModuleList):
-    """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be nests of tensors.
+    """A list of L modules, each of which maps its rows [n, ...] to rows [n, ...]; rows may be pytrees of tensors.
 
     A module whose forward takes a second positional argument gets its number of rows as a tensor [1], as FastMoE's
     experts do. A module without rows is called with zero rows, so that its gradients are zero and not None.
@@ -25,8 +25,8 @@ class ModuleExperts(nn.ModuleList):
     Args:
         modules: the experts of this rank.
         first_expert: global id of the first module.
-        seed: key of the layer; `reset_parameters` draws each module under (seed, its global id), as `build_experts`
-            does.
+        seed: the layer's seed; `reset_parameters` draws each module from (seed, its global id), as
+            `fmoe.experts.build_experts` does.
     """
 
     def __init__(self, modules: Iterable[nn.Module] | None = None, *, first_expert: int = 0, seed: int = 0):
@@ -43,7 +43,7 @@ class ModuleExperts(nn.ModuleList):
 
     @property
     def kind(self) -> str:
-        """Description of the experts that must be equal on all ranks; a constant, because modules may differ."""
+        """Description of the experts, which must be equal on all ranks; a constant, because modules may differ."""
         return "modules"
 
     def shadow(self, local: int) -> list[Tensor]:
@@ -96,7 +96,7 @@ class ModuleExperts(nn.ModuleList):
         return pytree.tree_unflatten(joined, flat[0][1])
 
     def reset_parameters(self) -> None:
-        """Call ``reset_parameters`` of each module that has it. Values are the same at every expert parallel size."""
+        """Call ``reset_parameters`` of all submodules that have it; values do not depend on expert parallel size."""
         for index, expert in enumerate(self, self.first_expert):
             with random.keyed("expert", self.seed, index):
                 for module in expert.modules():

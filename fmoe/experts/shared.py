@@ -31,7 +31,7 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         if isinstance(expert, int):
-            # Drawn from torch's default generator, which the layer has keyed, like the other weights of this module.
+            # Drawn from torch's default generator, which the layer has seeded, like the other weights of this module.
             seed = int(torch.randint(1 << 62, (), device="cpu", dtype=torch.int64))
             expert = FFNExperts(1, d_model, expert, seed=seed, **(options or {}))
         self.expert = expert

@@ -1,6 +1,6 @@
 """Feed-forward experts whose hidden units are spread over ranks (expert tensor parallelism).
 
-The weight of the first linear map (if gated, each of its halves) is cut by rows, the second weight by columns
+The weight of the first linear map (if gated, each of its halves) is split by rows, the second weight by columns
 (Megatron-LM, arXiv 1909.08053 section 3). Every rank gathers the rows of all ranks of the group and computes the part
 of the outputs that comes from its hidden units. Each rank then gets the sum of these parts for its own rows.
 
@@ -61,7 +61,7 @@ class ShardedFFNExperts(FFNExperts):
         return x_RH.chunk(self.hidden_parts, -1)[self.hidden_part]
 
     def forward(self, rows_RD: Tensor, counts_L: Tensor | Sequence[int], keys_R: Tensor | None = None) -> Tensor:
-        """As `FFNExperts.forward`; a collective, which all ranks of the group must call."""
+        """Like `FFNExperts.forward`; a collective, which all ranks of the group must call."""
         counts_L = torch.as_tensor(counts_L, dtype=torch.int64, device=rows_RD.device)
         gathered = [torch.empty_like(counts_L) for _ in range(self.hidden_parts)]
         collectives.run(dist.all_gather, gathered, counts_L, group=self.group)
@@ -74,7 +74,7 @@ class ShardedFFNExperts(FFNExperts):
         if keys_R is not None:
             keys_R = shards.all_gather(keys_R)[order_R]
         bias_out: Tensor | None = self.bias_out
-        if bias_out is not None:  # the sum over ranks contains it once, and its gradient is complete on every rank
+        if bias_out is not None:  # the sum over ranks adds it once, and every rank gets its whole gradient
             bias_out = bias_out / self.hidden_parts + (bias_out - bias_out.detach()) * (1 - 1 / self.hidden_parts)
         parameters = (self.weight_in, self.bias_in, self.weight_out, bias_out)
         out_RD = self._run(parameters, rows_RD, counts_WL.sum(0).cpu(), keys_R)

@@ -1,7 +1,7 @@
 """Gates: ``gate(x_TD, groups) -> Routing``. `register_gate` adds one.
 
-A gate is any callable with that contract. It is given by one of the names below, by a class, called as
-``cls(d_model, num_experts, top_k, **options)``, or as a ready instance.
+A gate is any callable with that signature. The option ``gate`` takes one of the names below, a class, which is called
+as ``cls(d_model, num_experts, top_k, **options)``, or a ready instance.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from fmoe.gates.topology import TopologyRouter
 from fmoe.routing import Routing, RoutingGroups
 
 Gate = Callable[[Tensor, RoutingGroups], Routing]
-"""Contract of a gate: ``gate(x_TD, groups) -> Routing``."""
+"""Signature of a gate: ``gate(x_TD, groups) -> Routing``."""
 
 GATES: dict[str, type[nn.Module] | Gate] = {
     "naive": NaiveRouter,
@@ -90,14 +90,14 @@ def build_gate(
 def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Call ``end_step(group)`` of every gate of ``model`` that has this method (`fmoe.gates.SigmoidRouter`).
 
-    Use it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
+    Call it once per optimizer step, not per micro batch: after the last backward pass of the step, before or after
     ``optimizer.step()``.
 
     Args:
         group: the ranks that see different tokens of the batch, over which loads are summed; None for one process.
             Without this sum, biases would differ between the ranks of a data parallel job.
     """
-    module: Any  # its type lacks these methods
+    module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
         # Gates also have `record`; modules of other libraries may have a method end_step.
         if hasattr(module, "end_step") and hasattr(module, "record"):
@@ -106,7 +106,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def skip_step(model: nn.Module) -> None:
     """Discard the loads counted for an optimizer step that is skipped; call this instead of `end_step`."""
-    module: Any  # its type lacks these methods
+    module: Any  # the type nn.Module lacks these methods
     for module in model.modules():
         if hasattr(module, "skip_step") and hasattr(module, "record"):
             module.skip_step()

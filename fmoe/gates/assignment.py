@@ -20,9 +20,10 @@ def balanced_assignment(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor | 
     -inf scores or ``load_GE`` prevent it), and among such assignments the sum of the scores is maximal. Scores are
     rounded to 2^-32 of the largest of the group.
 
-    Each token starts at its best expert under prices that nearly balance the loads; this is optimal for the resulting
-    counts. While counts or sum can be improved, tokens move along the cheapest chain of experts, which preserves
-    optimality (successive shortest paths: Ahuja, Magnanti, Orlin, "Network Flows"). Of equal tokens the first moves.
+    A price per expert, subtracted from its scores, nearly balances the loads. Each token starts at its best expert at
+    these prices, which is optimal for the resulting loads. While the loads or the sum of scores can be improved, tokens
+    move along the cheapest chain of experts, which preserves optimality (successive shortest paths: Ahuja, Magnanti,
+    Orlin, "Network Flows"). Among equal tokens, the first ones move.
 
     Args:
         scores_GSE: -inf for experts that a token must not get; every token must have an expert left.
@@ -56,7 +57,7 @@ def _balanced(scores_GSE: Tensor, valid_GS: Tensor, load_GE: Tensor) -> Tensor:
 def _balancing_prices(scores_GSE: Tensor, finite_GSE: Tensor, tokens_G1: Tensor) -> Tensor:
     """Return a price for each expert at which the tokens spread roughly evenly: Sinkhorn's iteration, whose column
     scalings are the prices, at ever lower temperatures. Prices decide between solutions of equal sum. They are rounded,
-    so that they do not depend on how a matrix product rounds when there are other groups."""
+    so that a group's prices do not depend on how a matrix product over more groups rounds."""
     count_G1E = finite_GSE.sum(1, keepdim=True).clamp(min=1)
     prices_G1E = torch.where(finite_GSE, scores_GSE, 0).sum(1, keepdim=True) / count_G1E
     variance_G1E = torch.where(finite_GSE, scores_GSE - prices_G1E, 0).square().sum(1, keepdim=True) / count_G1E
@@ -84,7 +85,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
     loss_GES = torch.empty_like(value_GES)
 
     def slope(count_GE: Tensor) -> Tensor:
-        """Return the marginal cost of the load: what the ``count_GE``-th token of an expert adds to the penalty."""
+        """Return the penalty that the ``count_GE``-th token of an expert adds."""
         return _PENALTY * (count_GE - floor_G1).clamp(-1024, 1024)
 
     while True:
@@ -110,7 +111,7 @@ def _improve(expert_GS: Tensor, value_GES: Tensor, load_GE: Tensor) -> Tensor:
         active_G = gain_G < 0
         if not bool(active_G.any()):
             return torch.where(expert_GS < num_experts, expert_GS, -1)
-        # As many tokens move along the chain as each of its links has at the same loss.
+        # Several tokens move along the chain at once: as many as every link of it has at the same loss.
         node_G, moves, many_G = end_G, [], torch.full_like(end_G, _NO_MOVE)
         for better_GB, from_GB in reversed(steps):
             link_G = active_G & better_GB[group_G, node_G]

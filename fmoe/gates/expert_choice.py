@@ -17,13 +17,16 @@ class ExpertChoiceRouter(TopKRouter):
 
     The experts of a token depend on the later tokens of its group: a causal language model would see the future.
 
-    The columns of the result are the experts of a token, best first, then -1. There are as many columns as any token
-    has experts, or E while torch.compile traces.
+    A token's row of the result lists its experts, best first, then -1. Its length is the largest number of experts of
+    any token, or E while torch.compile traces.
 
     Args:
         top_k: the default of ``capacity_factor``.
         capacity_factor: c as in the paper, the average number of experts per token; None for ``top_k``.
-        eval_capacity_factor: c in evaluation; None for the value of training.
+        eval_capacity_factor: c in evaluation; None for ``capacity_factor``.
+
+    Raises:
+        UserError: see `TopKRouter`; a capacity factor exceeds E.
     """
 
     routes_by_logits = True

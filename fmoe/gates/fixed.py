@@ -17,7 +17,7 @@ from fmoe.routing import RoutingGroups
 
 class ZeroRouter(FixedRouter):
     """Gate for tests and benchmarks: every choice of every token is expert 0, with weight 1 / K (FastMoE's ZeroGate).
-    The balance is the worst possible, and the output is the output of expert 0, a dense layer."""
+    The balance is the worst possible, and the layer's output is that of expert 0, as in a dense layer."""
 
     routes_by_logits = True
 
@@ -27,9 +27,9 @@ class ZeroRouter(FixedRouter):
 
 class RandomRouter(FixedRouter):
     """Gate that draws K different experts at random for each token, weighted 1 / K, in training and in evaluation
-    (THOR, arXiv 2110.04260, draws for a batch; Roller et al., arXiv 2106.04426, compare with this gate).
+    (THOR, arXiv 2110.04260, draws once per batch; Roller et al., arXiv 2106.04426, compare with this gate).
 
-    The draw is keyed by (seed, layer, step, routing group), like all noise (`fmoe.random`), and new at each step.
+    The draw depends on (seed, layer, step, routing group), like all noise (`fmoe.random`), and is new at each step.
     """
 
     routes_by_logits = True
@@ -52,15 +52,15 @@ class HashRouter(FixedRouter):
     to pick segments of the weights of one expert.
 
     Args:
-        seed: key of the hash functions ("random hash"). Layers with different seeds assign tokens differently.
+        seed: seed of the hash function ("random hash"). Layers with different seeds assign tokens differently.
         table: int64 [vocabulary, K], experts by token id, which replaces the hash: for the paper's "balanced" and
             "clustered" assignments, computed by the user from the training data. Saved with the model.
 
     Raises:
         UserError: the table does not have K columns of experts; a call without token ids, or with ids that are
-            negative, past the end of the table or not integers. Values of ids are not checked on a GPU, which reading
-            them would stall, nor while torch.compile traces: a negative id then counts from the end of the table.
-            Ids of padding are ignored.
+            negative, past the end of the table or not integers. Values of ids are not checked while torch.compile
+            traces, nor on a GPU, where the host would have to wait for them: a negative id then counts from the end of
+            the table. Ids of padding are ignored.
     """
 
     routes_by_logits = True
@@ -95,7 +95,7 @@ class HashRouter(FixedRouter):
         ids_T = groups.token_ids_T
         if ids_T is None:
             raise UserError(
-                "gate='hash' routes by token id, but got no ids: call layer(x, token_ids=ids), or make "
+                "gate='hash' routes by token id, but got no ids: call layer(x, token_ids=ids), or pass "
                 "RoutingGroups(..., token_ids_T=ids)"
             )
         if ids_T.is_floating_point() or ids_T.dtype == torch.bool:

@@ -13,14 +13,14 @@ from fmoe.routing import RoutingGroups
 class GShardRouter(TopKRouter):
     """Top-2 routing with a random second expert, local groups and capacity (GShard, arXiv 2006.16668, algorithm 1).
 
-    The probabilities of the chosen experts are normalised to sum to one. In training, a token goes to its second expert
-    with probability ``min(1, 2 g2)``, g2 being the weight of that expert. An expert serves first choices before second
-    ones. The balance loss counts first choices only.
+    The probabilities of the chosen experts are normalized to sum to one. In training, a token goes to its second expert
+    with probability ``min(1, 2 g2)``, where g2 is the weight of that expert; further choices are treated alike. An
+    expert serves first choices before second ones. The balance loss counts first choices only.
 
     Args:
-        random_routing: False dispatches every second choice, as evaluation does.
-        capacity_factor: by default 1.0, the paper's ``C = 2 S / E`` for top-2; see `TopKRouter`.
-        eval_capacity_factor: the capacity factor in evaluation, by default 2.0.
+        random_routing: False keeps all choices in training, as evaluation does.
+        capacity_factor: see `Router`; the default 1.0 is the paper's ``C = 2 S / E`` for top-2.
+        eval_capacity_factor: the capacity factor in evaluation.
     """
 
     routes_by_logits = True

@@ -21,7 +21,7 @@ class NaiveRouter(TopKRouter):
     arXiv 1701.06538 equations 3 and 5, without noise). By default weights sum to one and capacity is unlimited.
 
     Args:
-        normalize: False weights by the softmax over all experts instead (DeepSeekMoE, arXiv 2401.06066 equation 4).
+        normalize: False takes the softmax over all experts instead (DeepSeekMoE, arXiv 2401.06066 equation 4).
         score: "softmax", or "sigmoid" to weight by the sigmoids of the logits, divided by their sum over the K experts
             unless ``normalize=False``.
         routed_scale: factor of the weights (16 in DeepSeek-V2).
@@ -103,7 +103,7 @@ def check_groups(num_experts: int, top_k: int, num_groups: int | None, num_kept:
     """Raise a UserError if the settings of group-limited routing are invalid."""
     if num_groups is None:
         if num_kept != 1:
-            raise UserError(f"kept_groups={num_kept} needs expert_groups")
+            raise UserError(f"kept_groups={num_kept} needs expert_groups: set both or neither")
         return
     if num_groups < 1 or num_experts % num_groups:
         raise UserError(f"expert_groups={num_groups} does not divide num_experts={num_experts}")

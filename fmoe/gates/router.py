@@ -31,7 +31,7 @@ class Scores:
     """Logits and probabilities of a router, at least float32.
 
     Attributes:
-        x_TD: the router's input; only this rank's part, and in the dtype of the tokens, if the gate `routes_by_logits`.
+        x_TD: the router's input; if the gate `routes_by_logits`, only this rank's tokens, in their own dtype.
         logits_TE: the router's output.
         probs_TE: softmax of the logits, or other scores that sum to one.
         logsumexp_T: logsumexp of each token's logits.
@@ -184,7 +184,7 @@ class TopKRouter(Router):
             eval_capacity_factor=eval_capacity_factor,
         )
         if balance_group is not None and "balance" not in self.common_losses:
-            raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss")
+            raise UserError(f"balance_group is given, but {type(self).__name__} has no balance loss: omit it")
         self.balance_group, self.runs_collectives = balance_group, balance_group is not None
         self.init_method = init_method
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
@@ -214,13 +214,13 @@ class TopKRouter(Router):
         raise NotImplementedError
 
     def rule(self) -> tuple[routing.Rule, Tensor | None] | None:
-        """Return the rule by which a kernel (`kernels.cuda.routing`) can replace `choose`, and the bias that it adds to
-        the scores; None if no kernel can. An override must check with `decides_as` that no subclass changes `choose`
-        or `scores`."""
+        """Return the rule by which a kernel (`fmoe.kernels.cuda.routing`) can replace `choose`, and the bias that it
+        adds to the scores; None if no kernel can. An override must check with `decides_as` that no subclass changes
+        `choose` or `scores`."""
         return None
 
     def jitter_of(self, groups: RoutingGroups) -> cuda_router.Jitter | None:
-        """Return the noise of `router_input`; None for none."""
+        """Return the noise of `router_input`, for a kernel that applies it instead; None for none."""
         return None
 
     def decides_as(self, cls: type["TopKRouter"]) -> bool:
@@ -240,7 +240,7 @@ class TopKRouter(Router):
         return expert_TK
 
     def logits(self, x_TD: Tensor, groups: RoutingGroups) -> tuple[Tensor, Tensor]:
-        """Return the router's input and its logits; these are gathered if ranks hold parts of the tokens."""
+        """Return the router's input and output; the output is gathered if ranks hold parts of the tokens."""
         x_TD = self.router_input(x_TD, groups)
         is_16 = x_TD.element_size() == 2
         logits_TE = _Linear16.apply(x_TD, self.weight) if is_16 else F.linear(x_TD, self.weight.to(x_TD.dtype))
@@ -273,7 +273,7 @@ class TopKRouter(Router):
         if chosen is None or chosen[0].is_sigmoid or not backends.cuda_takes(x_TD, self.weight):
             return None
         has_noise = self.training and bool(getattr(self, "jitter", 0.0))
-        if has_noise and torch.compiler.is_compiling():  # the key is a tensor then
+        if has_noise and torch.compiler.is_compiling():  # the key would be a tensor
             return None
         if not cuda_router.fits(self.num_experts, self.top_k, chosen[0], factor is not None):
             return None
@@ -292,7 +292,8 @@ class TopKRouter(Router):
         return Routing(found.expert_TK, found.weight_TK, losses, stats, self.max_load(groups), counted, passed, True)
 
     def _takes_16_bits(self) -> bool:
-        """Return whether 16-bit tokens are used by `TopKRouter.logits` only, which computes in float32 all the same."""
+        """Return whether only `TopKRouter.logits` reads the tokens. They can then stay in 16 bits, because it computes
+        in float32 anyway."""
         kind, base = type(self), TopKRouter
         is_plain = kind.logits is base.logits and kind.router_input is base.router_input
         return is_plain and routes_by_logits(self)
@@ -334,7 +335,7 @@ class TopKRouter(Router):
 
 
 class _Linear16(torch.autograd.Function):
-    """``x @ weight.T`` of 16-bit tokens in float32, [T, E], without a float32 copy of the tokens that is kept.
+    """``x @ weight.T`` in float32, [T, E], from 16-bit tokens; keeps no float32 copy of them for the backward pass.
 
     In a 16-bit model only the router runs in float32 ("selective precision", Switch section 2.4): softmax turns the
     rounding error of a logit into a relative error of the weight.
@@ -389,7 +390,7 @@ def routing_stats(
 
 
 # An expert accepts the assignments of a group in the order of (choice, token), so that every run drops the same ones.
-# A counter advanced by atomics would drop different ones in each run.
+# An atomic counter would drop different ones in each run.
 
 
 def count_by_group(expert_TK: Tensor, groups: RoutingGroups, num_experts: int) -> Tensor:

@@ -22,8 +22,8 @@ class SigmoidRouter(TopKRouter):
     balancing", arXiv 2408.15664).
 
     A token gets the K experts with the largest ``sigmoid(logit) + expert_bias_E``. The bias affects only the choice:
-    weights are the scores without it, normalised over the K, times ``routed_scale`` (equations 12-16; for K = 1 not
-    normalised).
+    weights are the scores without it, normalized over the K experts (for K = 1 not normalized), times ``routed_scale``
+    (equations 12-16).
 
     After each optimizer step the bias of an expert falls by ``bias_step`` if its load was above the mean, and rises by
     ``bias_step`` if its load was below: call `end_step` once per optimizer step, or `fmoe.attach_end_step` once. Loads
@@ -37,7 +37,7 @@ class SigmoidRouter(TopKRouter):
     Args:
         bias_step: u, the change of a bias per step; 0 leaves balancing to the loss.
         routed_scale: factor of the weights (2.5 in DeepSeek-V3).
-        normalize: False uses the scores as weights without normalising them.
+        normalize: False uses the scores as weights without normalizing them.
         score: "sigmoid", or "softmax" for the softmax over all experts, which "loss-free balancing" also tries.
         expert_groups, kept_groups: divide the experts into ``expert_groups`` groups, and choose only within each
             token's best ``kept_groups`` of them, by the sum of the two best experts of a group (`limit_to_groups`);
@@ -146,7 +146,7 @@ class SigmoidRouter(TopKRouter):
 
     @torch.no_grad()
     def end_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add ``u * sign(mean load - load)`` to the bias, for the loads counted since the last call; reset the counts.
+        """Add ``bias_step * sign(mean load - load)`` to the bias, and reset the loads, counted since the last call.
 
         Args:
             group: the data and expert parallel ranks, which have this gate and different tokens, over which loads are

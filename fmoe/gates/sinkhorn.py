@@ -24,7 +24,7 @@ class SinkhornRouter(TopKRouter):
 
     Args:
         iterations: maximum number of iterations.
-        tolerance: maximum relative error of the column sums at which the iteration of a group stops.
+        tolerance: the iteration of a group stops when the relative error of its column sums is at most this.
     """
 
     routes_by_logits = True
@@ -75,7 +75,7 @@ def _rank(balanced_TE: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 def _prices(logits_GSE: Tensor, valid_GS: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Return minus the logarithm of the columns' scaling, [G, E]."""
+    """Return the negative logarithm of the columns' scaling, [G, E]."""
     valid_GS1 = valid_GS.unsqueeze(-1)
     log_share_G1 = (valid_GS1.sum(1).to(logits_GSE.dtype) / logits_GSE.shape[-1]).clamp(min=1e-9).log()
     price_GE = logits_GSE.new_zeros(logits_GSE.shape[0], logits_GSE.shape[2])

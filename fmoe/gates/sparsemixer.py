@@ -25,12 +25,12 @@ class SparseMixerRouter(TopKRouter):
     probability is the softmax over the logits of the competitors, and its weight is that probability; weights of a
     token do not sum to one. Evaluation takes the largest logit, and training samples by Gumbel noise.
 
-    In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4. The
-    gradient flows as if it were not divided: a quadrature with the nodes 1 and 1/3 of the loss between the expert's
-    output and zero, which takes the place of the loss in the score-function estimator (Heun's third-order method).
+    In training, the weight of an expert other than the most probable one is divided by 3 with probability 3/4, but its
+    gradient is not. The two cases are the nodes 1/3 and 1 of Heun's third-order quadrature. It integrates the change of
+    the loss from a zero output to the expert's output, which replaces the loss in the score-function estimator.
 
     Args:
-        margin: relative distance to the largest logit; twice ``router_jitter_noise`` of Phi-3.5-MoE.
+        margin: maximum relative distance to the largest logit; twice ``router_jitter_noise`` of Phi-3.5-MoE.
     """
 
     routes_by_logits = True
@@ -76,5 +76,5 @@ class SparseMixerRouter(TopKRouter):
             left_TE: the logits, with -inf for the experts already chosen.
         """
         largest_T1 = left_TE.amax(-1, keepdim=True)
-        # 0 / 0, of a largest logit of 0, is not a number, and so not far.
+        # If the largest logit is 0, its own distance is 0 / 0: not a number, and so not far.
         return (largest_T1 - left_TE) / torch.maximum(logits_TE.abs(), largest_T1) > self.margin

@@ -18,8 +18,6 @@ _LADDER = (0.125, 0.25, 0.5, 1.0)
 class TopologyRouter(TopKRouter):
     """Top-k routing with a logit bonus for experts on the token's node (FasterMoE's topology-aware gate, PPoPP'22).
 
-    The bonus is as large as a bound on the load skew allows.
-
     Experts are chosen by ``logit + bonus * [expert is on the token's node]``. For each routing group the bonus is the
     largest of ``bonus * {1, 1/2, 1/4, 1/8, 0}`` for which no expert gets more than ``skew`` times the even share of the
     group's assignments (or more than the largest load without a bonus). Weights are the softmax over the logits of the
@@ -34,7 +32,8 @@ class TopologyRouter(TopKRouter):
         skew: bound on an expert's load, as a multiple of the even share; at least 1.
         node_size: ranks per node; None for LOCAL_WORLD_SIZE, or all ranks of the group if that is not set.
         num_nodes: number of nodes, over which the experts are spread evenly; None to derive it from ``node_size``.
-        node_of: returns the node of each routing group, int64 [G], from the groups; None for this rank's node.
+        node_of: function of the `RoutingGroups` that returns the node of each group, int64 [G]; None for this rank's
+            node.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), RECIPES / f"{name}.toml"):
         if path.is_file():
             return path
-    raise UserError(f"recipe {name!r} is neither a file nor a shipped recipe: {known_names(name, shipped_recipes())}")
+    raise UserError(f"recipe {name!r} is neither a file nor a shipped recipe; {known_names(name, shipped_recipes())}")
 
 
 def is_recipe(name: str) -> bool:

@@ -213,10 +213,10 @@ def test_a_sweep(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--shapes", "A,Z"], "--shapes has 'Z'; there are A, B, C, D, S"),
+        (["--shapes", "A,Z"], "--shapes has 'Z'; valid names: A, B, C, D, S"),
         (["--threads", "0"], "--threads 0 must be at least 1"),
         (["--values", "2"], "--values needs --sweep"),
-        (["--without", "fmoe torc"], "--without 'fmoe torc': there are fmoe torch, .*did you mean 'fmoe torch'"),
+        (["--without", "fmoe torc"], "--without='fmoe torc' is not known; .*did you mean 'fmoe torch'"),
         (["--sweep", "tokens", "--values", "2.5"], "--values 2.5 is not a positive whole number"),
         (["--sweep", "top_k", "--values", "9"], "--values 9: S .* more experts per token than experts"),
         (["--sweep", "skew", "--values", "0.5"], "--values 0.5 is not at least 1"),

@@ -196,7 +196,7 @@ def test_command(capsys, compiled):
 def test_command_tells_what_is_wrong(capsys, folder, monkeypatch, tmp_path):
     assert command("--arch", "sm_90", "sm_42") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fmoe build: error: arch='sm_42' is not known to NVRTC ") and "there are sm_75" in line
+    assert line.startswith("fmoe build: error: arch='sm_42' is not known to NVRTC ") and "valid names: sm_75" in line
     assert not folder.exists()
     assert command("--arch", "sm_90", "--sanitize", "address") == 2
     monkeypatch.setattr(build, "SHIPPED", sources(tmp_path / "src", "wrong"))

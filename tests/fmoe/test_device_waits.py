@@ -82,7 +82,7 @@ def test_a_rank_that_failed_is_named(monitor):
         monitor.wait_on_device(Work(60), "exchange of counts", 3)
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(0.4, " within the group's timeout 0.4 s"), (0.05, "")])
+@pytest.mark.parametrize(("seconds", "limit"), [(0.4, " within the group's timeout of 0.4 s"), (0.05, "")])
 def test_the_timeout_of_the_backend_is_named_as_ours(monitor, monkeypatch, seconds, limit):
     """On a busy machine the backend gives up first."""
     monkeypatch.setattr(collectives, "_GRACE", 0.0)

@@ -22,10 +22,10 @@ WIDTH, EXPERTS = 16, 4
 
 def test_an_unknown_exchange_or_option_lists_those_there_are():
     with pytest.raises(
-        fmoe.UserError, match=r"exchange='alltoall' is not known; there are .*did you mean 'all_to_all'"
+        fmoe.UserError, match=r"exchange='alltoall' is not known; valid names: .*did you mean 'all_to_all'"
     ):
         fmoe.FMoE(d_model=8, num_experts=4, exchange="alltoall")
-    with pytest.raises(fmoe.UserError, match=r"all_gather has no 'chunks'; there is wire_dtype"):
+    with pytest.raises(fmoe.UserError, match=r"all_gather has no 'chunks'; valid names: wire_dtype"):
         fmoe.FMoE(d_model=8, num_experts=4, exchange="all_gather", exchange_options={"chunks": 2})
     with pytest.raises(fmoe.UserError, match=r"hierarchical has no 'nodesize'.* did you mean 'node_size'"):
         build_exchange(None, 4, "hierarchical", {"nodesize": 2})
@@ -231,7 +231,7 @@ def padded_too_small():
 def test_a_larger_batch_than_the_slots_is_an_error(two_ranks):
     for slots, message in values(two_ranks.run(padded_too_small)):
         assert slots == 6
-        assert "may get 9 rows of this batch, and the padded exchange has slots=6" in message
+        assert "may get 9 rows of this batch, more than slots=6" in message
 
 
 def fails_before_the_counts(exchange):

@@ -29,7 +29,7 @@ def other_groups():
 def test_groups_that_are_no_nodes_are_an_error(four_ranks):
     for rank, (message,) in enumerate(values(four_ranks.run(other_groups))):
         wrong, right = ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])
-        assert f"groups have the ranks {wrong} for this node, not {right}" in message
+        assert f"groups must have the ranks {right} for this node, not {wrong}" in message
 
 
 def lend_shards():

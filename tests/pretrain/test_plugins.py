@@ -215,7 +215,7 @@ ERRORS = {
         "optimizer.name=whole",
         "optimizer.distributed=false",
     ),
-    "an unknown callback": (["--run.callbacks", "router_norm"], "run.callbacks=router_norm", "there is none"),
+    "an unknown callback": (["--run.callbacks", "router_norm"], "run.callbacks=router_norm", "valid names: none"),
     "an option that the callback lacks": (
         [
             *("--run.imports", "my_callbacks.py", "--run.callbacks", "router_norm"),

@@ -173,7 +173,7 @@ def test_what_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "metal"}, "backend='metal' is not known; there are auto, native, cuda, torch"),
+        ({"backend": "metal"}, "backend='metal' is not known; valid names: auto, native, cuda, torch"),
         ({"expert": torch.nn.Identity, "backend": "native"}, "backend='native' supports ffn, swiglu and geglu"),
         ({"expert_options": {"dropout": 0.1}, "backend": "native"}, "dropout=0.1"),
         ({"expert_options": {"activation": torch.tanh}, "backend": "native"}, "backend='native' .*activation="),
