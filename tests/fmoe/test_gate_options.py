@@ -78,6 +78,37 @@ def test_a_gate_is_registered_by_one_line():
         GATES.pop("sign", None)
 
 
+@pytest.mark.parametrize("form", ["name", "class"])
+def test_a_gate_of_yours_may_have_a_loss_of_its_own(form):
+    """Its weight is in `loss_weights`; without one, the layer refuses to train."""
+
+    class Shy(TopKRouter):
+        common_losses = ()
+
+        def choose(self, scores, groups):
+            expert_TK = scores.logits_TE.topk(self.top_k).indices
+            return fmoe.gates.Choice(expert_TK, scores.probs_TE.gather(-1, expert_TK), {"shy": scores.logits_TE.sum()})
+
+    try:
+        register_gate("shy", Shy)
+        gate, x = {"name": "shy", "class": Shy}[form], torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+        grads = []
+        for weight in (0.0, 2.0):
+            layer = fmoe.FMoE(d_model=8, num_experts=4, gate=gate, d_hidden=8, loss_weights={"shy": weight}, seed=3)
+            layer(x).sum().backward()
+            grads.append(layer.gate.weight.grad)
+        torch.testing.assert_close(grads[1] - grads[0], 2.0 * x.sum(0).expand(4, 8))
+        with pytest.raises(fmoe.UserError, match="'shy'"):
+            fmoe.FMoE(d_model=8, num_experts=4, gate=gate, d_hidden=8)(x)
+    finally:
+        GATES.pop("shy")
+
+
+def test_a_misspelt_loss_of_a_known_gate_is_refused():
+    with pytest.raises(fmoe.UserError, match="'balanse'"):
+        fmoe.FMoE(d_model=8, num_experts=4, gate="switch", d_hidden=8, loss_weights={"balanse": 1.0})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_bias_of_a_16_bit_model_stays_fp32(dtype):
     gate = SigmoidRouter(8, 4)
