@@ -138,11 +138,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 raise _incomparable(first, run, f"{key} is {values[key]} and {others[key]}")
         if not first.tokenizer.is_same(run.tokenizer):
             paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
-            raise _incomparable(first, run, f"their tokenizers differ, data.tokenizer is {paths}")
+            raise _incomparable(first, run, f"their tokenizers differ (data.tokenizer is {paths})")
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
-            raise _incomparable(first, run, f"their validation texts differ, data.validation is {paths}")
+            raise _incomparable(first, run, f"their validation texts differ (data.validation is {paths})")
 
 
 def _meaning(recipe: Recipe) -> list[str]:

@@ -1,7 +1,7 @@
 """Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
-A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
-are cut at line ends; only a line that is longer than a piece is cut within. Tokenizers trained by this package keep
+A document is one or more pieces, whose last one is marked, so that a text file of any size is read in bounded memory.
+Pieces end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package keep
 newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
 """
 
@@ -44,13 +44,14 @@ _FORMAT_OF = {
     ".json": Format.JSON,
     ".parquet": Format.PARQUET,
 }
-_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # a .md file in a folder is more likely a note about the data
+# For files that the user names: a .md file found in a folder is more likely a note about the data.
+_FORMAT_WHERE_NAMED = {".md": Format.TEXT}
 
 logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, whether the document ends with it."""
+    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, and whether it is the last part."""
 
     text: str | bytes
     num_bytes: int

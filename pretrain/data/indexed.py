@@ -2,7 +2,8 @@
 
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
-[D + 1] counted in sequences. A document is a range of sequences; fmoe writes one, or more beyond 2^31 - 1 tokens.
+[D + 1] counted in sequences. A document is a range of sequences: fmoe writes one, or several for a document of more
+than 2^31 - 1 tokens.
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
 """
@@ -28,8 +29,8 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
-# Megatron's codes for token types. Small signed types and floats (2, 3, 6, 7) cannot hold a vocabulary; without them
-# each size has one type, so a damaged code contradicts the pointers.
+# Megatron's codes for token types. It writes no tokens as int8, int16 or floats (2, 3, 6, 7); without these, each item
+# size has one type, so a damaged code contradicts the pointers.
 _DTYPES: dict[int, np.dtype] = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
@@ -166,7 +167,8 @@ class IndexedWriter:
 class IndexedCorpus:
     """Memory-mapped corpus, written here or by Megatron.
 
-    The index is checked against the files' sizes, itself, and its checksum in ``PREFIX.json`` if there is one.
+    The index is checked for consistency, against the files' sizes, and against its checksum in ``PREFIX.json`` if there
+    is one.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.

@@ -1,4 +1,4 @@
-"""The samples of each kind of model."""
+"""Construction of the samples for each kind of model."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def epochs_per_sample(
 def build_masking(
     blocks: Blocks, sequence_length: int, noise_density: float, tokenizer: Tokenizer, seed: int
 ) -> Masking:
-    """Build a BERT's samples from blocks.
+    """Build the samples of a BERT model from blocks.
 
     Raises:
         UserError: the tokenizer lacks a special piece.

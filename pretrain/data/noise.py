@@ -18,7 +18,7 @@ def words(seed: int, n: int, count: int) -> np.ndarray:
 
 
 def choose(random_words: np.ndarray, count: int) -> np.ndarray:
-    """Choose ``count`` positions of the random words, each equally likely; ascending, int64 [count]."""
+    """Return ``count`` indices into the random words, drawn uniformly without repetition; ascending, int64 [count]."""
     return np.sort(np.argsort(random_words, kind="stable")[:count])
 
 

@@ -91,8 +91,8 @@ def prepare(
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.
-        num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text. 1
-            tokenizes in this process. More are started with "spawn", so a script needs
+        num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text.
+            One tokenizes in this process. Several are started with "spawn", so a script needs
             ``if __name__ == "__main__"``.
         progress: show progress on stderr.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
@@ -100,14 +100,14 @@ def prepare(
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
-            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of bytes, an
-            output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
+            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of single bytes,
+            an output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
     if format == "bytes":
-        _ = tokenizer.byte_ids  # raises, unless there is one for each byte
+        _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()

@@ -65,8 +65,8 @@ class GPTSamples:
             length. Sample n of an epoch is then block ``n // streams`` of stream ``n % streams``.
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, with
-            streams rounded down to a multiple of them.
+        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, rounded
+            down to a multiple of ``streams`` if there are any.
 
     Raises:
         UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total or L per stream.
@@ -151,12 +151,12 @@ class GPTSamples:
 
 
 class Segments:
-    """Samples of a GPT with memory, whose consecutive segments of a stream are a number of streams apart.
+    """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams in turn.
 
-    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 if its stream begins with it.
+    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
 
     Args:
-        blocks: blocks of streams.
+        blocks: the segments, as blocks with ``streams`` of more than 0.
     """
 
     def __init__(self, blocks: GPTSamples):
@@ -170,7 +170,7 @@ class Segments:
 
 
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
-    """Return the entropy of the token frequencies in nats: the loss of a model that uses nothing else.
+    """Return the entropy of the token frequencies in nats: the loss of a model that predicts from them alone.
 
     Tokens are read only from corpora without counts.
 

@@ -130,7 +130,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file, decompressed by its suffix, after the byte order mark of text; return it and its offset.
+    """Open a file, decompressed as its suffix says, and skip the byte order mark of text; return file and offset.
 
     Raises:
         UserError: the mark is of another encoding.

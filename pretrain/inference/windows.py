@@ -52,7 +52,7 @@ class Text:
         self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
         with naming("--data"):
             if format == "bytes":
-                _ = tokenizer.byte_ids  # raises, unless there is one for each byte
+                _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
             self._parts = [self._open(path) for path in paths]
         counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
         known = [count for count in counts if count is not None]

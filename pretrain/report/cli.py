@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 def _serve(folders: Sequence[Path], port: int) -> int:
     if not 0 <= port < 1 << 16:
-        raise UserError(f"--port {port} is not between 0 and 65535")
+        raise UserError(f"--port {port} must be between 0 and 65535")
     with make_server(open_runs(folders), port) as server:
         print(f"report: http://{ADDRESS}:{server.server_port}/  (Ctrl-C to stop)", flush=True)
         try:

@@ -145,7 +145,7 @@ _SHIPPED = len(DECLARED)
 
 
 def register_metric(metric: Metric) -> None:
-    """Declare a further metric: a callback's, or with ``reduce`` one of each layer with experts.
+    """Declare a metric of a callback or, with ``reduce``, of each layer with experts.
 
     Raises:
         UserError: another metric has this name.
