@@ -70,8 +70,8 @@ def export_checkpoint(
         no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
 
     Raises:
-        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model, or tokenizer.json the
-            tokenizer; ``out`` is in use.
+        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model; the tokenizer cannot
+            be converted to tokenizer.json; ``out`` is in use.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)

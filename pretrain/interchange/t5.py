@@ -250,10 +250,10 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json with ``tie_word_embeddings`` by the weights.
+    """Return config.json with ``tie_word_embeddings`` set by the weights.
 
-    transformers 5 ties a T5's output layer unless its weights differ, and only scales its input by the key, which
-    version 5 writes as true for every T5, with the scale as ``scale_decoder_outputs``.
+    transformers 5 writes the key as true for every T5, but ties the output layer only if its weights equal the
+    embedding's. Whether it scales the layer's input is in ``scale_decoder_outputs`` or, if that is missing, in the key.
     """
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -377,7 +377,7 @@ SWITCH = Family(
         Demand("gate", lambda m: m.gate in ("switch", "naive"), "switch, or naive with model.normalize=false"),
         Demand("normalize", lambda m: not weights_sum_to_one(m), "false, or model.gate=switch"),
         Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
-        Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+        Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
         Demand("moe_layers", lambda m: not m.moe_layers or _steps(m) is not None, _STEPS),
         Demand("moe_every", lambda m: bool(m.moe_layers) or _steps(m) is not None, _STEPS),
         Demand(
