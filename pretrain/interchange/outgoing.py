@@ -56,7 +56,7 @@ def export_checkpoint(
     llama_cpp: Path | None = None,
     no_drops: bool = False,
 ) -> Exported:
-    """Write the model of a checkpoint, saved at any split, as a Hugging Face folder.
+    """Write the model of a checkpoint, saved at any parallel split, as a Hugging Face folder.
 
     Runs in one process without a process group; tensors are read, converted and written one at a time.
 

@@ -77,7 +77,7 @@ def export_tensors(
     shard_bytes: int = SHARD_BYTES,
     slice_bytes: int = SLICE_BYTES,
 ) -> Transferred:
-    """Write the tensors of a checkpoint, saved at any split, whole and under their names, with the recipe.
+    """Write each tensor of a checkpoint, saved at any parallel split, whole under its name, and the recipe.
 
     Args:
         source: a step folder, or a run for its newest checkpoint.
