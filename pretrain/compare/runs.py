@@ -189,11 +189,11 @@ def _run_info(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {key}={value!r} must be a finite number of at least 0")
     data = info.get("data") or {}
     if not isinstance(data, dict):
-        raise UserError(f"{path}: data={data!r} must be an object of digests")
+        raise UserError(f"{path}: data={data!r} must be an object of SHA-256 digests")
     for key in ("tokenizer", "train", "validation"):
         value = data.get(key)
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{path}: data.{key}={value!r} must be a string (a digest), a list of strings, or null")
+            raise UserError(f"{path}: data.{key}={value!r} must be a SHA-256, a list of them, or null")
     return info
 
 

@@ -41,7 +41,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 class Blend:
     """Samples of several corpora (members), with a share of ``weights[i] / sum(weights)`` for member i.
 
-    Sample n is a function of n. Among the first n, for every n, a member's count differs from its exact share by
+    Sample n depends only on n. Among the first n samples, for every n, a member's count differs from its exact share by
     less than one. Each member keeps its own order; a small one may begin its next epoch while others are in their
     first.
 

@@ -280,7 +280,7 @@ class IndexedCorpus:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
-            raise UserError(f"{path} has {size} bytes, less than the header's {_HEADER.size}")
+            raise UserError(f"{path} is damaged: it has {size} bytes, less than the header's {_HEADER.size}")
         magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise UserError(f"{path} is not an index: it begins with {magic!r}, not {_MAGIC!r}")
@@ -308,7 +308,9 @@ class IndexedCorpus:
         self._check_boundaries(path)
         expected, size = self.num_tokens * self.dtype.itemsize, bin_path.stat().st_size
         if size != expected:
-            raise UserError(f"{bin_path} has {size} bytes; its index {path.name} describes {expected}")
+            raise UserError(
+                f"{bin_path} has {size} bytes; its index {path.name} describes {expected}: copy or prepare it again"
+            )
 
     def _check_sequences(self, path: Path) -> int:
         """Check that each sequence begins where the one before ends; return the number of tokens."""
@@ -316,23 +318,24 @@ class IndexedCorpus:
         for start in range(0, len(self.sequence_lengths), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
             if lengths.min() < 0:
-                raise UserError(f"{path}: sequence {start + int(lengths.argmin())} has the length {lengths.min()}")
+                number = start + int(lengths.argmin())
+                raise UserError(f"{path} is damaged: sequence {number} has the length {lengths.min()}")
             ends = end + np.cumsum(lengths)
             wrong = self._pointers[start : start + _CHUNK] != (ends - lengths) * self.dtype.itemsize
             if wrong.any():
                 first = start + int(wrong.argmax())
-                raise UserError(f"{path}: sequence {first} does not begin where the one before ends")
+                raise UserError(f"{path} is damaged: sequence {first} does not begin where the one before ends")
             end = int(ends[-1])
         return end
 
     def _check_boundaries(self, path: Path) -> None:
         boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
-            raise UserError(f"{path}: the document boundaries do not go from 0 to {num_sequences} sequences")
+            raise UserError(f"{path} is damaged: the document boundaries do not go from 0 to {num_sequences} sequences")
         for start in range(0, len(boundaries), _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
-                raise UserError(f"{path}: the document boundaries are not ascending")
+                raise UserError(f"{path} is damaged: the document boundaries are not ascending")
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
