@@ -181,7 +181,7 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
 
 
 def _run_info(folder: Path) -> dict[str, Any]:
-    """Return ``run.json``, with the fields that a comparison uses checked; empty if it is missing."""
+    """Return ``run.json`` after a check of the fields that a comparison uses; empty if it is missing."""
     info, path = read_run_info(folder), folder / RUN_INFO
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)

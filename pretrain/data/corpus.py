@@ -48,7 +48,7 @@ class CorpusSplit:
 
 
 def split_paths(out: Path) -> dict[str, Path]:
-    """Return the file of each split."""
+    """Return the file of each split, by name."""
     return {name: out / f"{name}.jsonl" for name in SPLITS}
 
 
@@ -88,8 +88,8 @@ def write_documentation(
     the topics of Python's language reference, the docstrings of each file of its standard library, and texts in
     ``/usr/share/common-licenses`` and ``/usr/share/doc``. A source that this machine lacks is skipped with a warning.
     Files above 1 MiB, duplicates, and documents below 200 bytes or with less than 70% letters and white space are left
-    out. The only module imported is Python's own ``pydoc_data.topics``. The split depends on a hash of the name, and
-    the result is the same, as in `write_python_library`.
+    out. The only module imported is Python's own ``pydoc_data.topics``. As in `write_python_library`, the split depends
+    on a hash of the name, and the splits are returned by name.
 
     Args:
         out: folder for the three files; created if missing.

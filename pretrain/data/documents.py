@@ -128,8 +128,8 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
     Args:
         source: the file, folder or stream.
         text_key: key or column with the text; not used for text files and streams.
-        on_error: called with the error of an unreadable document. If it returns, the document is skipped, or the rest
-            of a file that is damaged from there on. An error of a stream as a whole is always raised.
+        on_error: called with the error of an unreadable document. If it returns, the document is skipped; so is the
+            rest of a file that is damaged from there on. An error of a stream as a whole is always raised.
 
     Raises:
         UserError: the content does not fit the format (the message names file, position and key), or the file changed
@@ -186,7 +186,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
-    """Return whether a whole file is readable; report its error otherwise. It is skipped only as a whole."""
+    """Return whether a whole file is readable; report its error otherwise. A file is skipped only as a whole."""
     try:
         for _ in read(source):
             pass

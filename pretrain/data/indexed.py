@@ -4,6 +4,7 @@ The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the to
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
 [D + 1] counted in sequences. A document is a range of sequences: fmoe writes one, or several for a document of more
 than 2^31 - 1 tokens.
+
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
 """
@@ -239,7 +240,7 @@ class IndexedCorpus:
         bin_path, json_path, _ = corpus_paths(self.prefix)
         expected = self.description.get("sha256", {}).get("bin")
         if expected is None:
-            raise UserError(f"{json_path} has no checksum to verify {bin_path} with")
+            raise UserError(f"{json_path} has no checksum to verify {bin_path} with: prepare the corpus again")
         if _sha256(bin_path) != expected:
             raise UserError(f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged, prepare it again")
 

@@ -1,4 +1,4 @@
-"""Random numbers of a sample: integer functions of only (seed, n).
+"""Random numbers of a sample: integer functions of (seed, n) alone.
 
 Raw Philox words (numpy keeps that stream, NEP 19) under a key that no order of samples uses (`pretrain.data.samples`).
 All computation on them is integer arithmetic, so that a sample is the same on every machine and numpy version.

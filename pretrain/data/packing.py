@@ -1,4 +1,4 @@
-"""Blocks with attention and loss confined to documents."""
+"""Blocks of documents that do not see each other."""
 
 import numpy as np
 

@@ -39,7 +39,7 @@ class Prepared:
     Attributes:
         paths: the files of the corpus.
         documents: documents in the corpus.
-        tokens: tokens in the corpus, including one end of document each.
+        tokens: tokens in the corpus, including the end of each document.
         text_bytes: UTF-8 bytes of the documents' text.
         empty_documents: number of documents skipped because they have no text.
         skipped: number of unreadable documents skipped.
@@ -92,7 +92,7 @@ def prepare(
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.
         num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text.
-            One tokenizes in this process. Several are started with "spawn", so a script needs
+            With 1, this process tokenizes. More are started with "spawn", so a script needs
             ``if __name__ == "__main__"``.
         progress: show progress on stderr.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
@@ -257,7 +257,8 @@ def _encoder(
         yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
     except BrokenProcessPool as error:
         raise UserError(
-            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer"
+            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer, with "
+            "--workers"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

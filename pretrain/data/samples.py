@@ -61,8 +61,8 @@ class GPTSamples:
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.
-        streams: more than 0 cuts the documents of an epoch, in their order, into this many contiguous streams of equal
-            length. Sample n of an epoch is then block ``n // streams`` of stream ``n % streams``.
+        streams: if more than 0, the documents of an epoch are cut, in their order, into this many contiguous streams of
+            equal length, and sample n of an epoch is block ``n // streams`` of stream ``n % streams``.
 
     Attributes:
         samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, rounded
@@ -156,7 +156,7 @@ class Segments:
     A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
 
     Args:
-        blocks: the segments, as blocks with ``streams`` of more than 0.
+        blocks: samples with ``streams`` of more than 0, whose blocks are the segments.
     """
 
     def __init__(self, blocks: GPTSamples):

@@ -82,7 +82,7 @@ class Stream:
 
     @property
     def shown(self) -> str:
-        """The name, printable."""
+        """The name in printable form."""
         return self.name
 
     def files(self) -> list[Path]:
@@ -105,7 +105,7 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Split ``NAME[:CONFIG][@REVISION]``; a path that exists is a name as a whole."""
+    """Split ``NAME[:CONFIG][@REVISION]``; an existing path is all name."""
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None

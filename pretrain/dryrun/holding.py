@@ -45,7 +45,7 @@ class Holding:
     Attributes:
         layers: numbers of the layers, from 1.
         experts: number of experts per layer with experts.
-        parameters: number of parameters in its modules, replicated ones included.
+        parameters: number of parameters in the rank's modules, replicated ones included.
         weights, gradients, masters, moments: bytes; masters are the optimizer's fp32 copies of the weights.
         memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of parameters of all ranks with these layers together, each counted once, without the copy of
@@ -132,7 +132,7 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _state_bytes(part: Any) -> int:
-    """Return the bytes of the state of one of `optimizers`; with shards of Muon's, on the rank that holds the most.
+    """Return the bytes of the state of one of `optimizers`; with a sharded Muon, on the rank that holds the most.
 
     Muon keeps one value per element of a hidden matrix and two per element of other parameters, so the ranks' states
     differ in size.

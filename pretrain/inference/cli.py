@@ -226,7 +226,7 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
         raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if len(ids) > length:
-        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}")
+        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
     return ids
 
 

@@ -47,7 +47,7 @@ class SafetensorsFolder:
         path: the folder.
 
     Raises:
-        UserError: the folder is missing, weights are pickled, a file is missing or damaged.
+        UserError: the folder is missing, its weights are pickled, or a file is missing or damaged.
     """
 
     def __init__(self, path: Path):

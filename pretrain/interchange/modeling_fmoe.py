@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return the functions that fill a matrix, and the output matrix of a block."""
+    """Return the functions that initialize a matrix, and the output matrix of a block."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), which replace the query's position; [H d]."""
+    """Transformer-XL's biases u (``content``) and v (``position``), which stand for the query's position; [H d]."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()

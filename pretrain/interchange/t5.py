@@ -61,7 +61,7 @@ class ScaledQueryKeyValue(QueryKeyValue):
 
 
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
-    """Return an entry of queries for models with T5's scores, and one with their transform for models with ours."""
+    """Return two entries of the same queries: unchanged for models with T5's scores, scaled for models with ours."""
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
         replace(entry, when=lambda model: model.attention_scale is not None),
@@ -83,7 +83,7 @@ class KeyValue:
 
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
-    """Return the entries of a stack that both families have; ``block`` is their name of feed-forward blocks."""
+    """Return the entries of a stack that both families have; ``block`` is the family's name of feed-forward blocks."""
     ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
     attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [

@@ -134,7 +134,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
 
 
 def _declaration(metric: Metric) -> dict[str, Any]:
-    """Return the declaration as the page needs it; ``figure`` is the label in its section "Numbers", empty for none."""
+    """Return the declaration as the page needs it; ``figure`` is the label in the section "Numbers", empty for none."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
     if not metric.is_exact:

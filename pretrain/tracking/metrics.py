@@ -38,12 +38,11 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report. All but ``more`` and ``events`` have a figure under Numbers, which is the mean
-            over steps for metrics of ``speed`` that are not exact, and the last value otherwise. ``more`` has a chart
-            without a figure.
-        is_log: whether the chart starts with a logarithmic axis.
-        is_exact: whether the metric is a setting, a sum or a maximum, which the report neither smooths nor averages.
-        is_evaluated: whether ``fmoe evaluate`` reports the layer metric.
+        section: section of the report. Metrics of all sections but ``more`` and ``events`` also have a figure in the
+            section "Numbers": the mean over steps for metrics of ``speed`` that are not exact, else the last value.
+        is_log: True if the chart starts with a logarithmic axis.
+        is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
+        is_evaluated: True if ``fmoe evaluate`` reports the layer metric.
     """
 
     name: str
@@ -153,7 +152,7 @@ def register_metric(metric: Metric) -> None:
     for index, declared in enumerate(DECLARED):
         if declared.name == metric.name:
             if index < _SHIPPED or (declared.unit, declared.doc) != (metric.unit, metric.doc):
-                raise UserError(f"metric={metric.name!r} is declared already: {declared.doc}")
+                raise UserError(f"metric={metric.name!r} is declared already ({declared.doc}): choose another name")
             DECLARED[index] = metric
             return
     DECLARED.append(metric)
