@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model-type",
         default="bpe",
         choices=MODEL_TYPES,
-        help="bytes: one token per byte, in a .json, without INPUT (default: %(default)s)",
+        help="bytes: one token per byte; needs --out x.json and no INPUT (default: %(default)s)",
     )
     tokenizer.add_argument(
         "--sentinels", type=int, help="number of <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
@@ -167,7 +167,7 @@ def _command(
         name,
         help=summary,
         description=description,
-        epilog=f"example:\n  {example}",
+        epilog=("examples" if "\n" in example else "example") + f":\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -204,7 +204,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
         "--columns", action="append", nargs="+", metavar="COLUMN", help="columns with text, joined (default: text)"
     )
     group.add_argument(
-        "--data-files", action="append", nargs="*", metavar="FILE", help="files or patterns that are the split"
+        "--data-files", action="append", nargs="*", metavar="FILE", help="files or patterns that make up the split"
     )
     group.add_argument("--separator", metavar="TEXT", help="text between joined columns (default: an empty line)")
     group.add_argument(

@@ -52,7 +52,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: read standard input)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
     parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of tokens (default: %(default)s)"
+        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",
@@ -81,7 +81,7 @@ def evaluate(argv: list[str]) -> int:
     parser = Parser(
         prog="fmoe evaluate",
         description="Print loss, perplexity, accuracy and bits per byte of models, and the load of their experts, on "
-        f"the validation data of each run or on --data. Runs in one process.\n\n{INPUTS}",
+        f"the\nvalidation data of each run, or on the text given by --data. Runs in one process.\n\n{INPUTS}",
         epilog="example: fmoe evaluate runs/dense runs/moe --data book.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

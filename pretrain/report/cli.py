@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         prog="fmoe report",
-        description="Write one or several runs as one self-contained HTML file.",
+        description="Write one or several runs as one self-contained HTML file, or follow them live in a browser.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
