@@ -46,7 +46,7 @@ def main() -> None:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(61):
-        loss = model(**batch()).loss  # balance and z-loss are in the backward pass
+        loss = model(**batch()).loss  # the backward pass adds balance loss and z-loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A LightningModule with experts, and a callback that applies the balance losses once and logs the routing.
+"""A LightningModule with experts, and a callback that applies the balance losses once per step and logs the routing.
 
     pip install lightning
     python examples/lightning_module.py

@@ -27,7 +27,7 @@ def make_gpt() -> GPTModel:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
-        # Fusions that want apex or Transformer Engine.
+        # Fusions that need apex or Transformer Engine.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -53,11 +53,9 @@ def main() -> list[float]:
     for step in range(41):
         text = (torch.randint(VOCABULARY, (8, 1), device=device) + torch.arange(LENGTH + 1, device=device)) % VOCABULARY
         logits = gpt_model(text[:, :-1], positions, attention_mask=None)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), text[:, 1:].flatten()
-        )  # balance loss and z-loss come by themselves
+        loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # adds balance loss and z-loss
         optimizer.step()
         if step % 10 == 0:
             printed.append(float(loss))

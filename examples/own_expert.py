@@ -1,4 +1,4 @@
-"""A custom expert: any module of tokens, built once per expert; here a convolution over each token's features."""
+"""A custom expert: any module from tokens to tokens, built once per expert; here a convolution over their features."""
 
 import torch
 from torch import nn

@@ -67,7 +67,7 @@ if [[ -n $enwik8 ]]; then
     length=5000000
     [[ $split == train ]] && length=90000000
     if [[ ! -e $out/enwik8/$split.idx ]]; then
-      tail -c "+$((start + 1))" "$enwik8" | head -c "$length" > "$out/enwik8/$split.raw" || true # tail: a closed pipe
+      tail -c "+$((start + 1))" "$enwik8" | head -c "$length" > "$out/enwik8/$split.raw" || true # head closes tail's pipe
       "$fmoe" data prepare "$out/enwik8/$split.raw" --format bytes --tokenizer "$out/tokenizer.json" \
         --out "$out/enwik8/$split" --overwrite
       rm "$out/enwik8/$split.raw"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a corpus of English documentation of this machine, up to tokens. `--help` has the details.
+# Makes a corpus of English documentation of this machine: text, tokenizer and token files. `--help` has the details.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a corpus from scratch, up to tokens: the default one, or that of ../docs/prepare.sh. `--help` has the details.
+# Makes the default corpus, or that of ../docs/prepare.sh: text, tokenizer and token files. `--help` has the details.
 set -euo pipefail
 
 corpus=${CORPUS:-pylib}

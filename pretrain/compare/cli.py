@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="fmoe compare",
         description="Final validation losses of runs, and the steps and tokens at which one reaches the final loss of "
-        "another. Runs that differ only in their seed are one row: mean, standard deviation, lowest and highest.",
+        "another. Runs that differ only in their seed share a row: mean, standard deviation, lowest and highest loss.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")

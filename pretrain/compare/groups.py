@@ -95,7 +95,7 @@ class Group:
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in their seed, in the order of their first runs. A second run of the same recipe and
-    seed begins another group: repeated numbers have no spread.
+    seed begins another group: it repeats the first one's losses, which would understate the spread over seeds.
 
     Raises:
         UserError: the runs of a group have no validated step in common.
@@ -117,7 +117,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for joined in groups:
         if not joined.curve:
             folders = ", ".join(str(run.folder) for run in joined.runs)
-            raise UserError(f"{folders} differ only in train.seed, but have no validated step in common")
+            raise UserError(
+                f"{folders} differ only in train.seed, but have no validated step in common: compare them separately"
+            )
     return groups
 
 

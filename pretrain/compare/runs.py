@@ -138,11 +138,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 raise _incomparable(first, run, f"{key} is {values[key]} and {others[key]}")
         if not first.tokenizer.is_same(run.tokenizer):
             paths = f"{first.tokenizer.path} and {run.tokenizer.path}"
-            raise _incomparable(first, run, f"their tokenizers differ, data.tokenizer is {paths}")
+            raise _incomparable(first, run, f"their tokenizers differ (data.tokenizer is {paths})")
         pairs = list(zip(first.validation, run.validation, strict=False))
         if len(first.validation) != len(run.validation) or not all(a.is_same(b) for a, b in pairs):
             paths = f"{list(first.recipe.data.validation)} and {list(run.recipe.data.validation)}"
-            raise _incomparable(first, run, f"their validation texts differ, data.validation is {paths}")
+            raise _incomparable(first, run, f"their validation texts differ (data.validation is {paths})")
 
 
 def _meaning(recipe: Recipe) -> list[str]:
@@ -181,7 +181,7 @@ def _validations(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> list[Vali
 
 
 def _run_info(folder: Path) -> dict[str, Any]:
-    """Return ``run.json``, with the fields that a comparison uses checked; empty if it is missing."""
+    """Return ``run.json`` after a check of the fields that a comparison uses; empty if it is missing."""
     info, path = read_run_info(folder), folder / RUN_INFO
     for key in ("params", "active_params", "flops_per_token"):
         value = info.get(key, 0)
@@ -189,11 +189,11 @@ def _run_info(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {key}={value!r} must be a finite number of at least 0")
     data = info.get("data") or {}
     if not isinstance(data, dict):
-        raise UserError(f"{path}: data={data!r} must be an object of digests")
+        raise UserError(f"{path}: data={data!r} must be an object of SHA-256 digests")
     for key in ("tokenizer", "train", "validation"):
         value = data.get(key)
         if any(not isinstance(item, str | None) for item in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{path}: data.{key}={value!r} must be a string (a digest), a list of strings, or null")
+            raise UserError(f"{path}: data.{key}={value!r} must be a SHA-256, a list of them, or null")
     return info
 
 

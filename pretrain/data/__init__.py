@@ -1,1 +1,1 @@
-"""Text to tokens to training samples: corpora, tokenizers, Megatron's indexed files, a stateless sample order."""
+"""From text to tokens to training samples: corpora, tokenizers, Megatron's indexed files, and the order of samples."""

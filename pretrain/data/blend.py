@@ -39,14 +39,14 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Blend:
-    """Samples of several members, with a share of ``weights[i] / sum(weights)`` for member i.
+    """Samples of several corpora (members), with a share of ``weights[i] / sum(weights)`` for member i.
 
-    Sample n is a function of n. Among the first n, for every n, a member's count differs from its exact share by
+    Sample n depends only on n. Among the first n samples, for every n, a member's count differs from its exact share by
     less than one. Each member keeps its own order; a small one may begin its next epoch while others are in their
     first.
 
     Args:
-        members: one per weight, each endless.
+        members: the samples of each corpus, one member per weight.
         weights: positive, in any unit.
 
     Attributes:
@@ -85,10 +85,10 @@ class Blend:
 def _order(weights: Sequence[int]) -> np.ndarray:
     """Return the member of each sample of a period, int32 [sum(weights)].
 
-    Member i's share of the first t samples is t w_i / W, with W the sum. To keep its count within one of that, its j-th
-    sample (from 0) must not be among the first floor(j W / w_i) samples, and must be among the first
-    ceil((j + 1) W / w_i). Earliest deadline first meets all deadlines, because the shares fill every position
-    (Baruah et al. 1996, Proportionate progress, with a single resource).
+    Member i's share of the first t samples is t w_i / W, with W the sum of the weights. For its count to differ from
+    this by less than one, its j-th sample (from 0) must not be among the first floor(j W / w_i) samples, and must be
+    among the first ceil((j + 1) W / w_i). Earliest deadline first meets all deadlines, because the shares fill every
+    position (Baruah et al. 1996, Proportionate progress, with a single resource).
     """
     total = sum(weights)
     order = np.empty(total, dtype=np.int32)

@@ -26,12 +26,12 @@ from pretrain.data.tokenizers import (
 
 INPUTS = """\
 INPUT is a .txt file (one document, of any size), .jsonl or .ndjson (one document per line), .json (the same, or one
-array of objects), any of them compressed (.gz, .zst), .parquet (one document per row), a folder saved by Hugging Face
-datasets, or a folder with any of these files below it. --format sets the format of files with other names."""
+array of objects), any of these compressed (.gz, .zst), .parquet (one document per row), a folder saved by Hugging Face
+datasets, or a folder with any of these files below it. --format sets the format of files with other suffixes."""
 _DATASETS = """\
 In place of INPUT, --dataset streams Hugging Face datasets: a Hub id (owner/name), a folder, or a builder (json,
-parquet, csv, text, ...) with --data-files. --split, --columns and --data-files are given once for all datasets, or once
-after each --dataset in their order. Several datasets are read one after the other, or interleaved by --weights."""
+parquet, csv, text, ...) with --data-files. Give --split, --columns and --data-files once for all datasets, or once for
+each --dataset, in the same order. Several datasets are read one after the other, or interleaved by --weights."""
 _TOKENIZER = "sentencepiece model, or a tokenizer.json of Hugging Face tokenizers"
 _SHOWN_TOKENS = 64
 _CORPORA: dict[str, Callable[[Path], dict[str, CorpusSplit]]] = {
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prepare training data: train a tokenizer on text, then convert text to token files.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=textwrap.dedent("""\
-            an example from nothing to tokens:
+            example, from source files to tokens:
               fmoe data corpus --out data/pylib/out
               fmoe data tokenizer data/pylib/out/train.jsonl --out data/pylib/out/tokenizer.model
               fmoe data prepare data/pylib/out/train.jsonl --tokenizer data/pylib/out/tokenizer.model \\
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         commands,
         "corpus",
         _corpus,
-        "write a corpus of what is on this machine",
+        "write a corpus from files of this machine",
         "Write train.jsonl, validation.jsonl and test.jsonl; nothing is downloaded. pylib has the sources of this\n"
         "Python's standard library; docs has English documentation of installed packages, of Python and of Debian.",
         "fmoe data corpus --out data/pylib/out",
@@ -97,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "--model-type",
         default="bpe",
         choices=MODEL_TYPES,
-        help="bytes: one token per byte, in a .json, without INPUT (default: %(default)s)",
+        help="bytes: one token per byte; needs --out x.json and no INPUT (default: %(default)s)",
     )
     tokenizer.add_argument(
-        "--sentinels", type=int, help="pieces <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
+        "--sentinels", type=int, help="number of <extra_id_N> for T5 (default: 1/64 of the vocabulary, at most 100)"
     )
     tokenizer.add_argument(
         "--max-bytes",
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     show.add_argument("prefix", type=path_argument, metavar="PREFIX", help="path of the corpus without .bin")
-    show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="the corpus' tokenizer")
+    show.add_argument("--tokenizer", type=path_argument, metavar="FILE", help="tokenizer of the corpus")
     show.add_argument(
         "--documents", type=int, default=3, metavar="N", help="documents to show as text (default: %(default)s)"
     )
@@ -167,7 +167,7 @@ def _command(
         name,
         help=summary,
         description=description,
-        epilog=f"example:\n  {example}",
+        epilog=("examples" if "\n" in example else "example") + f":\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -186,7 +186,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "--on-error",
         default="stop",
         choices=("stop", "skip"),
-        help="reaction to an unreadable document: invalid UTF-8 or JSON, or a missing text (default: %(default)s)",
+        help="reaction to an unreadable document: invalid UTF-8 or JSON, or no text (default: %(default)s)",
     )
 
 
@@ -204,7 +204,7 @@ def _add_datasets(parser: argparse.ArgumentParser) -> None:
         "--columns", action="append", nargs="+", metavar="COLUMN", help="columns with text, joined (default: text)"
     )
     group.add_argument(
-        "--data-files", action="append", nargs="*", metavar="FILE", help="files or patterns that are the split"
+        "--data-files", action="append", nargs="*", metavar="FILE", help="files or patterns that make up the split"
     )
     group.add_argument("--separator", metavar="TEXT", help="text between joined columns (default: an empty line)")
     group.add_argument(
@@ -227,8 +227,8 @@ def _inputs(arguments: argparse.Namespace) -> list[Path] | Mixture:
     """Return the files and folders, or the datasets.
 
     Raises:
-        UserError: both or neither are given where they are needed, an option belongs to the other, or there is another
-            number of ``--split``, ``--columns`` or ``--data-files`` than of datasets.
+        UserError: both are given; an option needs the kind of input that is not given; or ``--split``, ``--columns`` or
+            ``--data-files`` is given neither once nor once per dataset.
     """
     names, paths = arguments.dataset, arguments.inputs
     options = ("split", "columns", "data_files", "separator", "weights", "seed", "stopping_strategy", "max_documents")
@@ -278,12 +278,12 @@ def add_format(parser: argparse.ArgumentParser) -> None:
         "--format",
         default="auto",
         choices=FORMATS,
-        help="format of all files; bytes are not decoded (default: by their suffixes)",
+        help="format of all files; bytes are not decoded (default: auto, by each file's suffix)",
     )
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path; refuse an empty one, as an unset shell variable gives, which would mean the current folder."""
+    """Parse a path; refuse an empty one, which an unset shell variable gives: it would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -366,8 +366,8 @@ def _show_documents(corpus: IndexedCorpus, tokenizer: Tokenizer, count: int) -> 
     expected = corpus.tokenizer_fingerprint
     if expected not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: its SHA-256 is {expected}, "
-            f"not {tokenizer.fingerprint}"
+            f"{corpus.prefix} was prepared with another tokenizer than {tokenizer.path}: pass the file with SHA-256 "
+            f"{expected}, not {tokenizer.fingerprint}"
         )
     for i in range(min(count, corpus.num_documents)):
         tokens = corpus.document(i)

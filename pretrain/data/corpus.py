@@ -21,10 +21,10 @@ from pretrain.data.files import replacing
 SPLITS = ("train", "validation", "test")
 _PERCENT_TRAIN, _PERCENT_VALIDATION = 90, 5  # of the files; the rest is the test split
 _NOT_THE_LIBRARY = frozenset(["site-packages", "dist-packages", "__pycache__"])
-_SHORTEST = 200  # bytes of a document of prose
-_LETTERS = 0.7  # least share of letters and white space in prose: tables and lists of commits have less
-_LARGEST = 1 << 20  # bytes of a file of documentation
-_PROSE = ("README", "NEWS", "FAQ", "TODO", "HACKING", "CONTRIBUTING")  # beginnings of names in /usr/share/doc
+_SHORTEST = 200  # minimum bytes of a document of prose
+_LETTERS = 0.7  # minimum share of letters and white space in prose: tables and lists of commits have less
+_LARGEST = 1 << 20  # maximum bytes of a documentation file
+_PROSE = ("README", "NEWS", "FAQ", "TODO", "HACKING", "CONTRIBUTING")  # prefixes of file names in /usr/share/doc
 _PYTHON_LICENSE = "PSF-2.0"
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class CorpusSplit:
 
 
 def split_paths(out: Path) -> dict[str, Path]:
-    """Return the file of each split."""
+    """Return the file of each split, by name."""
     return {name: out / f"{name}.jsonl" for name in SPLITS}
 
 
@@ -60,14 +60,14 @@ class _Document:
 
 
 def write_python_library(out: Path, library: Path | None = None) -> dict[str, CorpusSplit]:
-    """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``: one line per source file, ``{"text", "path"}``.
+    """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``; return the splits by name.
 
-    A file's split depends only on a hash of its path below ``library`` (90 / 5 / 5 percent of the files). Existing
-    files are replaced once all three are complete.
+    Each source file is one line with the keys ``text`` and ``path``. A file's split depends only on a hash of its path
+    below ``library`` (90 / 5 / 5 percent of the files). Existing outputs are replaced once all three are complete.
 
     Args:
         out: folder for the three files; created if missing.
-        library: folder whose ``*.py`` are used, by default the standard library without installed packages.
+        library: folder whose ``*.py`` are used, except installed packages; by default, the standard library.
 
     Raises:
         UserError: there is no source file, or ``out`` is not writable.
@@ -87,9 +87,9 @@ def write_documentation(
     A line has the keys ``text``, ``path`` and ``license``. Documents are the descriptions of installed Python packages,
     the topics of Python's language reference, the docstrings of each file of its standard library, and texts in
     ``/usr/share/common-licenses`` and ``/usr/share/doc``. A source that this machine lacks is skipped with a warning.
-    Left out are documents below 200 bytes or with less than 70% letters and white space, repeated ones, and files above
-    1 MiB. Nothing is imported but Python's own ``pydoc_data.topics``. The split depends
-    on a hash of the name, as in `write_python_library`.
+    Files above 1 MiB, duplicates, and documents below 200 bytes or with less than 70% letters and white space are left
+    out. The only module imported is Python's own ``pydoc_data.topics``. As in `write_python_library`, the split depends
+    on a hash of the name, and the splits are returned by name.
 
     Args:
         out: folder for the three files; created if missing.
@@ -167,9 +167,9 @@ def _docstrings(library: Path) -> Iterator[_Document]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escape sequences
+                warnings.simplefilter("ignore")  # invalid escape sequences
                 tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, RecursionError):  # files of lib2to3 are bad on purpose
+        except (SyntaxError, ValueError, RecursionError):  # not Python of this version
             continue
         texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
         yield _Document(

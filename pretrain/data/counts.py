@@ -1,4 +1,4 @@
-"""Occurrences of each token id in a corpus: counted once, and kept next to it.
+"""Token counts of a corpus by id, counted once and stored next to the corpus.
 
 ``PREFIX.json`` holds the counts of a corpus written by `pretrain.data.indexed.IndexedWriter`. For any other corpus,
 ``PREFIX.counts`` holds them, with the size and modification time of the ``.bin`` that was counted.
@@ -17,7 +17,7 @@ from pretrain.data.files import replacing, with_ending
 
 _VERSION = 1
 _MAX_IDS = 1 << 24  # exceeds any vocabulary; bounds the array that a damaged id would allocate
-_PENDING = 1 << 20  # tokens counted at a time: documents are short, and a count takes time for each id
+_PENDING = 1 << 20  # tokens per np.bincount, which takes time for each id: one document would be too few
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,9 @@ class TokenCounter:
 
 def outside_vocabulary(prefix: Path, token: int, vocab_size: int) -> UserError:
     """Return the error for a token id without a row in the model's embedding."""
-    return UserError(f"{prefix} has the token id {token}, outside vocab_size={vocab_size}")
+    return UserError(
+        f"{prefix} has the token id {token}, outside vocab_size={vocab_size}: prepare it with the model's tokenizer"
+    )
 
 
 def chunks(tokens: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -124,7 +126,8 @@ def counts_path(prefix: Path) -> Path:
 
 
 def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
-    """Write the counts next to the corpus; return the reason if that fails, or None. A foreign file is kept."""
+    """Write the counts next to the corpus; return the reason if that fails, or None. An existing file that does not
+    hold counts is not replaced."""
     text = json.dumps({"bin": _identity(bin_path), "counts": counts.as_json()}) + "\n"
     try:
         if counts_path(prefix).exists() and not isinstance(json.loads(counts_path(prefix).read_bytes()), dict):
@@ -137,7 +140,7 @@ def keep(prefix: Path, bin_path: Path, counts: TokenCounts) -> str | None:
 
 
 def kept(prefix: Path, bin_path: Path, num_tokens: int) -> TokenCounts | None:
-    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of replaced tokens."""
+    """Return the counts that `keep` wrote; None if they are missing, unreadable, or of tokens that were replaced."""
     try:
         values = json.loads(counts_path(prefix).read_bytes())
         if values["bin"] != _identity(bin_path):

@@ -1,7 +1,7 @@
 """Documents from text, JSON lines, Parquet and Hugging Face datasets, in pieces that fit in memory.
 
-A document is one or more pieces, the last one marked, so that a text file of any size is read in bounded memory. Pieces
-are cut at line ends; only a line that is longer than a piece is cut within. Tokenizers trained by this package keep
+A document is one or more pieces, whose last one is marked, so that a text file of any size is read in bounded memory.
+Pieces end at line ends, except inside a line that is longer than a piece. Tokenizers trained by this package keep
 newlines as separate tokens, so that cutting at line ends does not change the tokens of a document.
 """
 
@@ -44,13 +44,14 @@ _FORMAT_OF = {
     ".json": Format.JSON,
     ".parquet": Format.PARQUET,
 }
-_FORMAT_WHERE_NAMED = {".md": Format.TEXT}  # a .md file in a folder is more likely a note about the data
+# For files that the user names: a .md file found in a folder is more likely a note about the data.
+_FORMAT_WHERE_NAMED = {".md": Format.TEXT}
 
 logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, whether the document ends with it."""
+    """Part of a document: its text or undecoded bytes, its size in (UTF-8) bytes, and whether it is the last part."""
 
     text: str | bytes
     num_bytes: int
@@ -127,8 +128,8 @@ def read_source(source: Source | Stream, text_key: str = "text", on_error: OnErr
     Args:
         source: the file, folder or stream.
         text_key: key or column with the text; not used for text files and streams.
-        on_error: called with the error of an unreadable document. If it returns, the document is skipped, or the rest
-            of a file that is damaged from there on. An error of a stream as a whole is always raised.
+        on_error: called with the error of an unreadable document. If it returns, the document is skipped; so is the
+            rest of a file that is damaged from there on. An error of a stream as a whole is always raised.
 
     Raises:
         UserError: the content does not fit the format (the message names file, position and key), or the file changed
@@ -185,7 +186,7 @@ def _read_table(source: Source, text_key: str, on_error: OnError) -> Iterator[Pi
 
 
 def _is_readable(source: Source, read: Callable[[Source], Iterator[Piece]], on_error: OnError) -> bool:
-    """Return whether a whole file is readable; report its error otherwise. It is skipped only as a whole."""
+    """Return whether a whole file is readable; report its error otherwise. A file is skipped only as a whole."""
     try:
         for _ in read(source):
             pass

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
-    """Open a temporary file next to each path for the block to write; put all of them in place at its end.
+    """Yield a temporary file next to each path for the block to write; when the block ends, rename all to the paths.
 
     Files are synced, then renamed in the given order, by one process at a time. The last path is the commit record: its
-    old file is removed before the first rename, so while it exists, all are complete and from one run. An error in
-    the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``, which the
-    next writer of these paths removes.
+    old file is removed before the first rename, so while it exists, all files are complete and from one run. An error
+    in the block removes the temporary files and keeps the old files. A killed process leaves ``NAME.PID.tmp``, which
+    the next writer of these paths removes.
 
     Raises:
         UserError: a file cannot be created there, or the disk is full.
@@ -166,7 +166,7 @@ def _is_locked(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from renaming files in the folder by `replacing`, which would mix two runs' files."""
+    """Keep other processes from renaming in this folder within `replacing`, which would mix the files of two runs."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

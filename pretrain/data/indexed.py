@@ -2,7 +2,9 @@
 
 The index, little endian: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 number S of sequences,
 uint64 number D + 1 of document boundaries, int32 lengths [S] in tokens, int64 pointers [S] in bytes, int64 boundaries
-[D + 1] counted in sequences. A document is a range of sequences; fmoe writes one, or more beyond 2^31 - 1 tokens.
+[D + 1] counted in sequences. A document is a range of sequences: fmoe writes one, or several for a document of more
+than 2^31 - 1 tokens.
+
 ``PREFIX.json``, which Megatron does not read, has the origin of the tokens, SHA-256 sums, and the count of each token
 id, so that a run opens a corpus without reading its tokens.
 """
@@ -28,8 +30,8 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
-# Megatron's codes for token types. Small signed types and floats (2, 3, 6, 7) cannot hold a vocabulary; without them
-# each size has one type, so a damaged code contradicts the pointers.
+# Megatron's codes for token types. It writes no tokens as int8, int16 or floats (2, 3, 6, 7); without these, each item
+# size has one type, so a damaged code contradicts the pointers.
 _DTYPES: dict[int, np.dtype] = {1: np.dtype("u1"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # entries checked or written at a time, to bound memory
@@ -166,7 +168,8 @@ class IndexedWriter:
 class IndexedCorpus:
     """Memory-mapped corpus, written here or by Megatron.
 
-    The index is checked against the files' sizes, itself, and its checksum in ``PREFIX.json`` if there is one.
+    The index is checked for consistency, against the files' sizes, and against its checksum in ``PREFIX.json`` if there
+    is one.
 
     Attributes:
         prefix: path without ``.bin`` and ``.idx``.
@@ -237,7 +240,7 @@ class IndexedCorpus:
         bin_path, json_path, _ = corpus_paths(self.prefix)
         expected = self.description.get("sha256", {}).get("bin")
         if expected is None:
-            raise UserError(f"{json_path} has no checksum to verify {bin_path} with")
+            raise UserError(f"{json_path} has no checksum to verify {bin_path} with: prepare the corpus again")
         if _sha256(bin_path) != expected:
             raise UserError(f"{bin_path} differs from its SHA-256 in {json_path}: it is damaged, prepare it again")
 
@@ -278,7 +281,7 @@ class IndexedCorpus:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
-            raise UserError(f"{path} has {size} bytes, less than the header's {_HEADER.size}")
+            raise UserError(f"{path} is damaged: it has {size} bytes, less than the header's {_HEADER.size}")
         magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise UserError(f"{path} is not an index: it begins with {magic!r}, not {_MAGIC!r}")
@@ -306,7 +309,9 @@ class IndexedCorpus:
         self._check_boundaries(path)
         expected, size = self.num_tokens * self.dtype.itemsize, bin_path.stat().st_size
         if size != expected:
-            raise UserError(f"{bin_path} has {size} bytes; its index {path.name} describes {expected}")
+            raise UserError(
+                f"{bin_path} has {size} bytes; its index {path.name} describes {expected}: copy or prepare it again"
+            )
 
     def _check_sequences(self, path: Path) -> int:
         """Check that each sequence begins where the one before ends; return the number of tokens."""
@@ -314,23 +319,24 @@ class IndexedCorpus:
         for start in range(0, len(self.sequence_lengths), _CHUNK):
             lengths = self.sequence_lengths[start : start + _CHUNK].astype(np.int64)
             if lengths.min() < 0:
-                raise UserError(f"{path}: sequence {start + int(lengths.argmin())} has the length {lengths.min()}")
+                number = start + int(lengths.argmin())
+                raise UserError(f"{path} is damaged: sequence {number} has the length {lengths.min()}")
             ends = end + np.cumsum(lengths)
             wrong = self._pointers[start : start + _CHUNK] != (ends - lengths) * self.dtype.itemsize
             if wrong.any():
                 first = start + int(wrong.argmax())
-                raise UserError(f"{path}: sequence {first} does not begin where the one before ends")
+                raise UserError(f"{path} is damaged: sequence {first} does not begin where the one before ends")
             end = int(ends[-1])
         return end
 
     def _check_boundaries(self, path: Path) -> None:
         boundaries, num_sequences = self.document_boundaries, len(self.sequence_lengths)
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != num_sequences:
-            raise UserError(f"{path}: the document boundaries do not go from 0 to {num_sequences} sequences")
+            raise UserError(f"{path} is damaged: the document boundaries do not go from 0 to {num_sequences} sequences")
         for start in range(0, len(boundaries), _CHUNK):
             part = boundaries[start : start + _CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # a difference of damaged values may overflow
-                raise UserError(f"{path}: the document boundaries are not ascending")
+                raise UserError(f"{path} is damaged: the document boundaries are not ascending")
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from pretrain.data.samples import Samples, count_tokens, unigram_entropy
 from pretrain.data.tokenizers import Tokenizer, load_tokenizer
 from pretrain.tracking.trackio import check_installed
 
-# The same sequences for every run, chosen at random so that a few represent all documents.
+# Fixed: every run validates on the same sequences, drawn at random so that a few represent all documents.
 VALIDATION_SEED = 0
 # Tokens that a rank reads between two collectives, in about a tenth of a second, so that no rank waits for long.
 _TOKENS_A_ROUND = 1 << 26
@@ -183,8 +183,8 @@ def open_tokenizer(recipe: Recipe, path: str | Path | None = None, sha256: str |
         tokenizer = load_tokenizer(data.tokenizer if path is None else path)
     if sha256 not in (None, tokenizer.fingerprint):
         raise UserError(
-            f"the model was trained with another tokenizer than {tokenizer.path}: its SHA-256 begins with "
-            f"{sha256[:12]}, not with {tokenizer.fingerprint[:12]}"
+            f"the model was trained with another tokenizer than {tokenizer.path}, whose SHA-256 begins with "
+            f"{tokenizer.fingerprint[:12]}: use the file whose SHA-256 begins with {sha256[:12]}"
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The samples of each kind of model."""
+"""Construction of the samples for each kind of model."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def block_length(recipe: Recipe) -> int:
 def epochs_per_sample(
     recipe: Recipe, corpora: Sequence[IndexedCorpus], weights: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return, for each corpus, the mean share of its epoch that a sample of the blend uses; empty without a blend."""
+    """Return how many epochs of each corpus a sample of the blend uses on average; empty without a blend."""
     length = block_length(recipe)
     return tuple(
         weight / sum(weights) / ((corpus.num_tokens - 1) // length)
@@ -63,7 +63,7 @@ def epochs_per_sample(
 def build_masking(
     blocks: Blocks, sequence_length: int, noise_density: float, tokenizer: Tokenizer, seed: int
 ) -> Masking:
-    """Build a BERT's samples from blocks.
+    """Build the samples of a BERT model from blocks.
 
     Raises:
         UserError: the tokenizer lacks a special piece.

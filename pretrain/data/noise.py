@@ -1,4 +1,4 @@
-"""Random numbers of a sample: integer functions of only (seed, n).
+"""Random numbers of a sample: integer functions of (seed, n) alone.
 
 Raw Philox words (numpy keeps that stream, NEP 19) under a key that no order of samples uses (`pretrain.data.samples`).
 All computation on them is integer arithmetic, so that a sample is the same on every machine and numpy version.
@@ -18,7 +18,7 @@ def words(seed: int, n: int, count: int) -> np.ndarray:
 
 
 def choose(random_words: np.ndarray, count: int) -> np.ndarray:
-    """Choose ``count`` positions of the random words, each equally likely; ascending, int64 [count]."""
+    """Return ``count`` indices into the random words, drawn uniformly without repetition; ascending, int64 [count]."""
     return np.sort(np.argsort(random_words, kind="stable")[:count])
 
 

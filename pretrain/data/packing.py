@@ -1,4 +1,4 @@
-"""Blocks with attention and loss confined to documents."""
+"""Blocks of documents that do not see each other."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from pretrain.data.samples import Blocks
 
 
 class DocumentMask:
-    """Samples of a GPT that keeps documents separate.
+    """Samples of a GPT whose tokens attend only to their own document.
 
     A sample has int64 arrays [s]: ``tokens``; ``labels``; ``documents``, the index of each token's document in the
     sample; ``positions``, the position of each token in its document; and ``loss_mask``, 0 where the next token belongs

@@ -39,7 +39,7 @@ class Prepared:
     Attributes:
         paths: the files of the corpus.
         documents: documents in the corpus.
-        tokens: tokens in the corpus, including one end of document each.
+        tokens: tokens in the corpus, including the end of each document.
         text_bytes: UTF-8 bytes of the documents' text.
         empty_documents: number of documents skipped because they have no text.
         skipped: number of unreadable documents skipped.
@@ -91,8 +91,8 @@ def prepare(
         tokenizer_path: a sentencepiece model or tokenizer.json.
         output_prefix: path of the files without their suffixes.
         text_key: key or column with the text in JSON files and tables.
-        num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text. 1
-            tokenizes in this process. More are started with "spawn", so a script needs
+        num_workers: number of processes that tokenize; None uses one per available processor, fewer for little text.
+            With 1, this process tokenizes. More are started with "spawn", so a script needs
             ``if __name__ == "__main__"``.
         progress: show progress on stderr.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
@@ -100,14 +100,14 @@ def prepare(
 
     Raises:
         UserError: the inputs or the tokenizer are unreadable (see `pretrain.data.documents.find_sources` and
-            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of bytes, an
-            output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
+            `pretrain.data.streams.open_mixture`), ``format`` is "bytes" and the tokenizer is not one of single bytes,
+            an output is an input, no document has text, ``num_workers`` is less than 1, or a worker process died.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
     tokenizer = load_tokenizer(tokenizer_path)
     if format == "bytes":
-        _ = tokenizer.byte_ids  # raises, unless there is one for each byte
+        _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
     sources = open_sources(inputs, text_key, format=format)
     refuse_inputs(corpus_paths(output_prefix), [tokenizer.path, *(file for each in sources for file in each.files())])
     skips = Skips()
@@ -257,7 +257,8 @@ def _encoder(
         yield partial(_map_in_order, executor, num_workers * _BATCHES_A_WORKER)
     except BrokenProcessPool as error:
         raise UserError(
-            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer"
+            f"a tokenizing process died (killed, or out of memory) with num_workers={num_workers}: try fewer, with "
+            "--workers"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

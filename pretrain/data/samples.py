@@ -61,12 +61,12 @@ class GPTSamples:
         sequence_length: L; a sample has L + 1 tokens.
         seed: 0 to 2^64 - 1.
         shuffle: False keeps documents and blocks in their original order in every epoch.
-        streams: more than 0 cuts the documents of an epoch, in their order, into this many contiguous streams of equal
-            length. Sample n of an epoch is then block ``n // streams`` of stream ``n % streams``.
+        streams: if more than 0, the documents of an epoch are cut, in their order, into this many contiguous streams of
+            equal length, and sample n of an epoch is block ``n // streams`` of stream ``n % streams``.
 
     Attributes:
-        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, with
-            streams rounded down to a multiple of them.
+        samples_per_epoch: samples before the order repeats or is redrawn: ``(tokens - 1) // sequence_length``, rounded
+            down to a multiple of ``streams`` if there are any.
 
     Raises:
         UserError: no corpus, a value out of range, or fewer than L + 1 tokens in total or L per stream.
@@ -151,12 +151,12 @@ class GPTSamples:
 
 
 class Segments:
-    """Samples of a GPT with memory, whose consecutive segments of a stream are a number of streams apart.
+    """Samples of a GPT with memory (Transformer-XL): segments, taken from the streams in turn.
 
-    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 if its stream begins with it.
+    A sample has int64 arrays: ``tokens`` and ``labels`` [s], and ``starts`` [1], 1 for the first segment of a stream.
 
     Args:
-        blocks: blocks of streams.
+        blocks: samples with ``streams`` of more than 0, whose blocks are the segments.
     """
 
     def __init__(self, blocks: GPTSamples):
@@ -170,7 +170,7 @@ class Segments:
 
 
 def unigram_entropy(corpora: Sequence[IndexedCorpus], vocab_size: int) -> float:
-    """Return the entropy of the token frequencies in nats: the loss of a model that uses nothing else.
+    """Return the entropy of the token frequencies in nats: the loss of a model that predicts from them alone.
 
     Tokens are read only from corpora without counts.
 

@@ -59,7 +59,7 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """The path, printable."""
+        """The path in printable form."""
         return printable(str(self.path))
 
     def files(self) -> list[Path]:
@@ -130,7 +130,7 @@ def read_blocks(source: Source, read: Callable[[BinaryIO], bytes]) -> Iterator[t
 
 
 def _open(source: Source) -> tuple[BinaryIO, int]:
-    """Open a file, decompressed by its suffix, after the byte order mark of text; return it and its offset.
+    """Open a file, decompressed as its suffix says, and skip the byte order mark of text; return file and offset.
 
     Raises:
         UserError: the mark is of another encoding.
@@ -192,7 +192,7 @@ def _lines(source: Source, on_error: OnError) -> Iterator[tuple[str, object]]:
             if is_rest:
                 continue
             if len(line) > MAX_LINE:
-                raise UserError(f"{place} is longer than {MAX_LINE} bytes")
+                raise UserError(f"{place} is longer than {MAX_LINE} bytes: split the document")
             text = decode(line, source, offset)
             if not text.strip():  # a blank line is a separator
                 continue

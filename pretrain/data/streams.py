@@ -27,7 +27,7 @@ class Dataset:
         name: Hub id (``owner/name``), folder, or builder (``json``, ``parquet``, ``csv``, ``text``, ``arrow``, ...).
         config: configuration (subset) of the dataset; None if it has only one.
         revision: branch, tag or commit of a Hub dataset; None for its newest commit.
-        split: name of the split. With ``data_files`` the files are the split.
+        split: name of the split; with ``data_files``, the name given to these files.
         columns: columns with text. The texts of several are joined by `Mixture.separator`; empty ones are left out.
         data_files: paths or patterns, required by a builder; for a Hub id or a folder they are relative to it.
     """
@@ -82,7 +82,7 @@ class Stream:
 
     @property
     def shown(self) -> str:
-        """The name, printable."""
+        """The name in printable form."""
         return self.name
 
     def files(self) -> list[Path]:
@@ -90,7 +90,7 @@ class Stream:
         return list(self._files)
 
     def documents(self) -> Iterator[tuple[str, str | None, str]]:
-        """Yield (place, text, error) of each row; the text is None if a column has none, for the reason ``error``.
+        """Yield (location, text, error) of each row; if a column has no text, the text is None and ``error`` says why.
 
         Raises:
             UserError: the data can no longer be reached, or are damaged.
@@ -105,7 +105,7 @@ class Stream:
 
 
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
-    """Split ``NAME[:CONFIG][@REVISION]``; a path that exists is a name as a whole."""
+    """Split ``NAME[:CONFIG][@REVISION]``; an existing path is all name."""
     with contextlib.suppress(OSError):  # of a name that is too long for a path
         if Path(text).exists():
             return text, None, None
@@ -272,7 +272,7 @@ def _documents(datasets, number: int, dataset: Dataset, opened: _Opened, separat
     for column in columns:
         if column not in names:
             raise UserError(f"columns: {column!r} is not in {_quoted(dataset)}: its columns are {shorten(names)}")
-        value = first[column]  # decides if the types are unknown, as of JSON under datasets 4
+        value = first[column]  # decides if the types are unknown, as for JSON in datasets 4
         found = types.get(column) or ("string" if isinstance(value, str | None) else type(value).__name__)
         if found not in _TEXT_TYPES:
             raise UserError(f"columns: {column!r} of {_quoted(dataset)} has the type {found}, not text")
@@ -297,7 +297,7 @@ def _document(row: dict[str, Any], index: int, number: int, columns: Sequence[st
 
 
 def _is_builder(name: str) -> bool:
-    """Return whether ``datasets`` brings a builder of this name; it precedes folders, as in ``load_dataset``.
+    """Return whether ``datasets`` has a builder of this name, which precedes a folder of that name in ``load_dataset``.
 
     Raises:
         UserError: a builder that unpickles files.

@@ -45,9 +45,9 @@ class Holding:
     Attributes:
         layers: numbers of the layers, from 1.
         experts: number of experts per layer with experts.
-        parameters: number of parameters in its modules, replicated ones included.
-        weights, gradients, masters, moments: bytes.
-        memories: bytes of the memory of its training streams (``model.memory_length``).
+        parameters: number of parameters in the rank's modules, replicated ones included.
+        weights, gradients, masters, moments: bytes; masters are the optimizer's fp32 copies of the weights.
+        memories: bytes of the hidden states remembered from earlier segments (``model.memory_length``).
         distinct: number of parameters of all ranks with these layers together, each counted once, without the copy of
             the embedding on a pipeline's last stage.
         saved: bytes that the weights, masters and moments of these distinct parameters, and the memory of all streams
@@ -132,9 +132,10 @@ def _parts(parameter: Tensor) -> int:
 
 
 def _state_bytes(part: Any) -> int:
-    """Return the bytes of the state of one of `optimizers`: with Muon's shards, on the rank that holds the most.
+    """Return the bytes of the state of one of `optimizers`; with a sharded Muon, on the rank that holds the most.
 
-    Those of hidden matrices take half as much as the others, which are not evenly spread over the ranks.
+    Muon keeps one value per element of a hidden matrix and two per element of other parameters, so the ranks' states
+    differ in size.
     """
     if not (isinstance(part.optimizer, Muon) and isinstance(part, DistributedOptimizer)):
         return sum(map(_moment_bytes, shards_of(part)))

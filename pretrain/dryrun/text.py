@@ -53,7 +53,7 @@ def summary(plan: Plan) -> str:
         f"({held.total:,} bytes)",
     ]
     if held.memories:
-        lines.append(f"  of it, memory of its streams {size_of(held.memories)}")
+        lines.append(f"  of which memory of earlier segments {size_of(held.memories)}")
     if plan.recipe.optimizer.cpu_offload:
         lines.append(
             f"optimizer.cpu_offload={plan.recipe.optimizer.cpu_offload:g}: at least this share of the moments, with "

@@ -44,7 +44,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="fmoe generate",
         description="Continue a text with a GPT, or fill in the spans <extra_id_0>, <extra_id_1>, ... of a text with "
-        "a T5. Runs in one process, on a GPU if there is one, and reads a checkpoint of any split.",
+        "a T5. Runs in one process, on a GPU if there is one; the checkpoint may come from any number of processes.",
         epilog='example: fmoe generate runs/quickstart --prompt "def main(" --max-tokens 200 --top-p 0.9',
         allow_abbrev=False,
     )
@@ -52,7 +52,7 @@ def _generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue (default: read standard input)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
     parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of tokens (default: %(default)s)"
+        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",
@@ -81,7 +81,7 @@ def evaluate(argv: list[str]) -> int:
     parser = Parser(
         prog="fmoe evaluate",
         description="Print loss, perplexity, accuracy and bits per byte of models, and the load of their experts, on "
-        f"the validation data of each run or on --data. Reads checkpoints of any split.\n\n{INPUTS}",
+        f"the\nvalidation data of each run, or on the text given by --data. Runs in one process.\n\n{INPUTS}",
         epilog="example: fmoe evaluate runs/dense runs/moe --data book.txt",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -111,7 +111,7 @@ def evaluate(argv: list[str]) -> int:
         "--memory-length",
         type=int,
         metavar="M",
-        help="hidden states of the memory of a model with model.memory_length (default: its own)",
+        help="number of hidden states in the memory of a model with memory (default: model.memory_length)",
     )
     parser.add_argument("--step", type=int, help="step of the checkpoints (default: the newest complete one)")
     _add_common(parser, "print everything as JSON")
@@ -120,7 +120,9 @@ def evaluate(argv: list[str]) -> int:
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if arguments.stride is not None and arguments.data is None:
-        raise UserError("--stride needs --data: without --data, the sequences are those of the run's own validation")
+        raise UserError(
+            f"--stride {arguments.stride} needs --data: the sequences of a run's own validation have no stride"
+        )
     return _evaluate(arguments)
 
 
@@ -130,7 +132,7 @@ def _add_common(parser: argparse.ArgumentParser, json_help: str) -> None:
         "--imports",
         nargs="+",
         metavar="FILE_OR_MODULE",
-        help="import these instead of the run's run.imports, e.g. after its files have moved",
+        help="files or modules to import in place of the run's run.imports, e.g. because its files have moved",
     )
     parser.add_argument("--json", action="store_true", help=json_help)
 
@@ -221,10 +223,10 @@ def _prompt_ids(prompt: str, trained: Trained) -> list[int]:
     recipe, tokenizer = trained.recipe, trained.tokenizer
     kind, length = recipe.model.kind, recipe.model.sequence_length
     if kind == "bert":
-        raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a gpt or a t5")
+        raise UserError(f"{trained.name} has model.kind=bert, which does not generate text: use a run of a gpt or t5")
     ids = encode_spans(prompt, tokenizer) if kind == "t5" else tokenizer.encode(prompt)
     if len(ids) > length:
-        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}")
+        raise UserError(f"the prompt has {len(ids)} tokens, which exceeds model.sequence_length={length}: shorten it")
     return ids
 
 
@@ -318,7 +320,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             raise UserError(f"{trained.checkpoint.path} is given twice")
         seen.add(place)
         if arguments.memory_length is not None and not trained.recipe.model.memory_length:
-            raise UserError(f"--memory-length {arguments.memory_length}: {trained.name} has model.memory_length=0")
+            raise UserError(
+                f"--memory-length {arguments.memory_length} needs a model with memory; {trained.name} has "
+                "model.memory_length=0"
+            )
     sources = [
         report.open_source(
             trained, arguments.data, arguments.text_key, arguments.stride, arguments.max_sequences, arguments.format

@@ -69,13 +69,13 @@ class GPTDecoder:
 
 
 class MemoryDecoder:
-    """Decoder of a GPT with memory: the prompt is a segment, then each token is one.
+    """Decoder of a GPT with memory: the prompt is one segment, and each later token is a segment of its own.
 
-    A token is thus predicted from the last ``length`` tokens and itself, at any length of the text.
+    The next token is thus predicted from the last token and a memory of ``length`` positions, however long the text is.
 
     Args:
         model: a GPT with relative positions, without expert capacity limits (``load_model(..., drops=False)``).
-        length: hidden states of the memory.
+        length: number of positions whose hidden states the memory holds.
     """
 
     def __init__(self, model: nn.Module, length: int):

@@ -75,8 +75,8 @@ def evaluate(
     Args:
         model: the model, in evaluation mode.
         samples: samples of the recipe's kind of model; consecutive samples of equal length form micro batches.
-        streams: number of streams that the samples take turns in, for a model with memory.
-        memory_length: hidden states of its memory; None for ``model.memory_length``.
+        streams: number of streams from which the samples are taken in turn, for a model with memory.
+        memory_length: number of hidden states in the model's memory; None for ``model.memory_length``.
         byte_lengths: UTF-8 bytes of each token's text, int64 [vocabulary]; None to skip bits per byte.
         on_progress: called with the number of sequences done.
     """
@@ -131,7 +131,7 @@ def _shape(sample: Sample | np.ndarray) -> tuple[int, ...]:
 def _add(
     result: Evaluation, logits_SV: Tensor, labels_S: Tensor, mask_S: Tensor | None, byte_lengths: np.ndarray | None
 ) -> None:
-    """Add one sequence: one at a time, because its logits are copied to float32."""
+    """Add one sequence. One at a time bounds the memory of the float32 copy of the logits."""
     logits_SV, on_device_S = logits_SV.float(), labels_S.to(logits_SV.device)
     nats_S = F.cross_entropy(logits_SV, on_device_S, reduction="none").cpu()
     is_correct_S = (logits_SV.argmax(-1) == on_device_S).cpu()

@@ -66,7 +66,7 @@ def open_run(
             recipe, tokenizer, checkpoint.state.get("data", {}).get("tokenizer") or run_data.get("tokenizer")
         )
     except UserError as error:
-        raise UserError(f"{path}: {error}{'' if tokenizer else '; pass its file with --tokenizer'}") from error
+        raise UserError(f"{path}: {error}{'' if tokenizer else '; set its path with --tokenizer'}") from error
     return Trained(str(path), checkpoint, replace(recipe, parallel=ParallelConfig()), opened, run_data)
 
 

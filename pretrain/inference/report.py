@@ -25,7 +25,7 @@ class Source:
         paths: paths as spelled by the user or in the recipe.
         count: number of sequences; None if unknown before the text is read.
         samples: iterator over the sequences.
-        streams: number of streams that the sequences take turns in, for a model with memory.
+        streams: number of streams from which the sequences are taken in turn, for a model with memory.
     """
 
     paths: tuple[str, ...]
@@ -70,8 +70,8 @@ def open_source(
         raise UserError(f"--stride {stride} applies to a GPT only; {trained.name} has model.kind={model.kind}")
     if stride is not None and model.memory_length:
         raise UserError(
-            f"--stride {stride} is not supported with model.memory_length={model.memory_length}: {trained.name} has "
-            "its memory for context"
+            f"--stride {stride} is not supported with model.memory_length={model.memory_length}: the memory of "
+            f"{trained.name} is its context"
         )
     if stride is not None and stride > model.sequence_length:
         raise UserError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from fmoe.errors import UserError
 from pretrain.config import Recipe
+from pretrain.data.counts import outside_vocabulary
 from pretrain.data.documents import find_sources, read_source
 from pretrain.data.indexed import corpus_paths
 from pretrain.data.inputs import VALIDATION_SEED, naming, open_corpus
@@ -52,7 +53,7 @@ class Text:
         self._tokenizer, self._vocab_size, self._key, self._format = tokenizer, vocab_size, text_key, format
         with naming("--data"):
             if format == "bytes":
-                _ = tokenizer.byte_ids  # raises, unless there is one for each byte
+                _ = tokenizer.byte_ids  # raises unless the tokenizer has one token per byte
             self._parts = [self._open(path) for path in paths]
         counts = [None if isinstance(part, list) else part.num_tokens for part in self._parts]
         known = [count for count in counts if count is not None]
@@ -77,7 +78,8 @@ class Text:
             chunk = corpus.flat[start : start + _CHUNK].astype(np.int64)
             if chunk.min() < 0 or chunk.max() >= self._vocab_size:
                 wrong = chunk.min() if chunk.min() < 0 else chunk.max()
-                raise UserError(f"--data: {corpus.prefix} has token id {wrong}, outside vocab_size={self._vocab_size}")
+                with naming("--data"):
+                    raise outside_vocabulary(corpus.prefix, int(wrong), self._vocab_size)
             yield chunk
 
     def _text(self, sources) -> Iterator[np.ndarray]:

@@ -1,11 +1,11 @@
 """Conversion to and from Hugging Face model folders: ``fmoe export`` and ``fmoe import``.
 
-`family` defines a family of models, and `tensors` the mapping of its tensors to ours; `llama` has families,
-`families` their list; `configs` converts config.json; `outgoing` exports, `incoming` imports; `llama_cpp` writes GGUF
-files.
+`family` describes a family of models, and `tensors` maps its tensors to ours. `llama`, `deepseek`, `t5` and others
+define families, which `families` lists. `configs` converts config.json, `outgoing` exports, `incoming` imports, and
+`llama_cpp` writes GGUF files.
 
 `transfer` is ``fmoe checkpoint export`` and ``import``, under our own names: `dcp` reads and writes folders of
-torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` has Megatron-core's names of tensors.
+torch.distributed.checkpoint, whose pickles `pickled` parses; `megatron` renames the tensors of Megatron-core.
 """
 
 from pretrain.interchange.families import FAMILIES

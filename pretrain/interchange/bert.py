@@ -79,7 +79,9 @@ MEGATRON_BERT = Family(
         Demand("num_experts", lambda m: m.num_experts == 0, "0: transformers has no BERT with experts"),
         *DENSE_ONLY,
         Demand("segment_types", lambda m: m.segment_types > 0, "at least 1"),
-        Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none: hidden_size / num_heads"),
+        Demand(
+            "head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none, which is hidden_size / num_heads"
+        ),
     ),
     constants={"hidden_act": "gelu", "tie_word_embeddings": True, "is_decoder": False, "add_cross_attention": False},
     only=(

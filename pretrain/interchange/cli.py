@@ -43,7 +43,7 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--no-drops",
         action="store_true",
-        help="export the model without its model.eval_capacity_factor, which few families have",
+        help="export the model without its model.eval_capacity_factor, which few families support",
     )
     arguments = parser.parse_args(argv)
     if not arguments.shard_gib > 0:  # NaN too
@@ -91,8 +91,8 @@ def import_main(argv: Sequence[str]) -> int:
         print("  without a tokenizer: set data.tokenizer before training")
     else:
         tokenizer, prefix = printable(str(done.tokenizer)), printable(recipe.data.train[0])
-        print(f"  text         fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}")
-    print(f"  to train on  fmoe train {out}/config.toml --run.folder NEW_RUN")
+        print(f"  prepare text:  fmoe data prepare TEXT --tokenizer {tokenizer} --out {prefix}")
+    print(f"  train further: fmoe train {out}/config.toml --run.folder NEW_RUN")
     return 0
 
 

@@ -68,7 +68,7 @@ def _value(key: Key, config: Mapping[str, Any]) -> Any:
         raise UserError(f"{key.theirs} is missing")
     for name in filter(None, (key.other, key.alias)):  # transformers obeys the last of several names
         if name in config and config[name] != value:
-            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} name the same value")
+            raise UserError(f"{key.theirs}={toml(value)} and {name}={toml(config[name])} must be equal: leave out one")
     if key.kind is float and type(value) is int:
         with contextlib.suppress(OverflowError):
             value = float(value)

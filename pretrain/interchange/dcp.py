@@ -34,12 +34,12 @@ METADATA = ".metadata"
 BYTES_AROUND_A_PIECE = 4096
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _READ_BYTES = 16 << 20
-# What reading a damaged file of torch.save may raise.
+# Exceptions that reading a damaged file of torch.save may raise.
 DAMAGE = (
     *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(zipfile.BadZipFile, struct.error),
 )
-# Typed storages, by which torch.save names the dtypes of all but the newest.
+# Typed storages, by which torch.save names all but the newest dtypes.
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -190,7 +190,7 @@ class DcpFolder:
             if not path.is_file():
                 raise UserError(f"{path} is missing; {METADATA} names it")
             if (size := path.stat().st_size) < end:
-                raise UserError(f"{path} has {size} bytes, but {METADATA} names {end}")
+                raise UserError(f"{path} has {size} bytes, but needs {end} by {METADATA}")
 
 
 def _tensors_of(document: Any) -> dict[str, Chunked]:

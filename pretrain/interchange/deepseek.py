@@ -129,7 +129,7 @@ def write_dense(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_groups(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the gate's options for groups of experts; ``groups`` and ``kept`` are the values of missing keys.
+    """Return the gate's options for groups of experts; ``groups`` and ``kept`` are the defaults of missing keys.
 
     Raises:
         UserError: a value is not a positive integer, or the groups do not fit the experts.
@@ -189,7 +189,7 @@ LATENT_ONLY = (*ONLY, Only("rms_norm_eps", (LATENT_EPS, None)), Only("moe_layer_
 GROUPS = Demand(
     "gate_options",
     lambda m: not m.gate_options.keys() - {"expert_groups", "kept_groups"},
-    "none of them but expert_groups and kept_groups",
+    "no options except expert_groups and kept_groups",
 )
 
 
@@ -252,7 +252,7 @@ SIGMOID = (
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("gate", lambda m: m.gate == "sigmoid", "sigmoid"),
     Demand("score", lambda m: m.score in (None, "sigmoid"), "sigmoid"),
-    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
     next(demand for demand in SOFTMAX if demand.ours == "eval_capacity_factor"),
     GROUPS,
     Demand(
@@ -264,7 +264,7 @@ SIGMOID = (
 
 
 def read_sigmoid(config: Mapping[str, Any], groups: int, kept: int) -> dict[str, Any]:
-    """Return the values of the sigmoid gate; ``groups`` and ``kept`` are the values of missing keys.
+    """Return the values of the sigmoid gate; ``groups`` and ``kept`` are the defaults of missing keys.
 
     Raises:
         UserError: a value is invalid or not supported.

@@ -1,4 +1,4 @@
-"""DeepSeekMoE (arXiv 2401.06066): shared experts, and weights of the softmax over all experts, with plain attention.
+"""DeepSeekMoE (arXiv 2401.06066): shared experts, combine weights from a softmax over all experts, plain attention.
 
 transformers has no class for it. Its Qwen2-MoE multiplies the output of the shared experts by a sigmoid of a projection
 of the token. A projection of zeros gives one half, so an export doubles the output matrix of the shared experts:

@@ -1,6 +1,6 @@
-"""ERNIE 4.5 (``ernie4_5_moe``): a choice by softmax and a bias, and rotary positions of interleaved pairs.
+"""ERNIE 4.5 (``ernie4_5_moe``): experts chosen by softmax plus a bias, and rotary positions of interleaved pairs.
 
-Both divide weights by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
+The weights are divided by their sum, which transformers limits to at least 1e-12, and fmoe to at least 1e-20.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,12 +75,12 @@ ERNIE_STACKED = (*_REST, *STACKED, _choice_bias("gate.moe_statics"))
 
 
 def _range(start: int, end: int, interval: int) -> tuple[int, ...]:
-    """Return the numbers, from 1, of the layers with experts, from ERNIE's indices of the first and last, from 0."""
+    """Return the numbers (from 1) of the layers with experts, by ERNIE's indices (from 0) of the first and the last."""
     return tuple(number for number in range(start + 1, end + 2) if number % interval == 0)
 
 
 def _indices(model: ModelConfig) -> tuple[int, int, int]:
-    """Return ERNIE's first and last index and interval of the layers with experts; `_range` need not give them back."""
+    """Return ERNIE's first and last index and interval of the layers with experts; `_range` may give other layers."""
     found = model.layers_with_experts
     return found[0] - 1, found[-1] - 1, found[1] - found[0] if len(found) > 1 else 1
 

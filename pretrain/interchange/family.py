@@ -10,7 +10,8 @@ from pretrain.config import ModelConfig
 from pretrain.interchange.folder import HuggingFaceFolder
 from pretrain.interchange.tensors import Entry, Place, places
 
-# Keys of [model] that do not change the logits of a trained model. A family need not mention them.
+# Keys of [model] that a family need not mention: they do not change the logits of a trained model. The last three do in
+# some families, which convert them.
 ONLY_TRAINING = frozenset(
     {"dropout", "init", "init_std", "capacity_factor", "group_size", "balance_loss", "balance_scope", "z_loss"}
     | {"loss_weights", "bias_step", "mtp_loss", "dense_ffn_hidden_size", "num_decoder_layers", "rope_theta"}
@@ -76,7 +77,7 @@ class Family:
     Attributes:
         name: the ``model_type`` and value of ``--format``.
         architecture: transformers' class.
-        tables: all forms of its tensors that import reads; export writes the first.
+        tables: for each form of its tensors that import reads, a table; export writes the first form.
         keys: keys of config.json that correspond to one of ``[model]``.
         fixed: keys of ``[model]`` with the only value that the family has: a condition of export, a result of import.
         demands: other conditions of export.
@@ -85,7 +86,7 @@ class Family:
         only: conditions of import.
         read: returns values of ``[model]`` without a `Key`, from config.json, or raises UserError.
         write: returns keys of config.json without a `Key`.
-        ignored: endings of tensors in a folder that an import leaves out.
+        ignored: endings of the names of tensors in a folder that an import leaves out.
         places: returns the tensors of a model, instead of `tables`, for a family whose tensors depend on more of it.
         files: returns further files of an export by name.
         notes: returns lines about an export for the user.

@@ -47,7 +47,7 @@ class SafetensorsFolder:
         path: the folder.
 
     Raises:
-        UserError: the folder is missing, weights are pickled, a file is missing or damaged.
+        UserError: the folder is missing, its weights are pickled, or a file is missing or damaged.
     """
 
     def __init__(self, path: Path):
@@ -157,7 +157,8 @@ class Planned:
 
 
 def write_weights(folder: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], max_bytes: int) -> list[str]:
-    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes`` or one tensor.
+    """Write and sync safetensors: one file, or several with an index. A file has at most ``max_bytes``, or one tensor
+    that is larger.
 
     Args:
         plan: the tensors in order.

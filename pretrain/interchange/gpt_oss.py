@@ -1,6 +1,7 @@
-"""GPT-OSS (``gpt_oss``, arXiv 2508.10925): windows in every second layer, sinks, biases, and clamped gated experts.
+"""GPT-OSS (``gpt_oss``, arXiv 2508.10925): windows in every second layer, attention sinks, biases, and clamped gated
+experts.
 
-Its matrices of experts have inputs before outputs, and gates and values in turn.
+Its expert matrices have the axis of inputs before that of outputs, on which gates and values alternate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ class Transposed:
 
 
 class InTurn:
-    """Gates above values along axis 1, [E, 2 * H, ...], as gate, value, gate, value, ..., at the end of the shape."""
+    """Gates above values along axis 1, [E, 2 * H, ...], as alternating gates and values along the last axis."""
 
     def split(self, ours: Tensor, sizes: Sizes) -> Sequence[Tensor]:
         rows = torch.stack(ours.chunk(2, dim=1), dim=2).flatten(1, 2)
@@ -84,7 +85,7 @@ def _packed(ours: str, name: str, rows: str, blocks: str, of_rows: Transform) ->
 
 
 class _RowsInTurn(InTurn):
-    """`InTurn` without the move of the axis."""
+    """`InTurn` for tensors whose gates and values alternate along axis 1."""
 
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return super().join([theirs[0].movedim(1, -1)], sizes)
@@ -113,7 +114,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types", [_KINDS[(n + 1) % 2] for n in range(layers)])
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
-        raise UserError(f"layer_types={toml(kinds)} must be a list of {layers} times {' or '.join(_KINDS)}")
+        raise UserError(f"layer_types={toml(kinds)} must be a list of {layers} entries, each {' or '.join(_KINDS)}")
     near = tuple(n + 1 for n in range(layers) if kinds[n] == "sliding_attention")
     values: dict[str, Any] = {"head_dim": read_int(config, "head_dim", 64)}
     if near:
@@ -124,7 +125,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt(config: Mapping[str, Any], folder: HuggingFaceFolder) -> Mapping[str, Any]:
-    """Add the rotary positions that transformers assumes where config.json has none; weights in MXFP4 are read."""
+    """Add the rotary positions that transformers assumes if config.json has none, and drop the mark of MXFP4 weights,
+    which are decoded."""
     config = dict(config)
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # {} is rope_type=default
         config["rope_scaling"] = _ROPE
@@ -155,7 +157,7 @@ GPT_OSS = Family(
         Demand(
             "expert_options",
             lambda m: m.expert_options.get("bias") is True and not m.expert_options.keys() - {"bias", "dropout"},
-            "bias = true, and none of the others but dropout",
+            "bias = true, and no other option except dropout",
         ),
         Demand(
             "attention_output_bias",

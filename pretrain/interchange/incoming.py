@@ -40,7 +40,7 @@ class Imported:
 
 
 def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> Imported:
-    """Write the model of a Hugging Face folder as a run: config.toml, a checkpoint at step 0, the tokenizer.
+    """Write the model of a Hugging Face folder as a run: config.toml, a checkpoint at step 0, and the tokenizer.
 
     Args:
         source: folder with config.json and safetensors.
@@ -98,7 +98,7 @@ def import_folder(source: Path, out: Path, *, tokenizer: str | None = None) -> I
 
 
 def _match(folder: HuggingFaceFolder, family: Family, model: ModelConfig) -> list[Place]:
-    """Return the places in the form of the family's tensors that fits the folder best.
+    """Return the family's tensors, in the form that fits the folder best.
 
     Raises:
         UserError: in that form, a tensor is missing, unexpected, or of another shape.

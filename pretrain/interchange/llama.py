@@ -72,7 +72,7 @@ def expert_entries(block: str, gate: str, value: str, output: str) -> tuple[Entr
 
 
 def shared_entries(block: str, output: Transform = Same()) -> tuple[Entry, ...]:  # noqa: B008 - stateless
-    """Return the entries of shared experts, one block of their widths together."""
+    """Return the entries of the shared experts, which are one block as wide as all of them together."""
     ours, theirs = f"{OUR_LAYER}.mlp.shared.expert", f"{LAYER}.mlp.{block}"
     halves = {f"{theirs}.gate_proj.weight": "S D", f"{theirs}.up_proj.weight": "S D"}
     return (
@@ -118,13 +118,13 @@ KEYS = (
     Key("tie_word_embeddings", "tie_embeddings", bool, False),
 )
 FIXED = {"kind": "gpt", "norm": "rms", "position": "rope", "activation": "silu", "gated": True}
-# A choice of the top k of a softmax, dropless in evaluation.
+# The gate takes the top k of a softmax, and drops no token in evaluation.
 SOFTMAX = (
     Demand("num_experts", lambda m: m.num_experts > 0, "a model with experts"),
     Demand("gate", lambda m: m.gate in ("naive", "switch"), "naive, or switch without jitter: top-k of a softmax"),
     Demand("jitter", lambda m: m.gate != "switch" or not m.jitter, "0 with model.gate=switch, or model.gate=naive"),
     Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
-    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+    Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
     Demand(
         "eval_capacity_factor",
         lambda m: not drops_in_evaluation(m),
@@ -139,7 +139,7 @@ ONLY = (
     Only("partial_rotary_factor", (1, 1.0, None)),
     Only("is_encoder_decoder", (False, None)),
 )
-# Of an imported model: routed without drops, balanced by the loss alone.
+# Settings of an imported model: routed without drops, balanced by the loss alone.
 DROPLESS = {"gate": "naive", "capacity_factor": None, "eval_capacity_factor": None, "jitter": 0.0, "z_loss": 0.0}
 
 
@@ -212,7 +212,11 @@ MIXTRAL = Family(
         *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "naive", "naive, whose weights sum to one"),
         Demand("normalize", weights_sum_to_one, "true: weights that sum to one"),
-        Demand("sliding_layers", lambda m: len(m.layers_with_window) in (0, m.num_layers), "none: all layers"),
+        Demand(
+            "sliding_layers",
+            lambda m: len(m.layers_with_window) in (0, m.num_layers),
+            "none, so that all layers have a window",
+        ),
     ),
     varies=("head_dim", "sliding_window", *YARN),
     constants={"router_jitter_noise": 0.0},

@@ -3,7 +3,7 @@
 Such a folder is one of torch.distributed.checkpoint, with metadata.json and common.pt. Megatron-core saves a
 tensor of equal layers once, with the layers as a leading axis (``decoder.layers.mlp.router.weight``, [layers, E, D]).
 If layers differ, it saves one tensor per layer (``decoder.layers.3.mlp.router.weight``). The experts of a layer are one
-tensor, of whichever class they were.
+tensor, whichever class of Megatron-core held them.
 """
 
 import re
@@ -147,7 +147,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
     """
     arguments = _arguments_in(path / COMMON)
     for ours in ("rope_scaling", "attention_scale", *GPT_SCALES) if arguments else ():
-        # Megatron-LM has no factors, or their arguments, as those of its own YaRN, are not compared here.
+        # Megatron-LM lacks these settings or, as for its own YaRN, has arguments for them that are not compared here.
         if (value := getattr(model, ours)) != (default := getattr(ModelConfig, ours)):
             raise UserError(
                 f"{path / COMMON} has arguments of Megatron-LM, whose import does not support model.{ours}={value} in "
@@ -167,7 +167,7 @@ def check_arguments(path: Path, model: ModelConfig) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """Spell a parsed value for a message: plain values, flat tuples, else only the type, as others may be endless."""
+    """Spell a plain value or a flat tuple for a message; of any other value, which may be cyclic, only the type."""
     for each in value if isinstance(value, tuple) else (value,):
         if not isinstance(each, int | float | str | None) or (isinstance(each, int) and each.bit_length() > 64):
             return f"a {type(value).__name__}"
@@ -225,7 +225,7 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
         which = arguments.get("window_attn_skip_freq")
         if isinstance(which, list | tuple):
             near = tuple(n for n, has_window in enumerate(which, start=1) if has_window)
-        else:  # the n-th layers have none
+        else:  # every n-th layer has no window
             every = which if isinstance(which, int) and which > 0 else model.num_layers + 1
             near = tuple(n for n in range(1, model.num_layers + 1) if n % every)
         yield "window_attn_skip_freq", which if near == model.layers_with_window else "other", key("sliding_layers")
@@ -250,9 +250,9 @@ def _same_values(model: ModelConfig, arguments: Mapping[str, Any]) -> Iterator[t
 
 
 def _swiglu(model: ModelConfig, arguments: Mapping[str, Any]) -> bool | str:
-    """Return the argument ``swiglu`` of the recipe's activation; "neither" if Megatron-LM has another one.
+    """Return the argument ``swiglu`` that the recipe's activation requires; "neither" if no value gives it.
 
-    Without it, blocks are ungated, of GELU. Fused with the biases, GELU is the tanh approximation.
+    Without ``swiglu``, blocks are ungated with GELU, which is the tanh approximation if it is fused with the biases.
     """
     if model.gated:
         return True if model.activation == "silu" else "neither"

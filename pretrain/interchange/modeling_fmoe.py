@@ -80,7 +80,7 @@ def _norm(model: ModelConfig, width: int) -> nn.Module:
 
 
 def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Callable[[Tensor], object]]:
-    """Return the functions that fill a matrix, and the output matrix of a block."""
+    """Return the functions that initialize a matrix, and the output matrix of a block."""
     if model.init == "switch":
         return truncated_normal_, truncated_normal_
     stds = model.init_std, model.init_std / (2 * model.num_layers) ** 0.5
@@ -88,7 +88,7 @@ def _init_methods(model: ModelConfig) -> tuple[Callable[[Tensor], object], Calla
 
 
 class _Linear(nn.Linear):
-    """A linear map with its distribution of initial weights."""
+    """A linear layer whose weights have the recipe's initial distribution."""
 
     def __init__(self, model: ModelConfig, inputs: int, outputs: int, *, bias: bool = False, is_output: bool = False):
         super().__init__(inputs, outputs, bias=bias)
@@ -191,7 +191,7 @@ class LatentAttention(_Attention):
 
 
 class PositionBiases(nn.Module):
-    """Transformer-XL's biases u (``content``) and v (``position``), which replace the query's position; [H d]."""
+    """Transformer-XL's biases u (``content``) and v (``position``), which stand for the query's position; [H d]."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -388,7 +388,7 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
 
         Args:
             attention_mask: [B, K], zero for padding, on either side; padding is neither seen nor routed.
-            position_ids: [B, S]; by default, the number of tokens before that are not padding. Unused with relative
+            position_ids: [B, S]; by default, the number of earlier tokens that are not padding. Unused with relative
                 positions.
             past_key_values: transformers' `DynamicCache`; caches of fixed length are not supported. With
                 ``memory_length``, the input is a segment, and the last positions of the cache are its memory.
@@ -397,9 +397,9 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
             logits_to_keep: number of last positions whose logits are returned; 0 for all.
 
         Raises:
-            UserError: a cache with a gate whose choices for a token depend on later tokens, of fixed length, or in
-                training with ``memory_length``; a mask of another shape, or, with relative positions, with padding
-                between tokens; more tokens than learned positions.
+            UserError: a cache has a fixed length, or is used with a gate whose choices depend on later tokens, or in
+                training with ``memory_length``; the mask has another shape or, with relative positions, padding
+                between tokens; there are more tokens than learned positions.
         """
         x_BSD = self.embedding["word_embeddings"](input_ids) if inputs_embeds is None else inputs_embeds
         x_BSD = x_BSD * self.embedding_scale
@@ -407,7 +407,10 @@ class FMoEForCausalLM(TransformersModel, GenerationMixin):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if (reason := self.looks_ahead()) and (past or use_cache):
-            raise UserError(f"use_cache=True is not supported with {reason}; only generate() lifts this limit")
+            raise UserError(
+                f"a cache is not supported with {reason}: pass use_cache=False and past_key_values=None; generate() "
+                "lifts an eval_capacity_factor"
+            )
         if getattr(past_key_values, "is_compileable", False):
             raise UserError(f"{type(past_key_values).__name__} is not supported: use transformers' DynamicCache")
         if past and self.recipe_model.memory_length and self.training and torch.is_grad_enabled():

@@ -33,7 +33,7 @@ class FromMXFP4:
     def join(self, theirs: Sequence[Tensor], sizes: Sizes) -> Tensor:
         blocks, scales = theirs
         matrices = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device="cpu")
-        for matrix, block, scale in zip(matrices, blocks, scales, strict=True):  # experts one by one, for their memory
+        for matrix, block, scale in zip(matrices, blocks, scales, strict=True):  # one by one, to save memory
             codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(2)
             exponents = scale.int().sub_(_BIAS).unsqueeze(-1)
             matrix.copy_(torch.ldexp(_VALUES[codes.int()], exponents).flatten(1))

@@ -56,7 +56,9 @@ OLMOE = Family(
     demands=(
         *SOFTMAX,
         *EVERY_LAYER,
-        Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none: hidden_size / num_heads"),
+        Demand(
+            "head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none, which is hidden_size / num_heads"
+        ),
     ),
     varies=YARN,
     constants={"attention_bias": False, "clip_qkv": None, "pad_token_id": None},

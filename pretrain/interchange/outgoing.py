@@ -56,7 +56,7 @@ def export_checkpoint(
     llama_cpp: Path | None = None,
     no_drops: bool = False,
 ) -> Exported:
-    """Write the model of a checkpoint, saved at any split, as a Hugging Face folder.
+    """Write the model of a checkpoint, saved at any parallel split, as a Hugging Face folder.
 
     Runs in one process without a process group; tensors are read, converted and written one at a time.
 
@@ -70,8 +70,8 @@ def export_checkpoint(
         no_drops: export the model without its ``eval_capacity_factor``, as ``fmoe generate`` runs it.
 
     Raises:
-        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model, or tokenizer.json the
-            tokenizer; ``out`` is in use.
+        UserError: the checkpoint is damaged; the family or llama.cpp does not support the model; the tokenizer cannot
+            be converted to tokenizer.json; ``out`` is in use.
     """
     refuse_output(out)
     checkpoint = open_checkpoint(source)

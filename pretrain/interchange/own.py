@@ -128,7 +128,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     model = without_mtp(recipe.model)  # an export leaves these layers out
     for demand in FMOE.demands:
         if not demand.holds(model):
-            raise UserError(f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported: {demand.why}")
+            raise UserError(
+                f"model.{demand.ours}={toml(getattr(model, demand.ours))} is not supported: use {demand.why}"
+            )
     try:
         list(_shapes(model))
     except (TypeError, ValueError) as error:  # of a constructor that was given an option of another type
@@ -169,4 +171,4 @@ FMOE = Family(
     left_out="model/mtp.",
     copies={"output_layer.weight": "embedding.word_embeddings.weight"},
 )
-"""Any GPT of a recipe. It needs this library where it is loaded, so that "auto" takes it last."""
+"""Any GPT of a recipe. Loading it needs this library, so "auto" tries it last."""

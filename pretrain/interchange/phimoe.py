@@ -43,7 +43,7 @@ _BIASES = (
     Entry("model", "model/output_layer.bias", {"lm_head.bias": "V"}, when=lambda model: model.output_bias),
 )
 _TABLE = (*COMMON, *_BIASES, *expert_entries("block_sparse_moe", "w1", "w3", "w2"))
-# transformers 5 names the router of its layout in memory otherwise than in other families.
+# In its in-memory layout of this family, transformers 5 has another name for the router.
 _ROUTER = {f"{LAYER}.mlp.router.weight": "E D"}
 _STACKED = tuple(replace(e, theirs=_ROUTER) if e.ours.endswith(".gate.weight") else e for e in STACKED)
 
@@ -85,9 +85,13 @@ PHIMOE = Family(
         *(demand for demand in SOFTMAX if demand.ours != "gate"),
         *EVERY_LAYER,
         Demand("gate", lambda m: m.gate == "sparsemixer", "sparsemixer"),
-        Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "none of them but margin"),
+        Demand("gate_options", lambda m: not m.gate_options.keys() - {"margin"}, "no options except margin"),
         Demand("top_k", lambda m: m.top_k == 2, "2"),
-        Demand("sliding_layers", lambda m: len(m.layers_with_window) in (0, m.num_layers), "none: all layers"),
+        Demand(
+            "sliding_layers",
+            lambda m: len(m.layers_with_window) in (0, m.num_layers),
+            "none, so that all layers have a window",
+        ),
         Demand("attention_output_bias", lambda m: m.attention_output_bias == m.qkv_bias, "the value of model.qkv_bias"),
     ),
     varies=("head_dim", "sliding_window"),

@@ -48,7 +48,7 @@ class Nested(tuple):
 
 
 _MARK = object()
-# Python hashes, compares and prints nested tuples by recursion, and visits a tuple that occurs twice twice.
+# Python hashes, compares and prints nested tuples by recursion, and visits a tuple as often as it occurs.
 _MAX_DEPTH, _MAX_SIZE = 32, 1 << 24
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,

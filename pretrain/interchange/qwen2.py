@@ -43,7 +43,7 @@ QWEN2_MOE = Family(
         *KEYS,
         Key("num_experts", "num_experts", int),
         Key("moe_intermediate_size", "ffn_hidden_size", int),
-        # Shared experts are one block of their widths together.
+        # The shared experts are one block as wide as all of them together.
         Key("shared_expert_intermediate_size", "shared_ffn_hidden_size", int, value=lambda m: m.shared_width),
         Key("qkv_bias", "qkv_bias", bool, True),
         Key("rms_norm_eps", "norm_eps", float, 1e-6),

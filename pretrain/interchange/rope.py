@@ -38,7 +38,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``partial_rotary_factor``, from their own keys of config.json or from an object.
+    """Return ``rope_theta`` and ``partial_rotary_factor``, from config.json or from its object of rotary positions.
 
     Raises:
         UserError: positions are scaled in another way than by YaRN, or by two objects that differ.
@@ -64,7 +64,7 @@ def read_yarn(config: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_scaling": "yarn", "rope_truncate": truncate}
     for theirs, ours, default in _NUMBERS:
         values[ours] = _number(theirs, rope.get(theirs, default), 1 if theirs == "factor" else 0)
-    # Unlike other implementations, transformers takes mscale only with mscale_all_dim, and not the other way round.
+    # transformers uses mscale and mscale_all_dim only if both are set; others assume a default for a missing one.
     if values["rope_mscale_all_dim"] and "mscale" not in rope:
         raise UserError(f"mscale_all_dim={values['rope_mscale_all_dim']} is not supported without mscale")
     lengths = {_LENGTH: config.get("max_position_embeddings")} | rope

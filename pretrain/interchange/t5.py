@@ -61,7 +61,7 @@ class ScaledQueryKeyValue(QueryKeyValue):
 
 
 def _queries(entry: Entry) -> tuple[Entry, Entry]:
-    """Return an entry of queries for models with T5's scores, and one with their transform for models with ours."""
+    """Return two entries of the same queries: unchanged for models with T5's scores, scaled for models with ours."""
     scaled: Transform = ScaledQueryKeyValue() if isinstance(entry.transform, QueryKeyValue) else Query()
     return (
         replace(entry, when=lambda model: model.attention_scale is not None),
@@ -83,7 +83,7 @@ class KeyValue:
 
 
 def _stack(stack: Stack, block: str) -> tuple[Entry, ...]:
-    """Return the entries of a stack that both families have; ``block`` is their name of feed-forward blocks."""
+    """Return the entries of a stack that both families have; ``block`` is the family's name of feed-forward blocks."""
     ours, theirs = f"model/{stack}.layers.{{layer}}", f"{stack}.block.{{layer}}.layer"
     attention, last = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if stack == 'decoder' else 1}"
     entries = [
@@ -250,10 +250,10 @@ def _read_t5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapt_t5(config: Mapping[str, Any], folder: HuggingFaceFolder) -> dict[str, Any]:
-    """Return config.json with ``tie_word_embeddings`` by the weights.
+    """Return config.json with ``tie_word_embeddings`` set by the weights.
 
-    transformers 5 ties a T5's output layer unless its weights differ, and only scales its input by the key, which
-    version 5 writes as true for every T5, with the scale as ``scale_decoder_outputs``.
+    transformers 5 writes the key as true for every T5, but ties the output layer only if its weights equal the
+    embedding's. Whether it scales the layer's input is in ``scale_decoder_outputs`` or, if that is missing, in the key.
     """
     config = dict(config)
     config.setdefault("scale_decoder_outputs", config.get("tie_word_embeddings") is not False)
@@ -377,7 +377,7 @@ SWITCH = Family(
         Demand("gate", lambda m: m.gate in ("switch", "naive"), "switch, or naive with model.normalize=false"),
         Demand("normalize", lambda m: not weights_sum_to_one(m), "false, or model.gate=switch"),
         Demand("score", lambda m: m.score in (None, "softmax"), "softmax"),
-        Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "none of them but dropout"),
+        Demand("expert_options", lambda m: not m.expert_options.keys() - {"dropout"}, "no options except dropout"),
         Demand("moe_layers", lambda m: not m.moe_layers or _steps(m) is not None, _STEPS),
         Demand("moe_every", lambda m: bool(m.moe_layers) or _steps(m) is not None, _STEPS),
         Demand(

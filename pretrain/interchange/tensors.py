@@ -95,7 +95,7 @@ class OfOne:
 
 
 class QueryKeyValue:
-    """Megatron's fused matrix or bias (for each key/value head its query heads, the key, the value) as three tensors.
+    """Megatron's fused matrix or bias (for each key/value head, its queries, key and value) as three tensors.
 
     In both formats, rotary embeddings pair element i of a head with i + d / 2, so rows keep their order within a head.
     """

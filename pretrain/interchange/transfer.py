@@ -77,7 +77,7 @@ def export_tensors(
     shard_bytes: int = SHARD_BYTES,
     slice_bytes: int = SLICE_BYTES,
 ) -> Transferred:
-    """Write the tensors of a checkpoint, saved at any split, whole and under their names, with the recipe.
+    """Write each tensor of a checkpoint, saved at any parallel split, whole under its name, and the recipe.
 
     Args:
         source: a step folder, or a run for its newest checkpoint.
@@ -91,7 +91,7 @@ def export_tensors(
         UserError: the checkpoint is damaged, or ``out`` is in use.
     """
     if form not in get_args(Form):
-        raise UserError(f"--format {form} is not known: use one of {', '.join(get_args(Form))}")
+        raise UserError(f"--format {form} must be one of {', '.join(get_args(Form))}")
     refuse_output(out)
     checkpoint = open_checkpoint(source)
     recipe = recipe_of(checkpoint)
@@ -141,8 +141,8 @@ def import_tensors(source: Path, out: Path, *, recipe: str | None = None) -> Tra
         recipe: path or name of the model's recipe; None for the folder's recipe.toml.
 
     Raises:
-        UserError: the folder is of an unknown format or damaged; it lacks a tensor of the recipe's model, has another
-            one or one of another shape; Megatron's arguments differ from the recipe; ``out`` is in use.
+        UserError: the folder is of an unknown format or damaged; a tensor is missing, unexpected or of another shape
+            than in the recipe's model; Megatron's arguments differ from the recipe; ``out`` is in use.
     """
     refuse_output(out)
     megatron = find_megatron(source)
@@ -258,7 +258,7 @@ def _layouts(recipe: Recipe) -> dict[str, Layout]:
 
 
 def _check_tensors(source: Path, layouts: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> None:
-    """Raise UserError unless the tensors, without the optimizer's, are the recipe's model.
+    """Raise UserError unless the tensors, without the optimizer's, are those of the recipe's model.
 
     A weight may have another precision than the recipe's.
     """

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     """
     parser = Parser(
         prog="fmoe report",
-        description="Write one or several runs as one self-contained HTML file.",
+        description="Write one or several runs as one self-contained HTML file, or follow them live in a browser.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, finished or not")
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 def _serve(folders: Sequence[Path], port: int) -> int:
     if not 0 <= port < 1 << 16:
-        raise UserError(f"--port {port} is not between 0 and 65535")
+        raise UserError(f"--port {port} must be between 0 and 65535")
     with make_server(open_runs(folders), port) as server:
         print(f"report: http://{ADDRESS}:{server.server_port}/  (Ctrl-C to stop)", flush=True)
         try:

@@ -41,7 +41,7 @@ class LiveRuns:
 
 
 def make_server(runs: Sequence[RunFolder], port: int) -> ThreadingHTTPServer:
-    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` is newer data or 204.
+    """Build a server on 127.0.0.1: ``/`` is the page, ``/data?after=VERSION`` is newer data, or status 204 without any.
 
     Args:
         port: port to listen on; 0 for a free one.

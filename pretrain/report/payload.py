@@ -26,7 +26,7 @@ _CURVE_BITS, _LAYER_BITS, _MEAN_BITS = 23, 16, 16
 # A load is one byte: 0 dead, 255 not logged, else log2(load x experts), from _LOWEST up.
 _LOWEST = -8.0
 _CODES = 254
-# Lower bound on the frames of a run when many runs share a page.
+# Minimum number of frames (spans of steps with their mean load) of a run when many runs share a page.
 _FRAMES_AT_LEAST = 4
 
 
@@ -43,8 +43,8 @@ class Arrays:
         self._size = 0
 
     def add(self, array: np.ndarray, bits: int = 23) -> int:
-        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` of mantissa, the
-        last one all of them."""
+        """Append an array as uint8, uint32 or float32 and return its number. Floats keep ``bits`` bits of mantissa, the
+        last one all bits."""
         if array.dtype == np.uint8:
             kind, data = "u1", array
         elif np.issubdtype(array.dtype, np.integer):
@@ -134,7 +134,7 @@ def summary(run: RunFolder) -> dict[str, float | int | None]:
 
 
 def _declaration(metric: Metric) -> dict[str, Any]:
-    """Return the declaration as the page needs it; ``figure`` is the label under Numbers, empty for none."""
+    """Return the declaration as the page needs it; ``figure`` is the label in the section "Numbers", empty for none."""
     section = "routing" if metric.reduce else metric.section
     figure = metric.label + ", mean of the layers" * (section == "routing")
     if not metric.is_exact:

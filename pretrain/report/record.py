@@ -233,7 +233,7 @@ class Record:
         layers: series of layers, named ``N/entropy``.
         loads: expert loads; None without any.
         last: latest value of each series of the whole model, finite or not.
-        last_finite: (step, value) of the latest finite value.
+        last_finite: (step, value) of the latest finite value of each series.
         best: (step, loss) of the lowest validation loss.
         events: events derived from metrics: skipped steps, collapsed routers, and losses that are no longer finite.
     """
@@ -296,7 +296,7 @@ class Record:
         losses = {key: math.isfinite(whole[key]) for key in ("loss", "val/loss") if key in whole}
         lost = [key for key, is_finite in losses.items() if not is_finite]
         if not (found or self._lost.issuperset(lost)):
-            found["warning"] = f"{' and '.join(lost)} not finite"
+            found["warning"] = f"{' and '.join(lost)} {'are' if lost[1:] else 'is'} not finite"
         self._lost = self._lost.difference(losses).union(lost)
         self.events += [{"step": step, "kind": kind, "text": text} for kind, text in found.items()]
 

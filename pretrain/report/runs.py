@@ -123,7 +123,7 @@ class RunFolder:
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a run folder")
+            raise UserError(f"{folder} is not a run folder: it does not exist or is not a folder")
         self.folder, self.name = folder, folder.resolve().name
         self._metrics = MetricsFile(folder / METRICS)
         self._seen: dict[str, tuple[int, int] | None] = {}

@@ -38,12 +38,11 @@ class Metric:
         title: label in the report and in ``fmoe evaluate``; by default the name with spaces.
         when: steps at which the metric is logged.
         console: format on the console line, such as ``"lr {:.1e}"``; empty for none.
-        section: section of the report. All but ``more`` and ``events`` have a figure under Numbers, which is the mean
-            over steps for metrics of ``speed`` that are not exact, and the last value otherwise. ``more`` has a chart
-            without a figure.
-        is_log: whether the chart starts with a logarithmic axis.
-        is_exact: whether the metric is a setting, a sum or a maximum, which the report neither smooths nor averages.
-        is_evaluated: whether ``fmoe evaluate`` reports the layer metric.
+        section: section of the report. Metrics of all sections but ``more`` and ``events`` also have a figure in the
+            section "Numbers": the mean over steps for metrics of ``speed`` that are not exact, else the last value.
+        is_log: True if the chart starts with a logarithmic axis.
+        is_exact: True for a setting, a sum or a maximum, which the report neither smooths nor averages.
+        is_evaluated: True if ``fmoe evaluate`` reports the layer metric.
     """
 
     name: str
@@ -75,15 +74,15 @@ DECLARED: list[Metric] = [
     Metric("loss", "nats per token", "training loss, without balance loss and z-loss", title="training loss",
            console="loss {:.4f}", section="loss"),
     Metric("val/loss", "nats per token", "validation loss", title="validation loss",
-           when="before the first step, every `train.validation_every`, at the end", console="val loss {:.4f}",
+           when="before the first step, every `train.validation_every` steps, at the end", console="val loss {:.4f}",
            section="loss"),
     Metric("mtp_loss", "nats per token",
-           "mean loss of the further tokens of multi-token prediction, before its factor `model.mtp_loss`",
+           "mean loss over the further tokens that multi-token prediction predicts, before the factor `model.mtp_loss`",
            title="multi-token prediction loss", when="every step, with `model.mtp_layers`", section="loss"),
     Metric("corpus/unigram_entropy", "nats per token", "loss of a model that uses only token frequencies",
            title="unigram entropy", when="step 0", section="loss", is_exact=True),
     Metric("epochs", "epochs",
-           "passes over the training corpora so far: sequences trained on over sequences per epoch",
+           "passes over the training corpora so far: sequences trained on, divided by sequences per epoch",
            console="epochs {:.3g}", is_exact=True),
     Metric("lr", "", "learning rate of the step", title="learning rate", console="lr {:.1e}", section="optimizer",
            is_exact=True),
@@ -94,9 +93,9 @@ DECLARED: list[Metric] = [
            "FLOPs of all steps so far, forward and backward, over all ranks: `tokens` times `flops_per_token` of "
            "`run.json`",
            title="FLOPs", section="loss", is_exact=True),
-    Metric("tokens_per_second", "tokens/s", "tokens of the step over its seconds, over all ranks", title="throughput",
-           console="tok/s {:,.0f}", section="speed"),
-    Metric("mfu", "fraction", "FLOP/s of the model, on active parameters, over the peak FLOP/s of all devices",
+    Metric("tokens_per_second", "tokens/s", "tokens of the step on all ranks, divided by its seconds",
+           title="throughput", console="tok/s {:,.0f}", section="speed"),
+    Metric("mfu", "fraction", "FLOP/s of the model with its active parameters, divided by the peak of all devices",
            title="model FLOPs utilization", console="mfu {:.0%}", section="speed"),
     Metric("step_seconds", "s", "wall-clock time of the step", title="seconds per step", section="speed"),
     Metric("data_wait_seconds", "s", "part of `step_seconds` in which rank 0 waited for its batches",
@@ -117,10 +116,10 @@ DECLARED: list[Metric] = [
     Metric("z_loss", "", "router z-loss before its coefficient", lambda layer: layer.losses.get("z", 0.0),
            title="router z-loss", is_evaluated=False),
     Metric("exchange_bytes", "bytes",
-           "bytes that a rank sends in the layer's exchange, forward, backward and recomputed, mean over data parallel "
-           "ranks",
+           "bytes that a rank sends in the layer's exchange, in forward, backward and recomputation; mean over data "
+           "parallel ranks",
            lambda layer: getattr(layer, "exchange_bytes", 0.0), title="exchange", is_evaluated=False),
-    Metric("guard/skipped", "0 or 1", "whether a guard skipped the step", section="events"),
+    Metric("guard/skipped", "0 or 1", "1 if a guard skipped the step", section="events"),
     Metric("guard/collapsed_layers", "layers", "layers whose router has collapsed",
            when="end of each `guard.collapse_window`", section="events"),
     Metric("loss_scale", "factor", "factor on the loss before the backward pass", when="fp16",
@@ -133,7 +132,7 @@ DECLARED: list[Metric] = [
             "",
             f"{text} trust ratio over {what}",
             title=f"trust ratio of {group}, {text}",
-            when="LAMB and LARS, every `tracking.trust_every`",
+            when="LAMB and LARS, every `tracking.trust_every` steps",
             section="optimizer" if name == "median" else "more",
             is_log=True,
         )
@@ -145,7 +144,7 @@ _SHIPPED = len(DECLARED)
 
 
 def register_metric(metric: Metric) -> None:
-    """Declare a further metric: a callback's, or with ``reduce`` one of each layer with experts.
+    """Declare a metric of a callback or, with ``reduce``, of each layer with experts.
 
     Raises:
         UserError: another metric has this name.
@@ -153,7 +152,7 @@ def register_metric(metric: Metric) -> None:
     for index, declared in enumerate(DECLARED):
         if declared.name == metric.name:
             if index < _SHIPPED or (declared.unit, declared.doc) != (metric.unit, metric.doc):
-                raise UserError(f"metric={metric.name!r} is declared already: {declared.doc}")
+                raise UserError(f"metric={metric.name!r} is declared already ({declared.doc}): choose another name")
             DECLARED[index] = metric
             return
     DECLARED.append(metric)

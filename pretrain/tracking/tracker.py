@@ -94,7 +94,8 @@ class Trackers:
 def kept_id(path: Path, *, is_new: bool) -> str:
     """Return the id in a file of the run folder; for a new run or without the file, write a new id there.
 
-    A dashboard that cannot remove logged steps has one run per process of a run; the id groups them.
+    A dashboard that cannot remove logged steps shows each start or resume of a run as a run of its own; the id groups
+    them.
     """
     if not is_new and path.exists() and (kept := path.read_text().strip()):
         return kept
@@ -105,4 +106,4 @@ def kept_id(path: Path, *, is_new: bool) -> str:
 
 def _warn_dropped(label: str, error: Exception) -> None:
     reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("%s failed and is dropped, the run goes on: %s", label, reason)
+    logger.warning("%s failed and is no longer used; the run continues: %s", label, reason)

@@ -28,8 +28,8 @@ def check_installed(purpose: str) -> None:
 
 
 class TrackioTracker:
-    """Log to trackio, which cannot remove logged steps: a resumed run is a new trackio run, in the group of the id in
-    the run folder.
+    """Log to trackio, which cannot remove logged steps: a resumed run is a new trackio run. The id in the run folder
+    groups them.
 
     Args:
         run_folder: existing folder for ``trackio_id.txt`` and, unless ``TRACKIO_DIR`` is set, ``trackio/``.

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class WandbTracker:
     """Log to wandb. The id of the first run is stored in the run folder.
 
-    Online, a resumed run continues the wandb run of that id; the server keeps the steps it has. Offline, where logged
-    steps cannot be removed, a resumed run is a new wandb run in the group of that id.
+    Online, a resumed run continues the wandb run of that id; the server keeps the steps that it already has. Offline,
+    where logged steps cannot be removed, a resumed run is a new wandb run in the group of that id.
 
     wandb neither prints nor prompts. Without an API key, or with ``WANDB_MODE=offline``, data stays on the machine.
 

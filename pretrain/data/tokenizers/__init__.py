@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def default_sentinels(vocab_size: int) -> int:
-    """Return the smaller of T5's 100 and 1/64 of the vocabulary: 32 of 2,048, enough for sequences of 512 tokens."""
+    """Return 1/64 of the vocabulary, at most T5's 100. A vocabulary of 2,048 gives 32, enough for 512 tokens."""
     return min(100, vocab_size // 64)
 
 
@@ -88,7 +88,7 @@ def train_tokenizer(
         max_bytes: upper bound on the UTF-8 bytes of the sample. From a larger corpus, every 2nd, 4th, 8th, ... line is
             taken, so that the sample is spread evenly over the corpus.
         text_key: key or column with the text in JSON files and tables.
-        sentinels: pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
+        sentinels: number of pieces ``<extra_id_N>`` for T5; None for `default_sentinels`.
         character_coverage: share of the text's characters with their own piece; the rarest are spelled in bytes.
         format: format of all files, one of `pretrain.data.sources.FORMATS`; "auto" chooses it by their suffixes.
         skip_errors: skip unreadable documents, with a warning.

@@ -1,7 +1,7 @@
 // Charts and their curves.
 
-// Formats by unit: of the axis, of readouts, and the unit whose multiples are ticks. An empty unit is already part of the
-// format.
+// By unit of a metric: `format` of the axis, `read` of readouts, and `unitOf`, whose multiples are ticks. `unit` is
+// empty if the formatted text includes it.
 const FORMATS = {
   "nats per token": { format: format.small, read: format.loss },
   fraction: { unit: "", format: format.percent },
@@ -13,7 +13,7 @@ const FORMATS = {
 };
 for (const unit of ["tokens", "FLOPs", "factor"]) FORMATS[unit] = { format: format.compact };
 
-/** The declaration of a metric (`pretrain/tracking/metrics.py`) with its formats; of one that is not declared, its name. */
+/** Returns the declaration of a metric (`pretrain/tracking/metrics.py`), or at least its name, with its formats. */
 function declared(name) {
   const found = { format: format.small, ...(model.metrics.get(name) ?? { name, title: name, unit: "" }) };
   return { ...found, ...(Object.hasOwn(FORMATS, found.unit) ? FORMATS[found.unit] : {}) };
@@ -86,8 +86,8 @@ function lossChart() {
 const LAYER_ORDER = { light: "from the first layer, dark, to the last", dark: "from the first layer, blue, to the last" };
 const isFew = (view) => (view.routing?.layers.length ?? 0) <= FEW;
 
-/** A chart with a curve of each layer of the selected run, of the metric that `select` has. Few layers have distinct
- * colours, many a ramp. */
+/** A chart of the metric chosen in `select`, with a curve for each layer of the selected run. Few layers have distinct
+ * colours, many have a colour ramp. */
 function layerChart(select) {
   const chosen = () => declared(`moe/${select.value}`);
   return {
@@ -101,7 +101,7 @@ function layerChart(select) {
   };
 }
 
-/** Charts of the metrics that no other section has. */
+/** Charts of the metrics that are in no other section. */
 function others(runs) {
   const names = new Set(runs.flatMap((run) => Object.keys(run.curves)));
   names.delete("seconds"); // an x axis

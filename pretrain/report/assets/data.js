@@ -83,7 +83,7 @@ class Run {
     return Float64Array.from(steps, (step) => interpolate(clock, step));
   }
 
-  /** Whether the run has positions on an axis. */
+  /** Returns whether the run has positions on an axis. */
   knows(axis) { return axis === "step" || this.has(axis === "tokens" ? "tokens" : "seconds"); }
 }
 

@@ -73,7 +73,7 @@ function tickTexts(ticks, text) {
   return texts.map((found, index) => (texts.indexOf(found) === index ? found : ""));
 }
 
-/** Whether a number is exact in `digits` digits. */
+/** Returns whether `digits` digits are enough for a number, to a millionth. */
 function near(value, digits) {
   return Math.abs(Number(value.toPrecision(digits)) - value) <= 1e-6 * Math.abs(value);
 }

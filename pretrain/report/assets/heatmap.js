@@ -209,7 +209,7 @@ function wholeTicks(first, last, count) {
   return [...new Set([...niceTicks(first, last, count).filter(Number.isInteger), last])];
 }
 
-/** Returns a function of `count`: [column, text] of about so many of the columns, including the last. */
+/** Returns a function of `count`: [column, text] of about that many of the columns, including the last. */
 function everyColumn(columns) {
   return (count) => wholeTicks(0, columns - 1, Math.min(columns - 1, 2 * count)).map((x) => [x, String(x)]);
 }

@@ -1,5 +1,5 @@
-// Colours for both themes. Runs have the colour-blind safe palette of Okabe and Ito, which repeats with three dash
-// patterns. So do up to 8 layers.
+// Colours for both themes. Runs, and up to 8 layers, have the colour-blind safe palette of Okabe and Ito, which repeats
+// with three dash patterns.
 
 const RUN_COLOURS = {
   light: ["#0072b2", "#d55e00", "#009e73", "#b0508a", "#4a4a4a", "#b37d00", "#3d9bd1"],

@@ -3,7 +3,7 @@
 const SYNC = "fmoe";
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 
-const FEW = 8; // up to so many lines, each has its own colour and readout
+const FEW = 8; // up to this many lines, each has its own colour and readout
 const LEAST_SPACE = 52; // pixels between ticks of an x axis
 
 /** Approximate number of ticks on an x axis: one per 90 pixels, more on a small chart. */
@@ -291,7 +291,8 @@ function stroke(ctx, x0, y0, x1, y1) {
   ctx.stroke();
 }
 
-/** Draws event marks: a tick at the bottom for a save, else a line, with a triangle for skips and warnings. */
+/** Draws an event mark: a tick at the bottom for a save; a line with a square for a resume or a stop; a line with a
+ * triangle for other events. */
 function drawMark(ctx, mark, x, { left, top, width, height }) {
   if (x < left || x > left + width) return;
   const unit = devicePixelRatio;

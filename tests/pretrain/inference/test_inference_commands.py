@@ -223,7 +223,7 @@ WRONG = {
         "--stride 17 exceeds model.sequence_length",
     ),
     "no stride": (["evaluate", "RUN", "--stride", "0"], "--stride 0 must be at least 1"),
-    "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride needs --data"),
+    "own stride": (["evaluate", "RUN", "--stride", "4"], "--stride 4 needs --data"),
     "sequences": (["evaluate", "RUN", "--max-sequences", "0"], "--max-sequences 0 must be at least 1"),
     "unknown suffix": (["evaluate", "RUN", "--data", "OTHER"], "--data: OTHER has the suffix '.model'"),
     "no text": (["evaluate", "RUN", "--data", "OTHER", "--format", "text"], "is not UTF-8"),

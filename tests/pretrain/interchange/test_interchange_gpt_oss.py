@@ -165,7 +165,7 @@ def test_windows_come_back(values, kinds, window):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must be a list of 3 times"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types=.* must be a list of 3 entries"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types=.* full_attention or sliding_attention"),
         ({"sliding_window": None}, "sliding_window=none must be an integer"),
         ({"swiglu_limit": 8.0}, "swiglu_limit=8.0 is not supported"),

@@ -45,7 +45,7 @@ def test_the_file_lies_in_the_run_or_where_it_is_wanted(tmp_path, monkeypatch, c
         (["run", "--out", "empty"], "--out empty is a folder"),
         (["run", "--port", "80"], "--port 80 requires --live"),
         (["run", "--live", "--out", "x.html"], "--out x.html and --live"),
-        (["run", "--live", "--port", "70000"], "--port 70000 is not between 0 and 65535"),
+        (["run", "--live", "--port", "70000"], "--port 70000 must be between 0 and 65535"),
         (["nowhere", "--live"], "nowhere is not a run folder"),
     ],
 )

@@ -182,7 +182,7 @@ def test_what_was_finite_is_told_of_a_run_that_is_no_longer(tmp_path):
     (run,) = Decoded(encode(read_runs([write_run(tmp_path / "run", 20, change=change)]))).header["runs"]
     assert run["summary"]["loss"] == next(row["loss"] for row in rows(20) if row["step"] == 12)
     assert run["lost"] == {"loss": 12}
-    assert [(e["step"], e["text"]) for e in run["events"]] == [(13, "loss not finite")], "told once"
+    assert [(e["step"], e["text"]) for e in run["events"]] == [(13, "loss is not finite")], "told once"
 
 
 def test_a_loss_that_comes_back_and_goes_is_told_twice(tmp_path):

@@ -141,7 +141,7 @@ def test_nonfinite_values_come_by_their_markers():
     )
     assert math.isnan(record.last["loss"]) and math.isnan(record.last["val/loss"])
     assert record.best == (1, 2.0) and "note" not in record.curves.names
-    assert [event["text"] for event in record.events] == ["loss not finite", "loss and val/loss not finite"]
+    assert [event["text"] for event in record.events] == ["loss is not finite", "loss and val/loss are not finite"]
 
 
 def test_skips_that_metrics_tell():
