@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
     if wrong := [setting for setting in arguments.set if "=" not in setting]:
         raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
     if len(set(arguments.seeds)) < len(arguments.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} names one twice")
+        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} has a duplicate")
     stems = [Path(recipe).stem for recipe in arguments.recipes]
     if len(set(stems)) < len(stems):
-        raise UserError(f"two recipes have the same name, after which their folders are named: {', '.join(stems)}")
+        raise UserError(f"recipes need different names, after which folders are named, not {', '.join(stems)}")
     options = [f"--{setting}" for setting in arguments.set]
     jobs = study.plan(arguments.recipes, arguments.seeds, arguments.folder, options)
-    # The longest at the end would leave one core without work: the recipes are in the order of their length.
+    # Longest runs first (recipes are in ascending order), because a long run at the end would leave a core idle.
     if code := study.train(jobs[::-1], at_once=arguments.at_once, threads=arguments.threads):
         return code
     return compare([*(str(job.folder) for job in jobs), "--out", str(arguments.folder / "curves.svg")])

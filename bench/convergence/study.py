@@ -138,7 +138,7 @@ def _start(job: Job, threads: int) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with (job.folder / LOG).open("ab") as log:
-        # A session of its own: Ctrl-C in a terminal comes to this process, which asks each run once to stop.
+        # Its own session, so that Ctrl-C reaches only this process, which asks each run once to stop.
         job.process = subprocess.Popen(
             command(job),
             env=environment,

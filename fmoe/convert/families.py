@@ -39,7 +39,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
     """Return ``module`` as a block if it computes one with ``num_linear`` linear maps; otherwise an empty list.
 
-    All other modules inside it must be plain.
+    All other modules inside it must have neither parameters nor buffers.
     """
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]

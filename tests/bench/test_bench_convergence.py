@@ -150,7 +150,7 @@ def test_bad_input(recipes, stand_in, tmp_path):
     for argv, said in [
         ([two], "needs 2 processes"),
         ([two, other], "two recipes have the same name"),
-        ([other, "--seeds", "1", "1"], "--seeds 1 1 names one twice"),
+        ([other, "--seeds", "1", "1"], "--seeds 1 1 has a duplicate"),
         ([other, "--at-once", "0"], "--at-once=0 is not positive"),
         ([other, "--threads", "-1"], "--threads=-1 is not positive"),
         ([other, "--set", "optimizer.lr"], "--set optimizer.lr is not KEY=VALUE"),
