@@ -123,9 +123,7 @@ def _run(workload: str, precision: str, variables: Mapping[str, str], arguments)
             command += ["--threads", str(arguments.threads)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise RuntimeError(
-                f"{workload}, {precision}, {dict(variables)}: exit {done.returncode}\n{done.stdout}"
-            )
+            raise RuntimeError(f"{workload}, {precision}, {dict(variables)}: exit {done.returncode}\n{done.stdout}")
         return json.loads(out.read_text())
 
 

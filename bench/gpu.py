@@ -1,7 +1,7 @@
 """``python -m bench gpu probe|smoke``: what a machine with a GPU has, and whether the layer works on it.
 
-The two are the first steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and print
-which checks they skip.
+Both are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and print which checks
+they skip.
 """
 
 import functools

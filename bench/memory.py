@@ -1,7 +1,7 @@
 """``python -m bench memory``: bytes per parameter of every optimizer and precision, on two data parallel ranks.
 
-Counts the tensors that persist from step to step on rank 0: weights, gradient buffers, float32 master weights of 16-bit
-weights, and optimizer state. Activations, and other tensors that exist only within a step, are not counted.
+It counts the tensors that persist from step to step on rank 0: weights, gradient buffers, float32 master weights of
+16-bit weights, and optimizer state. Activations, and other tensors that exist only within a step, are not counted.
 """
 
 import json

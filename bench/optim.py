@@ -1,4 +1,4 @@
-"""``python -m bench optim``: a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
+"""``python -m bench optim``: time of a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
 
 The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW shows the
 cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over ranks and rounding to
@@ -71,9 +71,7 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name in arguments.shapes.split(","):
         if name not in SHAPES:
-            raise UserError(
-                f"--shapes has {name!r}, which is not known; there are {', '.join(SHAPES)}"
-            )
+            raise UserError(f"--shapes has {name!r}, which is not known; there are {', '.join(SHAPES)}")
         rows += [_measure(SHAPES[name], kind, device, arguments) for kind in OURS]
     report.write(rows, arguments.out, "optim")
     for row, kind in zip(rows, list(OURS) * len(rows), strict=False):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-TIMEOUT = timedelta(minutes=2)  # of a collective: the other ranks of a failed one do not wait longer
+TIMEOUT = timedelta(minutes=2)  # of a collective, which bounds the wait for a rank that failed
 
 
 def run(size: int, function: Callable[..., Any], *args: Any) -> Any:

@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase that names the hooks or own forward of an instance, which conversion would lose; None without."""
+    """Return a phrase about hooks or a replaced forward of the instance, which conversion would lose; else None."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -264,7 +264,7 @@ def _rows(count: int, width: int) -> Tensor:
 def is_rowwise(activation: Activation, width: int) -> bool:
     """Return whether the function keeps shapes and maps each row independently.
 
-    In an expert, the neighbours of a row depend on the routing, so the function must not use them.
+    In an expert, the neighbors of a row depend on the routing, so the function must not use them.
     """
     x = _rows(6, width).view(2, 3, width)
     try:

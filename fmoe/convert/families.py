@@ -178,8 +178,8 @@ def torch_layer(module: nn.Module) -> list[Block | Refusal]:
     """The block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or of all layers of an
     `nn.TransformerEncoder`.
 
-    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Both classes have a fused path for
-    evaluation that reads the weights of ``linear1`` and ``linear2``; installing the MoE layer disables it.
+    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Encoders and their
+    layers have a fused path for evaluation that reads the weights of both maps; installing the MoE layer disables it.
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]

@@ -1,4 +1,4 @@
-"""Causal attention within a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
+"""Causal attention, optionally in a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
 
 Attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so that time and memory
 grow with the length, not with its square.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_FURTHER = 8  # elements appended to a head; fused kernels for GPUs need heads with a multiple of eight
+_FURTHER = 8  # elements appended to a head; fused kernels for GPUs need a head width that is a multiple of eight
 
 
 def causal_attention(
@@ -36,7 +36,7 @@ def causal_attention(
 
     Args:
         scale: factor of the scores.
-        window: number of keys that a query sees: the last ones, up to its own position; None for all.
+        window: number of keys that a query sees, up to and including its own; None for all.
         sinks_H: sink of each head; None for none.
         seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, always including later keys;
             None to show each query all keys up to its own position.
@@ -66,7 +66,7 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries: each block of W queries sees its own keys and the keys before them."""
+    """Attend with as many keys as queries: each block of W queries sees the keys of its own and the previous block."""
     keys, values = key.split(window, dim=2), value.split(window, dim=2)  # each slice's gradient would have all keys
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []

@@ -101,7 +101,7 @@ def get(
 def find(key: str, suffix: str = ".so") -> Path | None:
     """Return the newest intact entry whose name begins with ``key``; None without one.
 
-    It searches `folders` in order, without untrusted ones.
+    It is from the first trusted folder of `folders` that has one.
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:

@@ -86,7 +86,7 @@ class DispatchPlan:
         return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
-        """Return arguments for a backend's `expert_ffn` to take tokens: it gathers rows and combines outputs itself."""
+        """Return arguments with which a backend's `expert_ffn` takes tokens, and gathers and combines rows itself."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
 

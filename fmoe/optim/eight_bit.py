@@ -18,8 +18,7 @@ BLOCK = 256
 
 
 class AdamW8bit(Optimizer):
-    """AdamW whose moments are 8-bit codes (of a table of 256 values, the paper's dynamic map), with a float32 scale per
-    256 consecutive elements.
+    """AdamW with 8-bit moments: codes of a map of 256 values, and a float32 scale per 256 consecutive elements.
 
     A tensor has float32 moments if it has fewer than 4,096 elements, or a number of elements that 256 does not divide.
     On a GPU torchao compiles the update; on a CPU it runs eagerly. The state is ``step`` and the moments ``exp_avg``
@@ -63,7 +62,7 @@ class AdamW8bit(Optimizer):
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
         """Return the moment ``name``, ``exp_avg`` or ``exp_avg_sq``, of a parameter, quantized from the given values.
 
-        Values that ``.dequantize()`` of a moment with the same blocks returned are reproduced exactly.
+        Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
         with _float32_by_default():
             moment = self._torchao._new_buffer(parameter, name == "exp_avg")

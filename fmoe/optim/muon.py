@@ -127,7 +127,7 @@ class Muon(Optimizer):
     _plan_now: _Plan | None
 
     def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
-        """Set which parameters hold hidden matrices, and which range of a parameter each stepped tensor is.
+        """Set which parameters hold hidden matrices, and the range of a parameter that each stepped tensor holds.
 
         From then on, all ranks of the process groups in ``matrices`` and ``shards`` must take the same steps.
         """

@@ -224,7 +224,7 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
+        """Return updates as new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:

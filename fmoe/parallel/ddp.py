@@ -18,7 +18,7 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper for dense parameters, and bucketed reduction of experts over ranks with the same ones.
+    """torch's wrapper for dense parameters; reduces expert gradients over the ranks that hold the same experts.
 
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
     including those of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of

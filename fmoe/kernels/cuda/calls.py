@@ -16,7 +16,7 @@ from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
-TILE = 2048  # assignments per thread block when sorting, at least
+TILE = 2048  # least number of assignments per thread block when sorting
 TOKEN_TILES = 512  # bounds the thread blocks of a kernel over tiles of tokens, if groups are not smaller than a tile
 
 
@@ -287,8 +287,8 @@ def activate_backward(
     """Compute gradients of the activation from ``d_active``, its outputs' gradient before their weights.
 
     Returns:
-        ``weight * active``; the gradient of the pre-activations; and <active, d_active> of each assignment, zero for
-        dropped ones. Each is None if it is not needed.
+        ``weight * active``; the gradient of the pre-activations; and the dot product of active and d_active for each
+        assignment, zero for dropped ones. Each is None if it is not needed.
     """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
@@ -412,7 +412,7 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
 
 
 def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
-    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group; and counts for `place`."""
+    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group, and `place`'s ``tile_count``."""
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)

@@ -1,9 +1,9 @@
 """Feed-forward experts on a GPU, as one operation forward and one backward, without host synchronization.
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
-pre-activations are saved for the backward pass. It gathers rows again, and recomputes the activation in the kernel of
-its derivative, which also computes the gradient of the combine weights, the dot product of active units and their
-gradient dO W_out. With the GEMMs of `triton_gemm`, neither gathered rows nor this gradient are stored.
+pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative
+recomputes the activation, and also computes the gradient of the combine weights: dot products of the activated units
+and their gradient dO W_out. With the GEMMs of `triton_gemm`, neither gathered rows nor dO W_out are stored.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).

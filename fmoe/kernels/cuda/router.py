@@ -108,8 +108,11 @@ def _router(
     key: int,
     first_group: int,
 ) -> List[Tensor]:  # noqa: UP006
-    """Return experts before and after capacity, weights, balance, z, stats, counts by tile; and what the backward pass
-    needs: logits, their logsumexp, fractions, the jittered input. Absent ones are empty."""
+    """Return the routing, and tensors for the backward pass; absent ones are empty.
+
+    The routing consists of experts before and after capacity, weights, balance, z, stats and counts by tile; the other
+    tensors are the logits, their logsumexp, fractions and the jittered input.
+    """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered, logits = x.new_empty(0), _product32(x, weight.t())
     if half_width:
@@ -176,8 +179,11 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed. ``x`` is the
-    jittered input."""
+    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed.
+
+    Args:
+        x: the jittered input.
+    """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
     # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.

@@ -216,7 +216,7 @@ class TritonGemms:
         """Compute gradients from the outputs' gradient ``grad[index // per]``.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], gradient of the weights [N]), each None if not needed.
+            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each may be None.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
@@ -309,7 +309,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return expert and first row of each tile, and their number, enough for a partial one per expert."""
+        """Return expert and first row of each tile, and the number of tiles: enough for a partial one per expert."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)

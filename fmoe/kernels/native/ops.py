@@ -95,8 +95,7 @@ def differentiable_gradients(
     return reference.gradients(plain, inputs, needs, grad)
 
 
-# Whether bf16 is multiplied in float32, which is several times faster than torch's bf16 GEMMs if the processor has
-# none.
+# Whether to multiply bf16 in float32: on a processor without bf16 GEMMs, that is several times faster than torch's.
 _is_wide = False
 
 
