@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, in small sizes")
     arguments = parser.parse_args(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
-        raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs on the CPU")
+        raise UserError(f"torch {torch.__version__} sees no GPU; pass --rehearse to run on the CPU")
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", torch.cuda.current_device())
     return probe(device) if arguments.step == "probe" else smoke(device)
 

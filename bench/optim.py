@@ -1,4 +1,4 @@
-"""``python -m bench optim``: time of a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
+"""``python -m bench optim``: time of a step of LAMB, LARS and Muon on parameters of Mixture-of-Experts transformers.
 
 The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW shows the
 cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over ranks and rounding to

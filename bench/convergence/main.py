@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} has a duplicate")
     stems = [Path(recipe).stem for recipe in arguments.recipes]
     if len(set(stems)) < len(stems):
-        raise UserError(f"recipes need different names, after which folders are named, not {', '.join(stems)}")
+        raise UserError(f"recipes must have different names, because folders are named after them: {', '.join(stems)}")
     options = [f"--{setting}" for setting in arguments.set]
     jobs = study.plan(arguments.recipes, arguments.seeds, arguments.folder, options)
     # Longest runs first (recipes are in ascending order), because a long run at the end would leave a core idle.

@@ -125,7 +125,7 @@ def _check_same(job: Job) -> None:
     path = job.folder / "config.toml"
     if path.exists() and load_recipe(str(path)) != job.recipe:
         raise UserError(
-            f"{job.folder} holds a run of another recipe than {job.recipe_name}: remove it, or name another --folder"
+            f"{job.folder} holds a run of a recipe other than {job.recipe_name}: remove it, or choose another --folder"
         )
 
 

@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
     parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="cpu: processor seconds, for machines that others use too"
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu: processor seconds, for machines shared with other jobs",
     )
     return parser
 

@@ -278,7 +278,7 @@ class Muon(Optimizer):
         """Plan the steps. Collective over the group of the shards."""
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         if any(hasattr(tensor, "placements") for tensor in tensors):
-            raise UserError("Muon does not support DTensors: it would orthogonalize shards of matrices")
+            raise UserError("Muon does not support DTensors, whose shards it would orthogonalize: use AdamW with FSDP")
         parameters = tensors if self._shards is None else self._shards.parameters
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         described = [self.matrices_of(parameter) for parameter in parameters]

@@ -39,7 +39,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
         for key in ("process_group", "device_mesh"):
             if options.get(key) is not None:
-                raise UserError(f"{key}={options[key]!r} is not supported: leave it out, groups.data_group is used")
+                raise UserError(f"{key}={options[key]!r} is not supported: omit it, groups.data_group is used")
         layers = moe_layers(module, groups)
         parameters = list(module.named_parameters(remove_duplicate=False))
         ownership.refresh()

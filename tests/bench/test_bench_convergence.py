@@ -149,7 +149,7 @@ def test_bad_input(recipes, stand_in, tmp_path):
     other = write(tmp_path / "other" / "two.toml")
     for argv, said in [
         ([two], "needs 2 processes"),
-        ([two, other], "recipes need different names"),
+        ([two, other], "recipes must have different names"),
         ([other, "--seeds", "1", "1"], "--seeds 1 1 has a duplicate"),
         ([other, "--at-once", "0"], "--at-once=0 is not positive"),
         ([other, "--threads", "-1"], "--threads=-1 is not positive"),

@@ -412,7 +412,7 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
 
 
 def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
-    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group, and `place`'s ``tile_count``."""
+    """Return ``expert_TK`` with -1 where the expert is full in the routing group, and `place`'s ``tile_count``."""
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)

@@ -181,7 +181,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
         wrong = tuning.failure(device, gemm="triton")
         if wrong is not None:
             _checked[device] = f"its kernels fail a self-check ({wrong})"
-            logger.warning("no GEMMs by Triton on %s: they fail a self-check (%s)", device, wrong)
+            logger.warning("Triton's GEMMs are off on %s: they fail a self-check (%s)", device, wrong)
     return _checked[device]
 
 

@@ -73,7 +73,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
         for name, a, b in pairs:
             error = float((a.cpu().double() - b).norm() / b.norm())
             if not error <= near:
-                return f"the {name} in {dtype} is {error:.1e} off"
+                return f"the {name} in {dtype} has a relative error of {error:.1e}"
         wrong = _failure_of_router(device, normal(_T, _D).to(dtype), (normal(_E, _D) / _D**0.5).to(dtype), near)
         if wrong is not None:
             return wrong
@@ -115,5 +115,5 @@ def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, ne
     for name, a, b in pairs:
         error = float((a.cpu().double() - b).norm() / b.norm())
         if not error <= near:
-            return f"the {name} in {x_TD.dtype} is {error:.1e} off"
+            return f"the {name} in {x_TD.dtype} has a relative error of {error:.1e}"
     return None
