@@ -179,7 +179,7 @@ class TrustOptimizer(Optimizer):
         for tensor in tensors:
             if hasattr(tensor, "placements"):
                 raise UserError(
-                    f"{type(self).__name__} does not support DTensors: trust ratios need whole weights; use AdamW with FSDP"
+                    f"{type(self).__name__} does not support DTensors: norms need whole weights; use AdamW with FSDP"
                 )
         layout = self._layout or Layout.of(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
