@@ -17,7 +17,7 @@ from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
 TILE = 2048  # least number of assignments per thread block when sorting
-TOKEN_TILES = 512  # bounds the thread blocks of a kernel over tiles of tokens, if groups are not smaller than a tile
+TOKEN_TILES = 512  # about the most thread blocks per kernel over tiles of tokens, unless groups are smaller
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
@@ -284,7 +284,7 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the activation from ``d_active``, its outputs' gradient before their weights.
+    """Compute gradients of the activation from ``d_active``, the outputs' gradient without the combine weights.
 
     Returns:
         ``weight * active``; the gradient of the pre-activations; and the dot product of active and d_active for each

@@ -113,7 +113,7 @@ def isas() -> dict[str, tuple[str, ...]]:
 def current_isa() -> str:
     """Return the instruction set of `isas` that is used: FMOE_NATIVE_ISA, or else the highest that torch detects.
 
-    The environment variable ATEN_CPU_CAPABILITY lowers the highest for torch and for this backend.
+    The environment variable ATEN_CPU_CAPABILITY lowers what torch detects, and thereby limits this backend too.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is invalid (`isa_limit`).

@@ -4,7 +4,7 @@
 namespace fmoe {
 namespace FMOE_JOIN(isa_, FMOE_ISA) {
 
-INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp; the least normal number below -87.3
+INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp; for x below -87.3, the least normal number
   x = x < -87.33654f ? -87.33654f : x;
   x = x > 88.37626f ? 88.37626f : x;
   float n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
