@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each process")
     parser.add_argument("--threads", type=int, default=None, help="threads of each process; by default all cores")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # this process is one of a round
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # started by a round, to measure
     arguments = parser.parse_args(argv)
     if arguments.child is not None:
         _child(arguments)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
             rows.append(_measure(workload, precision, {name: known[name] for name in names}, arguments))
             print(rows[-1].label, {name: str(rows[-1].ratio(name)) for name in names}, flush=True)
     notes = [
-        "* `CPU per step`: CPU time of all threads; `system`: its part in the kernel; `faults`: pages mapped per step.",
+        "* `CPU per step`: CPU time of all threads; `system`: its share in the kernel; `faults`: page faults per step.",
         "* `peak`: maximum resident memory of the process, including everything that is loaded.",
         f"* transparent huge pages of this machine: {_huge_pages()}.",
     ]
@@ -123,7 +123,7 @@ def _run(workload: str, precision: str, variables: Mapping[str, str], arguments)
             command += ["--threads", str(arguments.threads)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise RuntimeError(f"{workload}, {precision}, {dict(variables)}: code {done.returncode}\n{done.stdout}")
+            raise RuntimeError(f"{workload}, {precision}, {dict(variables)}: exit {done.returncode}\n{done.stdout}")
         return json.loads(out.read_text())
 
 
@@ -188,7 +188,7 @@ def _training_step(precision: str) -> Callable[[], object]:
 
 
 def _layer_step(name: str) -> Callable[[str], Callable[[], object]]:
-    """Return forward and backward of our layer at a shape of ``bench layer``."""
+    """Return the workload of forward and backward of our layer at a shape of ``bench layer``."""
 
     def setup(precision: str) -> Callable[[], object]:
         from bench.layer.contenders import OURS, layer_step, layers

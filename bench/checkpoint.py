@@ -2,7 +2,7 @@
 
 Contenders: the synchronous save; the asynchronous one, timed until training may continue; and writing the same number
 of bytes with an fsync, as ``dd conv=fsync`` does. Ratios are to the synchronous save. The slowdown of training while
-the thread writes is not measured.
+the background thread writes is not measured.
 """
 
 import os
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         shutil.rmtree(folder)
     report.write([row], arguments.out, "checkpoint")
     if (ratio := row.ratio(ASYNC)) is not None:
-        print(f"training stalls for {1 / ratio.estimate:.1%} of the synchronous save's time")
+        print(f"the asynchronous save stalls training for {1 / ratio.estimate:.1%} of the synchronous save's time")
 
 
 class _Savers:
@@ -66,13 +66,13 @@ class _Savers:
 
         self._recipe, self._folder, self._state = recipe, folder, state
         self._engine = Engine(recipe, processes)
-        self._engine.train_step(0, Tokens(recipe))  # the optimizer has no state before
+        self._engine.train_step(0, Tokens(recipe))  # before it, the optimizer has no state
         self._writer, self._buffers = BackgroundWriter(), HostBuffers()
         self._begun = 0.0
         self._durable: list[float] = []
         self._first: float | None = None
         self._nbytes = self._collect().nbytes
-        # As the trainer does, in the thread, after its first step.
+        # The trainer does this in the background thread, after its first step.
         self._buffers.reserve((piece.place, piece.data) for piece in state.pieces(self._engine))
 
     def measure(self, arguments) -> frame.Measurement:
@@ -133,7 +133,7 @@ class _Savers:
             os.fsync(file.fileno())
 
     def _clear(self) -> None:
-        """Before each run, wait for pending writes and restore the state of the disk."""
+        """Wait for pending writes and empty the folder; called before each run."""
         self._writer.wait()
         for path in self._folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

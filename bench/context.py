@@ -1,10 +1,10 @@
 """``python -m bench context``: a step over long sequences on P ranks, divided by sequences, heads or tokens.
 
 A GPT with experts trains on the same P sequences, one per micro batch, in P processes of one thread each: each rank
-with its own sequence (data), with its heads (tensor), or with its slice of every sequence (context). Time is that of
-the forward and backward passes of the slowest rank, without the optimizer. Kept is the memory that autograd holds for
-one micro batch at the end of its forward pass, without parameters. Splits are timed one after the other, not in common
-rounds.
+with its own sequence (data), with its heads (tensor), or with its slice of every sequence (context). The time is
+that of the forward and backward passes on the slowest rank, without the optimizer. "Kept" is the memory that autograd
+holds for one micro batch at the end of its forward pass, without parameters. Splits are timed one after the other, not
+in common rounds.
 """
 
 import time
@@ -28,8 +28,8 @@ class Row:
     """A split at a sequence length.
 
     Attributes:
-        kept: bytes on the rank that keeps the most.
-        seconds: of each round, on the slowest rank.
+        kept: bytes that autograd holds, on the rank that holds the most.
+        seconds: time of each round, on the slowest rank.
     """
 
     split: str
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     arguments = parser.parse_args(argv)
     if arguments.ranks < 2 or arguments.rounds < 2:
-        raise UserError(f"--ranks={arguments.ranks} and --rounds={arguments.rounds} must be 2 or more")
+        raise UserError(f"--ranks={arguments.ranks} and --rounds={arguments.rounds} must be at least 2")
     for split in arguments.splits:
         for length in arguments.lengths:
             recipe_of(arguments, split, length)

@@ -67,7 +67,7 @@ class _Module(nn.Module):
 
 
 def ours(batch: Batch, exchange: str, **options) -> Callable[[Experts], Result]:
-    """Run one of `fmoe.exchange.EXCHANGES`."""
+    """Return a step with one of `fmoe.exchange.EXCHANGES`."""
     travel = build_exchange(dist.group.WORLD, batch.num_experts, exchange, options)
 
     def step(experts: Experts = identity) -> Result:
@@ -94,7 +94,7 @@ def start_megatron() -> None:
 
 
 def megatron(batch: Batch, dispatcher: str) -> Callable[[Experts], Result]:
-    """Run megatron-core's token dispatcher "alltoall" or "allgather".
+    """Return a step with megatron-core's token dispatcher "alltoall" or "allgather".
 
     It takes choices as a map [T, E] and weights as probabilities [T, E], which are made beforehand. In megatron-core
     the experts, not the combination, multiply rows by their weights, and so do the experts here.

@@ -20,7 +20,7 @@ from bench.intervals import Interval, quartiles, trimmed_mean_interval
 from fmoe.errors import UserError
 
 Step = Callable[[], Any]
-LEAST_ROUNDS = 3  # of those asked for, however long they take
+LEAST_ROUNDS = 3  # rounds that are run however long they take
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def measure(
         try:
             yield
         except Exception as error:
-            # The first line alone: a CUDA error brings a page. The error itself would keep the contender's tensors.
+            # Only the first line: a CUDA error fills a page. The error object would keep the contender's tensors alive.
             reason = (str(error).strip().splitlines() or [""])[0]
             failures[name] = f"{moment}: {type(error).__name__}{': ' if reason else ''}{reason}"
             steps.pop(name, None)
@@ -221,7 +221,7 @@ def measure(
 def geometric_mean_of_ratios(rows: Sequence[Measurement], name: str, confidence: float = 0.95) -> Interval | None:
     """Return the geometric mean over rows of a contender's ratios (`Measurement.ratio`), with its interval.
 
-    The interval is that of the measurement: how certain the mean over these rows is, not what other rows would give.
+    The interval covers the noise of the measurement of these rows, not the variation between rows.
 
     Returns:
         None if the contender or the reference failed in a row: a mean over the other rows would be too favorable.

@@ -1,7 +1,7 @@
 """``python -m bench gpu probe|smoke``: what a machine with a GPU has, and whether the layer works on it.
 
-The first two steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run on the CPU in small sizes, and say what they
-leave out.
+Both are steps of ``bench/gpu_hour.sh``. With ``--rehearse`` they run small sizes on the CPU, and print which checks
+they skip.
 """
 
 import functools
@@ -36,13 +36,13 @@ class Skipped(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 1 if a check failed."""
+    """Run a step; return 1 if a check failed, else 0."""
     parser = ArgumentParser(prog="python -m bench gpu", description=__doc__)
     parser.add_argument("step", choices=["probe", "smoke"])
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, in small sizes")
     arguments = parser.parse_args(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
-        raise UserError(f"torch {torch.__version__} sees no GPU; --rehearse runs on the CPU")
+        raise UserError(f"torch {torch.__version__} sees no GPU; pass --rehearse to run on the CPU")
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", torch.cuda.current_device())
     return probe(device) if arguments.step == "probe" else smoke(device)
 
@@ -87,7 +87,7 @@ def smoke(device: torch.device) -> int:
         except Skipped as reason:
             print(f"skipped  {name}: {reason}", flush=True)
             continue
-        except Exception as error:  # whatever it is, the next check may pass
+        except Exception as error:  # of any kind: the next check may pass
             failed += 1
             print(f"FAILED   {name}: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
             continue
@@ -105,8 +105,8 @@ def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "the router multiplies 16 bits into float32", lambda: _router(device)
     for gate in GATES:
         yield f"{gate}: forward and backward", functools.partial(_step, device, gate)
-        yield f"{gate}: no wait of the host", functools.partial(_no_wait, device, gate)
-    yield "the chosen GEMMs are measured, and equal torch's", lambda: _measured(device)
+        yield f"{gate}: the host does not wait", functools.partial(_no_wait, device, gate)
+    yield "GEMMs are measured and chosen, and agree with torch's", lambda: _measured(device)
     yield "gradients are added to main_grad", lambda: _main_grad(device)
     yield "a CUDA graph replays forward and backward", lambda: _graph(device)
     yield "batches are copied in one transfer", lambda: _batch(device)

@@ -2,18 +2,18 @@
 # The first hour on a GPU: bash bench/gpu_hour.sh [--rehearse] [STEP ...]
 #
 # Steps, in the order of their value; each takes less than ten minutes and is useful alone:
-#   probe      versions, the GPU, its rates of GEMMs and of copies
+#   probe      versions, the GPU, its GEMM and copy rates
 #   smoke      every part of the CUDA backend once, with a line for each
 #   tests      tests/gpu: kernels and layers against float64, graphs, streams
 #   perf       the layer against its peers at Mixtral's, Qwen3's and Switch's sizes, and with skewed loads
 #   train      sixty steps of the quickstart, and a training step against megatron-core's own layer
 #   sanitize   the kernels under compute-sanitizer's memcheck
-# Without a STEP all of them run. A step that fails does not stop the next; the script ends with 1 then.
+# Without a STEP, all of them run. A failed step does not stop the others, but the script then exits with 1.
 #
 # It needs no network. Python packages that the machine lacks are installed from wheels in the folder WHEELS (default
 # .wheels) into SITE (default /tmp/fmoe-site). Logs and reports are written to OUT (default bench/results/gpu).
 #
-# --rehearse prints the commands, and runs each of them in a small form on the CPU.
+# --rehearse prints the commands, and runs a small form of each on the CPU.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -37,13 +37,13 @@ if compgen -G "$WHEELS/*.whl" >/dev/null && [ ! -f "$SITE/.installed" ]; then
 fi
 
 failed=0
-# run SECONDS COMMAND...: on a GPU the command, with a time limit. In a rehearsal only its text.
+# run SECONDS COMMAND...: run the command with a time limit; in a rehearsal, only print it.
 run() {
     echo "+ (at most $1 s) ${*:2}"
     [ "$REHEARSE" = 1 ] && return 0
     timeout --kill-after=5 "$1" "${@:2}" || { echo "== ended with $?"; failed=1; }
 }
-# rehearse COMMAND...: in a rehearsal the command in its small form.
+# rehearse COMMAND...: in a rehearsal, run the command, the small form of the last `run`.
 rehearse() {
     [ "$REHEARSE" = 0 ] && return 0
     echo "  rehearsed by: $*"
@@ -83,7 +83,7 @@ step() {
         rehearse "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_gpu_sanitizer.py --collect-only
         ;;
     *)
-        echo "STEP=$1 is unknown: probe, smoke, tests, perf, train or sanitize"
+        echo "STEP=$1 is unknown: choose probe, smoke, tests, perf, train or sanitize"
         exit 2
         ;;
     esac

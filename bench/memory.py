@@ -1,7 +1,7 @@
 """``python -m bench memory``: bytes per parameter of every optimizer and precision, on two data parallel ranks.
 
-Counts the tensors that persist from step to step on rank 0: weights, gradient buffers, float32 master weights of 16-bit
-weights, and optimizer state. Activations, and other tensors that exist only within a step, are not counted.
+It counts the tensors that persist from step to step on rank 0: weights, gradient buffers, float32 master weights of
+16-bit weights, and optimizer state. Activations, and other tensors that exist only within a step, are not counted.
 """
 
 import json
@@ -66,7 +66,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
             for distributed in (False, True):
                 if distributed and optimizer in WHOLE:
                     continue
-                loss_scale = 1.0 if precision == "fp16" else None  # a step that overflows makes no state
+                loss_scale = 1.0 if precision == "fp16" else None  # a step that overflows creates no state
                 own = replace(recipe.optimizer, name=optimizer, distributed=distributed, loss_scale=loss_scale)
                 of_row = replace(
                     recipe,
@@ -75,7 +75,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
                 )
                 of_row.check()
                 engine = Engine(of_row, processes)
-                engine.train_step(0, Tokens(of_row))  # the optimizer has no state before
+                engine.train_step(0, Tokens(of_row))  # before it, the optimizer has no state
                 of_row_bytes = {column: sum(map(_bytes, tensors)) for column, tensors in _tensors(engine).items()}
                 rows.append(
                     {

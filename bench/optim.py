@@ -1,4 +1,4 @@
-"""``python -m bench optim``: a step of LAMB, LARS and Muon on the parameters of Mixture-of-Experts transformers.
+"""``python -m bench optim``: time of a step of LAMB, LARS and Muon on parameters of Mixture-of-Experts transformers.
 
 The reference is the same algorithm in a loop over tensors, one expert at a time. torch's multi-tensor AdamW shows the
 cost of trust ratios and orthogonalization. Gradients exist beforehand; clipping, reductions over ranks and rounding to
@@ -36,9 +36,7 @@ class Shape:
     vocabulary: int
 
     def parameters(self, device: torch.device) -> list[nn.Parameter]:
-        """Return parameters of ones, with gradients: the embedding, and per layer attention, two norms, gate and
-        experts.
-        """
+        """Return random parameters with gradients: the embedding, and per layer attention, norms, gate and experts."""
         shapes = [(self.vocabulary, self.width)]
         stacks = [(self.experts, self.hidden, self.width), (self.experts, self.width, self.hidden)]
         for _ in range(self.layers):
@@ -73,11 +71,11 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name in arguments.shapes.split(","):
         if name not in SHAPES:
-            raise UserError(f"--shapes has {name!r}; there are {', '.join(SHAPES)}")
+            raise UserError(f"--shapes has {name!r}, which is not known; there are {', '.join(SHAPES)}")
         rows += [_measure(SHAPES[name], kind, device, arguments) for kind in OURS]
     report.write(rows, arguments.out, "optim")
     for row, kind in zip(rows, list(OURS) * len(rows), strict=False):
-        print(f"{row.label}: {OURS[kind]} over the loop {row.ratio(OURS[kind])}")
+        print(f"{row.label}: {OURS[kind]} is {row.ratio(OURS[kind])} times as fast as the loop")
 
 
 def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.Measurement:
@@ -88,7 +86,7 @@ def _measure(shape: Shape, kind: str, device: torch.device, arguments) -> frame.
         return (Lamb if kind == "lamb" else Lars)(parameters, lr=1e-4).step
 
     def loop() -> Callable[[], object]:
-        # A view of each expert: what an optimizer that knows no stacks would be given.
+        # A view of each expert, as for an optimizer that does not support stacks.
         tensors = []
         for parameter in shape.parameters(device):
             weights, gradients = parameter.detach(), parameter.grad

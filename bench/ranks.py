@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes with a gloo group, which end with the benchmark, however it ends."""
+"""Ranks of a benchmark: processes with a gloo group, which end when the benchmark ends for any reason."""
 
 import json
 import tempfile
@@ -11,24 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-TIMEOUT = timedelta(minutes=2)  # of a collective: one rank that fails ends the benchmark, not the machine's patience
+TIMEOUT = timedelta(minutes=2)  # of a collective, which bounds the wait for a rank that failed
 
 
 def run(size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)`` on ``size`` ranks of one thread each; return the result of rank 0, which JSON must be
-    able to hold.
+    """Call ``function(*args)`` on ``size`` ranks of one thread each; return the result of rank 0, in JSON types.
 
     A rank that raises ends the others, and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # They end with this process: torch asks the kernel for that.
+        # The ranks also end if this process dies: torch asks the kernel to signal them.
         multiprocessing.spawn(_rank, (size, folder, function, args), nprocs=size)
         return json.loads((Path(folder) / "result.json").read_text())
 
 
 def _rank(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
-    # A file, not a port: nothing that another program could take.
+    # A file instead of a port, which another program could take.
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=TIMEOUT)
     result = function(*args)

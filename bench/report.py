@@ -144,8 +144,8 @@ def _ratio_cell(row: Measurement, name: str) -> str:
 
 
 def table(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; the first row is its head."""
-    # A bar within a cell would end it.
+    """Return the lines of a Markdown table; the first row is the header."""
+    # An unescaped bar would end the cell.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in escaped]

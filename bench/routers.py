@@ -1,13 +1,12 @@
-"""``python -m bench routers RUN...``: whether the routers of trained GPTs choose, and which losses train them.
+"""``python -m bench routers RUN...``: value of the routers' choices in trained GPTs, and the routers' gradients.
 
 Two measurements at the newest checkpoint of each run, on its validation text:
 
-* What the choice is worth: the rise of the validation loss if each token goes to random experts, with the weights of
-  its own ones, in all layers and in each alone, and without the experts of a layer. A choice can be worth no more than
-  its experts are.
-* What trains the router: for each layer, the norm of the router's gradient from the language model's loss and from each
-  auxiliary loss, at the recipe's factors; and the cosine of the language model's gradients of two micro batches, which
-  is near 0 where their noise is larger than what they have in common.
+* Value of the choice: the rise of the validation loss if tokens go to random experts with unchanged combine weights, in
+  all layers or in one; and, for comparison, the rise without the experts of one layer.
+* Gradients of the router: for each layer, the norm of its gradient from the language model's loss and from each
+  auxiliary loss, at the recipe's factors; and the cosine between the gradients of the language model's loss for two
+  micro batches, which is near 0 if noise dominates.
 """
 
 import argparse
@@ -40,7 +39,7 @@ class Report:
     Attributes:
         name: the run's folder.
         loss: validation loss, nats per token.
-        random_loss: the same with random experts in all layers.
+        random_loss: validation loss with random experts in all layers.
         layers: per layer number, the columns of the second table.
     """
 
@@ -65,7 +64,7 @@ def measure_run(run: Path, count: int) -> Report:
     """Measure one run on the first ``count`` sequences of its validation text.
 
     Raises:
-        UserError: the run has no complete checkpoint, or its model is no GPT with routers.
+        UserError: the run has no complete checkpoint, or its model is not a GPT with experts.
     """
     from pretrain.data.inputs import open_validation
     from pretrain.inference.load import load_model, open_run, single_process
@@ -81,7 +80,7 @@ def measure_run(run: Path, count: int) -> Report:
 
 
 def measure(name: str, model: Any, recipe: Recipe, samples: Samples, count: int) -> Report:
-    """Measure a model in evaluation mode, which becomes one in training mode."""
+    """Measure a model, given in evaluation mode; leave it in training mode."""
     from megatron_patch import MegatronMoE
 
     layers = {module.layer_number: module for module in model.modules() if isinstance(module, MegatronMoE)}
@@ -114,8 +113,10 @@ def measure(name: str, model: Any, recipe: Recipe, samples: Samples, count: int)
 
 
 def _watch(layer, change: Change | None = None) -> list[float]:
-    """Let ``change`` replace the layer's choices; return the list that gets the spread of each batch's logits: the
-    root mean square, over tokens, of their standard deviation over experts."""
+    """Let ``change`` replace the layer's choices, and return a list that receives the spread of each batch's logits.
+
+    The spread is the root mean square, over tokens, of the logits' standard deviation over experts.
+    """
     spreads: list[float] = []
     choose = layer.gate.choose
 
@@ -130,13 +131,15 @@ def _watch(layer, change: Change | None = None) -> list[float]:
 
 def _unwatch(layers: Iterable) -> None:
     for layer in layers:
-        del layer.gate.choose  # the method of the class again
+        del layer.gate.choose  # restores the method of the class
 
 
 def _gradients(model: Any, recipe: Recipe, samples: Samples, layers: dict[int, Any]) -> dict[int, dict[str, float]]:
-    """Return the norm of each router's gradient by loss, for one micro batch of the validation text, and the cosine of
-    the language model's gradients of that one and the next. Gradients are linear in the factors of the losses, so that
-    of a loss is a difference."""
+    """Return, by layer, the norms of the router's gradients by loss, for one micro batch of the validation text.
+
+    "cosine" is that between the gradients of the language model's loss for this micro batch and the next. The gradient
+    of an auxiliary loss is the difference between the gradients with and without it.
+    """
     size = recipe.train.micro_batch
     factors = {number: dict(layer.aux.weights) for number, layer in layers.items()}
 
@@ -186,7 +189,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m bench routers", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run of a GPT with experts")
-    parser.add_argument("--sequences", type=int, default=32, help="of the validation text")
+    parser.add_argument("--sequences", type=int, default=32, help="number of sequences of the validation text")
     arguments = parser.parse_args(argv)
     if arguments.sequences < 1:
         raise UserError(f"--sequences={arguments.sequences} is not positive")

@@ -1,4 +1,4 @@
-"""Sweep of learning rates, widened until the best one is inside, and statistics over seeds at that rate."""
+"""Sweep of learning rates, widened until the best one is not at an end, and statistics over seeds at that rate."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 Losses = Mapping[float, float | None]  # by learning rate; None for a run that diverged
 
-FACTOR = 2.0  # between neighbouring rates
+FACTOR = 2.0  # between neighboring rates
 
 
 def best(losses: Losses) -> float | None:
@@ -16,7 +16,7 @@ def best(losses: Losses) -> float | None:
 
 
 def is_inside(losses: Losses) -> bool:
-    """Return whether the best rate has a worse neighbor on both sides."""
+    """Return whether the best rate is neither the lowest nor the highest."""
     rate = best(losses)
     return rate is not None and min(losses) < rate < max(losses)
 

@@ -14,7 +14,7 @@ _SHAPED_BY_VALUES = ("masked_select", "nonzero", "unique", "bincount")
 
 
 class Traffic:
-    """``with Traffic() as traffic: step()``.
+    """Counter of a rank's traffic within a context: ``with Traffic() as traffic: step()``.
 
     Attributes:
         sent: bytes that this rank sent to others. An all-to-all counts the parts for other ranks, an all-gather this
@@ -77,4 +77,4 @@ def _sent(name: str, args: tuple) -> int:
         return args[1].nbytes * (size - 1) // size
     if name == "allreduce":
         return 2 * sum(tensor.nbytes for tensor in args[0]) * (size - 1) // size
-    raise ValueError(f"the bytes of c10d.{name} are not known")
+    raise ValueError(f"c10d.{name} is not supported: the bytes that it sends are unknown")

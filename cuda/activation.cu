@@ -6,8 +6,8 @@
 #include "common.cuh"
 
 namespace fmoe {
-// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts. The
-// numbers are those of fmoe/kernels/native/src/kernels.h.
+// `both` returns act(x) and its derivative; `second`, value and derivative of the function that gated experts apply to
+// the second half. A is the number of the activation, as in fmoe/kernels/native/src/kernels.h.
 template <int A>
 struct Activation;
 
@@ -69,7 +69,7 @@ struct Activation<4> {  // SwiGLUOAI of fmoe/kernels/glu.py; comparisons leave N
   }
 };
 
-// x + bias rounded to T, written to `hidden`: the derivative is then taken at the same value.
+// Loads before + bias, rounded to T as stored in `hidden`, so that the derivative is taken at the same value.
 template <int N, class T>
 __device__ __forceinline__ void load_hidden(const T* before, const T* bias, T* hidden, float (&x)[N]) {
   load<N>(before, x);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void activate_row(const T* before, const T* bias, T* 
   }
 }
 
-// This thread's part of <active, d_active>.
+// Writes a row of the gradients; returns this thread's part of the dot product of active and d_active.
 template <int N, int A, bool GATED, class T>
 __device__ __forceinline__ float activate_row_backward(const T* hidden, const T* d_active, float weight, T* scaled,
                                                        T* d_hidden, i64 width) {
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(256)
     activate_row<1, A, GATED>(before, bias, hidden, active, hidden_width);
 }
 
-// One pass over all that the backward pass needs of an expert's hidden rows. Given d_active, the gradient of active
-// divided by its weight: scaled = w * active (for the gradient of the second map), d_hidden = w * d_active *
-// act'(hidden), and the router's gradient d_weight = <active, d_active>.
+// Reads the hidden rows once in the backward pass. d_active is the gradient of active without the factor w, the row's
+// combine weight. Computes scaled = w * active (for the gradient of the second map), d_hidden = w * d_active *
+// act'(hidden), and the gradient of the combine weight, d_weight = <active, d_active>.
 template <class T, int A, bool GATED>
 __global__ void __launch_bounds__(256)
     activate_backward(const T* __restrict__ hidden_MP, const T* __restrict__ d_active_MH,

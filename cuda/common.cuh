@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 pack(const float* x, bf16*) {
                     two_bfloats(x[6], x[7]));
 }
 
-// N numbers at p: one, or as many as fill 16 bytes once or twice, to which p is then aligned.
+// Loads N numbers from p: one, or as many as fill one or two vectors of 16 bytes, to which p is then aligned.
 template <int N, class T>
 __device__ __forceinline__ void load(const T* p, float (&x)[N]) {
   if constexpr (N == 1) {
@@ -224,10 +224,10 @@ struct GroupTile {
   }
 };
 
-// Rows before this index are valid; rows from it on are the dropped tail.
+// Number of valid rows. The rows after them are those of dropped assignments.
 __device__ __forceinline__ i64 rows_kept(const i64* limit, i64 rows) { return limit ? at_most(*limit, rows) : rows; }
 
-// For kernels in which the threads of one threadIdx.y process a row.
+// This thread's row, in kernels in which the threads of one threadIdx.y process a row.
 __device__ __forceinline__ i64 own_row() { return i64(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 template <int N, class T>

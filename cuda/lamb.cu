@@ -30,8 +30,7 @@ struct Squares {
   double weight = 0, update = 0;
 };
 
-// N numbers of a thread; if they are not aligned, they are accessed one by one, so that each thread has the same
-// numbers.
+// Loads the N numbers of a thread, one by one if they are not aligned, so that each thread has the same numbers.
 template <bool WIDE, int N, class T>
 __device__ __forceinline__ void load_some(const T* p, float (&x)[N]) {
   if constexpr (WIDE) {
@@ -52,8 +51,8 @@ __device__ __forceinline__ void store_some(T* p, const float (&x)[N]) {
   }
 }
 
-// Sum in the same order wherever the tensor is in memory: an expert of a stack is stepped bit for bit like a separate
-// tensor.
+// Updates the moments and sums squares, in the same order wherever the tensor is in memory: an expert of a stack is
+// stepped bit for bit like a separate tensor.
 template <bool WIDE, int N, class T, class G>
 __device__ __forceinline__ Squares measure(const Chunk& chunk, const Options& o) {
   const T* weight = reinterpret_cast<const T*>(chunk.weight);
@@ -109,7 +108,7 @@ __device__ __forceinline__ Chunk rest_of(Chunk chunk, int n) {
 
 __device__ __forceinline__ bool is_wide(u64 a, u64 b, u64 c, u64 d) { return ((a | b | c | d) & 15) == 0; }
 
-// Updates the moments with the gradients; partial [C, 2]: squares of each chunk's weights and updates.
+// Updates the moments with the gradients; partial [C, 2]: sums of squares of each chunk's weights and updates.
 template <class T, class G>
 __global__ void __launch_bounds__(512) lamb_measure(const i64* __restrict__ chunks, const float* __restrict__ options,
                                                     double* __restrict__ partial_C2) {
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(256) lamb_norms(const double* __restrict__ par
   squares_2O[blocks + block] = sum.update;
 }
 
-// w -= lr * |w| / |u| * u, with ratio 1 if either norm is 0.
+// w -= lr * ratio * u, with ratio = |w| / |u|, at most max_trust; 1 for vectors and if either norm is 0.
 template <class T>
 __global__ void __launch_bounds__(512) lamb_update(const i64* __restrict__ chunks, const float* __restrict__ options,
                                                    const double* __restrict__ squares_2O, i64 blocks,

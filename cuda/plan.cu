@@ -1,9 +1,9 @@
-// The integers of a dispatch: stable counting sort by expert, capacity, the order of rows that arrive; and the sums
-// that go with them, a router's losses and statistics. No result depends on the order of threads: atomics count
-// integers, ranks come from positions.
+// The integer work of a dispatch: stable counting sort by expert, capacity, the order of received rows; and a router's
+// losses and statistics. No result depends on the order of threads: atomics only count integers, and ranks follow from
+// positions.
 //
 // Shape letters: T tokens, K choices, N = T * K assignments, E experts, G routing groups, B tiles, C choices that are
-// counted apart (K with a capacity, else 1), S segments of rows that arrive, R those rows.
+// counted separately (K with a capacity, else 1), S segments of received rows, R received rows.
 #include "common.cuh"
 
 namespace fmoe {
@@ -25,7 +25,7 @@ __device__ __forceinline__ int count_in_order(int* counts, int bin) {
   return rank;
 }
 
-// Number of the n items, a multiple of 32, that each of the warps processes.
+// Number of items per warp of n items, a multiple of 32.
 __device__ __forceinline__ i64 span_of(i64 n, int warps) { return (n + warps * 32 - 1) / (warps * 32) * 32; }
 
 // tile_count [B, E + 1]: assignments of each tile by bin.
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(256) count_tiles(const i64* __restrict__ exper
   for (int e = threadIdx.x; e <= experts; e += blockDim.x) tile_count[i64(blockIdx.x) * (experts + 1) + e] = count[e];
 }
 
-// The plan: assignments by (expert, position), the dropped ones last. A block takes a tile, and sums the counts of all
-// tiles itself, which saves a launch. With a single tile the counts may be null.
+// Writes the plan: assignments sorted by (expert, position), dropped ones last. A block processes a tile, and sums the
+// counts of all tiles itself, which saves a launch. With a single tile, the counts may be null.
 __global__ void __launch_bounds__(256)
     place(const i64* __restrict__ expert_N, i64 assignments, i64 num_experts, i64 tile,
           const int* __restrict__ tile_count, i64* __restrict__ order_N, i64* __restrict__ place_N,
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256)
   const int experts = int(num_experts), bins = experts + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   int* counts = reinterpret_cast<int*>(shared_memory());  // [warps, bins]
-  int* begin_of = counts + warps * bins;  // of all tiles
+  int* begin_of = counts + warps * bins;  // first row of each bin, over all tiles
   int* before = begin_of + bins;          // assignments of earlier tiles
   int* scratch = before + bins;
   int* mine = counts + warp * bins;
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// As `route` counts them: the choices [B, K, E] of each tile of a routing group's tokens, and in sum_B3 (the last of
-// the three numbers) its tokens that are routed. A block takes a tile and a choice.
+// Counts like `route`: the choices [B, K, E] of each tile of a routing group's tokens, and the tile's routed tokens
+// (the last of the three numbers of sum_B3). There is one block per tile and choice.
 __global__ void __launch_bounds__(256)
     count_choices(const i64* __restrict__ expert_TK, const u8* __restrict__ mask_T, i64 tokens, i64 top_k,
                   i64 num_experts, i64 group_size, i64 sequences, i64 sequence_length, i64 tile,
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(256)
   if (blockIdx.y == 0 && threadIdx.x < 3) sum_B3[i64(blockIdx.x) * 3 + threadIdx.x] = threadIdx.x == 2 ? *routed : 0;
 }
 
-// Sum over all threads of a block (x and y), for all of them and in a fixed order. `shared`: a number a warp.
+// Sum over all threads of a block (x and y) in a fixed order, returned to all of them. `shared`: one number per warp.
 template <class T>
 __device__ __forceinline__ T sum_of_block(T x, T* shared) {
   const int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
@@ -146,12 +146,12 @@ __device__ __forceinline__ T sum_of_block(T x, T* shared) {
 
 constexpr int QUEUE_WARPS = 16;
 
-// From what tiles counted and summed (`route`, `count_choices`), a block of 32 x 16 threads for 32 experts of a group:
-// with a capacity, `count_BCE` becomes each tile's first position in the queues of the experts, which serve first
-// choices of all tokens before second ones; limit_G; zeros in tile_count; with sum_BE, fraction_GE, each expert's
-// share of the choices. The last block to finish adds up all groups: stats, [E + 5], has the kept assignments by
-// expert, the number of dropped ones, sums over tokens of entropy, 1, the balance loss and the z loss; balance and z
-// are the losses.
+// Adds up the counts and sums of all tiles (from `route` or `count_choices`). A block of 32 x 16 threads processes 32
+// experts of a group. It writes limit_G, the capacity, and zeros to tile_count. With a capacity, `count_BCE` becomes
+// each tile's first position in the experts' queues, where first choices of all tokens precede second ones. With
+// sum_BE, it writes fraction_GE, each expert's share of the choices, and the last block to finish adds up all groups:
+// balance and z are the losses; stats, [E + 5], has the kept assignments by expert, the number of dropped ones, and
+// sums over tokens of entropy, 1, the balance loss and the z loss.
 __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
     queue(int* count_BCE, const float* __restrict__ sum_BE, const float* __restrict__ sum_B3, i64 num_groups, i64 tiles,
           i64 choices, i64 num_experts, i64 top_k, double factor, i64* __restrict__ limit_G,
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
       parts[0] = part;
       parts[1] = dropped;
     }
-    __threadfence();  // of every lane, before the ticket
+    __threadfence();  // every lane's writes precede the ticket
     __syncwarp();
     if (lane == 0) integers[0] = atomicAdd(ticket, 1) == int(blocks) - 1;
   }
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(32 * QUEUE_WARPS, 1)
   rest[3] = float(double(experts) * sums[0] * by * tokens), rest[4] = float(sums[2] * by * tokens);
 }
 
-// -1 for assignments over their expert's capacity, given `queue`'s positions. A block takes a tile, a warp a choice.
-// Adds to `tile_count` what `count_tiles` would count of the result.
+// Replaces assignments over their expert's capacity by -1, given `queue`'s positions. There is a block per tile, and a
+// warp per choice. The counts of `count_tiles` for the result are added to `tile_count`.
 __global__ void __launch_bounds__(256)
     drop_over_capacity(const i64* __restrict__ expert_TK, i64 tokens, i64 top_k, i64 num_experts, i64 group_size,
                        i64 sequences, i64 sequence_length, i64 tile, const int* __restrict__ queue_BKE,
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Rows arrive in segments of receive_S rows, and are needed in the order order_S of segments: writes where each needed
-// row is, and where each received row belongs.
+// Rows are received in segments of receive_S rows, and needed in the order order_S of the segments. Writes the received
+// index of each needed row, and the inverse permutation.
 __global__ void __launch_bounds__(256)
     segment_order(const i64* __restrict__ receive_S, const i64* __restrict__ order_S, i64 num_segments, i64 rows,
                   i64* __restrict__ order_R, i64* __restrict__ inverse_R) {

@@ -66,7 +66,8 @@ __device__ __forceinline__ Ranked next_best(Row<I>& keys, int begin, int end, Ra
   return best_of_warp(mine);
 }
 
-// Sets ranks outside the best `kept` of `groups` groups to -inf. `group_keys`: shared, one per group.
+// Sets the keys of experts outside the best `kept` of `groups` groups to that of -inf. `group_keys`: shared, one per
+// group.
 template <int I>
 __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int groups, int kept, int best_of,
                                                 u32* group_keys) {
@@ -102,15 +103,15 @@ __device__ __forceinline__ void limit_to_groups(Row<I>& keys, int experts, int g
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// The value subtracted from logits before exp, so that it does not overflow: their maximum.
+// The value subtracted from logits before exp, so that it does not overflow: their maximum, or 0 if that is infinite.
 __device__ __forceinline__ float shift_of(float largest) { return isinf(largest) ? 0.0f : largest; }
 
-// Normalizer of scores: exp(x - log sum), or the sum of sigmoids over the chosen logits.
+// Normalization of scores: a softmax is exp(x - shift) / sum, a normalized sigmoid is sigmoid(x) / sum.
 struct Normal {
   float shift, sum;
 };
 
-// Sum over the chosen logits: softmax is exp(x - shift) / sum, a normalized sigmoid is sigmoid(x) / sum.
+// Normalization over the chosen logits.
 template <class T, class Index>
 __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen, int top_k, bool is_sigmoid) {
   const int lane = threadIdx.x % 32;
@@ -132,9 +133,10 @@ __device__ __forceinline__ Normal normal_of(const T* logits, const Index* chosen
   return normal;
 }
 
-// A block takes a tile of a routing group's tokens, a warp takes a token. `count_BCE`, `sum_BE` and `sum_B3` go
-// together: the tile's choices by expert (and by choice, if `by_choice`), its sums of probabilities, and its sums of
-// logsumexp^2, entropy and 1, all over the tokens that are routed. `queue` in plan.cu continues from them.
+// A block processes a tile of a routing group's tokens, a warp a token at a time. `count_BCE`, `sum_BE` and `sum_B3`
+// are given together or not at all: the tile's choices by expert (and by choice, if `by_choice`), its sums of
+// probabilities, and its sums of logsumexp^2, entropy and 1, all over the tokens that are routed. `queue` in plan.cu
+// reads them.
 template <class T, int I>
 __global__ void __launch_bounds__(256, 2)
     route(const T* __restrict__ logits_TE, const float* __restrict__ bias_E, const u8* __restrict__ mask_T, i64 tokens,
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(256, 2)
   float* scalars = reinterpret_cast<float*>(group_keys + groups);
   float* sums = scalars + 3;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) histogram[i] = 0;
-  for (int e = lane; e < summed; e += 32) sums[e] = 0;  // a lane alone reads and writes its experts'
+  for (int e = lane; e < summed; e += 32) sums[e] = 0;  // each lane reads and writes only its own experts'
   if (ticket && blockIdx.x == 0 && threadIdx.x == 0) *ticket = 0;
   __syncthreads();
   float squares = 0, entropies = 0, routed = 0;
@@ -266,7 +268,8 @@ __global__ void __launch_bounds__(256)
   const T* logits = logits_TE + t * experts;
   const i64* chosen = expert_TK + t * top_k;
   const float* d_weight = d_weight_TK + t * top_k;
-  // Gradients that the weights give their experts: of scores, or of logits if the softmax is over the chosen ones.
+  // `row` holds the gradients that come from the weights: of scores, or of logits if the softmax is over the chosen
+  // ones.
   const bool is_logits = !is_sigmoid && normalize;
 #pragma unroll 1
   for (int e = lane; e < experts; e += 32) row[e] = 0;

@@ -7,7 +7,8 @@
 namespace fmoe {
 constexpr int AHEAD = 4;  // loads in flight before the first store
 
-// out = scale * x, converted. Fewer loads in flight, because numbers are wider in registers than in memory.
+// out = scale * x, converted. Fewer loads are in flight than in copy_vectors, because converted numbers need more
+// registers.
 template <int N, class In, class Out>
 __device__ __forceinline__ void copy_row(const In* x, Out* out, i64 width, bool is_scaled, float scale) {
   constexpr int AHEAD = 2;
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(256)
   is_wide ? copy_row<N>(from, to, width, scale != nullptr, by) : copy_row<1>(from, to, width, scale != nullptr, by);
 }
 
-// `bias_LD` is null, or the bias of the experts, whose rows end at `end_L`.
+// One row of `combine`. `bias_LD` is null, or the bias of the experts, whose rows end at `end_L`.
 template <int N, class T>
 __device__ __forceinline__ void combine_row(const T* rows, const i64* place, const float* weight, i64 bound, int top_k,
                                             i64 width, const T* bias_LD, const int* end_L, i64 experts, T* out) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ float combine_row_backward(const T* d_out, const T* r
 }
 
 // out[t] = sum over k of weight[t, k] * (rows[place[t, k]] + its expert's bias), in float and in a fixed order, over
-// the places that are kept.
+// the kept assignments.
 template <class T>
 __global__ void __launch_bounds__(256)
     combine(const T* __restrict__ rows, const i64* __restrict__ place_TK, const float* __restrict__ weight_TK,
@@ -257,9 +258,9 @@ __device__ __forceinline__ void sum_columns(const T* rows, const i64* order_M, i
   put(out_LD + expert * width + column, sum);
 }
 
-// Gradients of the biases; and those of tokens and weights, which need no other pass over the same rows. The first
-// blocks sum columns. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
-// <d_out[t], second bias of the expert of place[t, k]>. Four blocks per multiprocessor: no register spills.
+// Gradients of the biases; and those of tokens and weights, to save a launch. The first blocks sum columns for the
+// biases. The others process tokens: d_x[t] = sum over k of d_rows[place[t, k]], and d_weight[t, k] +=
+// <d_out[t], second bias of the expert of place[t, k]>. With four blocks per multiprocessor, no register spills.
 template <class T>
 __global__ void __launch_bounds__(256, 4)
     bias_gradients(const T* __restrict__ d_out, const i64* __restrict__ order_M, const float* __restrict__ weight_N,
@@ -339,8 +340,8 @@ __device__ __forceinline__ void jitter_row(const T* x, const T* addend, u64 key,
   }
 }
 
-// out = x * noise + addend and change = x * (noise - 1), the noise of each element uniform in 1 -+ half_width: that of
-// `RoutingGroups.local_uniform16` for this key, on every device.
+// out = x * noise + addend and change = x * (noise - 1), with the noise of each element uniform in [1 - half_width, 1 +
+// half_width). It is that of `RoutingGroups.local_uniform16` for this key, on every device.
 template <class T>
 __global__ void __launch_bounds__(256)
     jitter(const T* __restrict__ x_TD, const T* __restrict__ addend_TD, i64 key, i64 first_group, double half_width,

@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
     options = study.check_options(arguments)
     stems = [Path(recipe).stem for recipe in arguments.recipes]
     if len(set(stems)) < len(stems):
-        raise UserError(f"two recipes have the same name, after which their folders are named: {', '.join(stems)}")
+        raise UserError(f"recipes must have different names, because folders are named after them: {', '.join(stems)}")
     jobs = study.plan(arguments.recipes, arguments.seeds, arguments.folder, options)
-    # The longest at the end would leave one core without work: the recipes are in the order of their length.
+    # Longest runs first (recipes are in ascending order), because a long run at the end would leave a core idle.
     if code := study.train(jobs[::-1], at_once=arguments.at_once, threads=arguments.threads):
         return code
     return compare([*(str(job.folder) for job in jobs), "--out", str(arguments.folder / "curves.svg")])

@@ -86,7 +86,7 @@ def check_options(arguments: argparse.Namespace) -> list[str]:
     if wrong := [setting for setting in arguments.set if "=" not in setting]:
         raise UserError(f"--set {wrong[0]} is not KEY=VALUE")
     if len(set(arguments.seeds)) < len(arguments.seeds):
-        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} names one twice")
+        raise UserError(f"--seeds {' '.join(map(str, arguments.seeds))} has a duplicate")
     return [f"--{setting}" for setting in arguments.set]
 
 
@@ -167,7 +167,7 @@ def _check_same(job: Job) -> None:
     path = job.folder / "config.toml"
     if path.exists() and load_recipe(str(path)) != job.recipe:
         raise UserError(
-            f"{job.folder} holds a run of another recipe than {job.recipe_name}: remove it, or name another --folder"
+            f"{job.folder} holds a run of a recipe other than {job.recipe_name}: remove it, or choose another --folder"
         )
 
 
@@ -180,7 +180,7 @@ def _start(job: Job, threads: int) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with (job.folder / LOG).open("ab") as log:
-        # A session of its own: Ctrl-C in a terminal comes to this process, which asks each run once to stop.
+        # Its own session, so that Ctrl-C reaches only this process, which asks each run once to stop.
         job.process = subprocess.Popen(
             command(job),
             env=environment,

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
     if arguments.clock == "cpu" and arguments.threads != 1:
         raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
-    recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # all that is wrong is met here
+    recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # raises UserError before anything is measured
     rows, notes = [], []
     for name in recipes:
         for split in arguments.splits:
@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
     parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="cpu: processor seconds, for machines that others use too"
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu: processor seconds, for machines shared with other jobs",
     )
     return parser
 
@@ -111,7 +114,7 @@ def _on_a_rank(name: str, split: str, arguments) -> dict[str, Any]:
 
 
 def _measure_split(name: str, split: str, processes: Processes, arguments) -> dict[str, list]:
-    """Return the rows for each precision, and lines of text."""
+    """Return the rows for each precision, and the goals as lines of text."""
     from megatron_patch import cpu
 
     cpu.install()
@@ -131,7 +134,7 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
         of_row = replace(recipe, train=replace(recipe.train, precision=precision))
         contenders = Contenders(of_row, processes)
         timed = measure.steps(contenders, label, arguments, CLOCKS[arguments.clock])
-        contenders.names = [name for name in contenders.names if name in timed.seconds]  # others have failed
+        contenders.names = [name for name in contenders.names if name in timed.seconds]  # the others have failed
         if processes.world_size > 1 or processes.device.type != "cpu":
             rows.append(timed)
         else:
@@ -141,5 +144,5 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
             goals += [str(comparison.goal()) for comparison in measure.comparisons(timed, alone, looked)]
         if processes.is_main:
             told = {other: str(timed.ratio(other)) for other in timed.seconds if other != MEGATRON}
-            print(f"{label}: of {MEGATRON} {told}", flush=True)
+            print(f"{label}: ratio to {MEGATRON} {told}", flush=True)
     return {"rows": rows, "goals": goals}

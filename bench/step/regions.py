@@ -1,11 +1,11 @@
 """The time of a training step by region: regions of the model, forward and backward, and the optimizer.
 
 Regions wrap functions and modules from outside, only for the steps that are measured. In the forward pass, a region
-lasts from the beginning to the end of a call. In the backward pass nothing is called: autograd numbers its nodes in the
-order in which they are made, and on a CPU runs them in the reverse order. A node whose number was given within a region
-belongs to that region, so it is enough to read the clock when a node follows a node of another region. The addition of
-gradients (also into Megatron's main_grad) belongs to the region of the node that returned them, because autograd adds
-them at once.
+lasts from the beginning to the end of a call. The backward pass does not call these functions. But autograd numbers its
+nodes in the order in which they are made, and on a CPU runs them in the reverse order. A node whose number was given
+within a region belongs to that region, so it is enough to read the clock when a node follows a node of another region.
+The addition of gradients (also into Megatron's main_grad) belongs to the region of the node that returned them, because
+autograd adds them at once.
 """
 
 import bisect
@@ -22,9 +22,9 @@ LAYER = "rest of the layer"  # reshapes, losses joining the backward pass, stati
 OTHER = "other"
 BLOCK = ("router", "plan", "dispatch", "experts", "combine", LAYER)
 REGIONS = ("attention", *BLOCK, "optimizer", OTHER)
-Mark = tuple[Any, str, str]  # whatever has the function, its name there, its region
+Mark = tuple[Any, str, str]  # owner of a function, its name in the owner, its region
 
-_LAST = 2**64 - 1  # the number of all nodes that add up gradients of parameters
+_LAST = 2**64 - 1  # the sequence number of all nodes that accumulate gradients of parameters
 
 
 class Regions:
@@ -44,7 +44,7 @@ class Regions:
         self._marks, self._model, self._clock = list(marks), model, clock
         self._region = OTHER
         self._since = 0.0
-        # Where in autograd's numbers each region begins, of the forward pass under way.
+        # Autograd's sequence number at the beginning of each region of the current forward pass.
         self._begins: list[tuple[int, str]] = []
         self._restore: list[Callable[[], None]] = []
 
@@ -63,7 +63,7 @@ class Regions:
 
     def _replace(self, owner: Any, name: str, wrap: Callable) -> None:
         own, call = vars(owner).get(name), wrap(getattr(owner, name))
-        # A plain function, which in a class binds its object.
+        # A plain function, so that it binds `self` if the owner is a class.
         setattr(owner, name, functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs)))
         self._restore.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
@@ -111,7 +111,7 @@ class Regions:
 
 
 def _nodes(last: Any) -> Iterator[tuple[int, Any]]:
-    """Return the nodes of a graph that run in the reverse order of their numbers."""
+    """Yield the nodes of a graph that run in the reverse order of their sequence numbers, with these numbers."""
     seen, waiting = {last}, [last]
     while waiting:
         node = waiting.pop()

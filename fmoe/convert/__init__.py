@@ -56,8 +56,8 @@ def fmoefy(
 
     Args:
         num_experts: number of experts of each layer, over all ranks.
-        layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (n - 1,
-            2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
+        layers: ``"all"``; indices of blocks in order of occurrence, counted from 0; or n for every n-th block (indices
+            n - 1, 2 n - 1, ...). `fmoe.convert.find_blocks` lists the blocks.
         upcycle: every expert starts as a copy of the dense block (arXiv 2212.05055); False draws new experts of the
             block's sizes.
         exact: with ``upcycle``, raise an error with the reason if the model's output would change. False accepts a

@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def addition(module: nn.Module) -> str | None:
-    """Return a phrase about the hooks or the forward of this instance, which would be lost; None without any."""
+    """Return a phrase about hooks or a replaced forward of the instance, which conversion would lose; else None."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return "has hooks"
     if "forward" in vars(module):
@@ -147,7 +147,7 @@ class Block:
             maps = {"map_out": self.map_out} | {f"maps_in[{n}]": found for n, found in enumerate(self.maps_in)}
             raise UserError(
                 f"{', '.join(sorted(name for name, found in maps.items() if found is None))} of a feed-forward block "
-                "is None, because linear_map found no plain linear layer; fmoe.convert.blocks.obstacle(layer) tells why"
+                "is None, because linear_map found no plain linear layer; see fmoe.convert.blocks.obstacle(layer)"
             )
         shape_in, shape_out = tuple(self.maps_in[0].weight.shape), tuple(self.map_out.weight.shape)
         if shape_in[::-1] != shape_out or any(tuple(m.weight.shape) != shape_in for m in self.maps_in):
@@ -264,7 +264,7 @@ def _rows(count: int, width: int) -> Tensor:
 def is_rowwise(activation: Activation, width: int) -> bool:
     """Return whether the function keeps shapes and maps each row independently.
 
-    In an expert, the neighbours of a row depend on the routing, so the function must not use them.
+    In an expert, the neighbors of a row depend on the routing, so the function must not use them.
     """
     x = _rows(6, width).view(2, 3, width)
     try:

@@ -39,7 +39,7 @@ def glu(module: nn.Module) -> list[Block | Refusal]:
 def whole_module(module: nn.Module, num_linear: int) -> list[Block | Refusal]:
     """Return ``module`` as a block if it computes one with ``num_linear`` linear maps; otherwise an empty list.
 
-    All other modules inside it must be plain.
+    All other modules inside it must have neither parameters nor buffers.
     """
     children = list(module.children())
     linear = [child for child in children if linear_map(child) is not None]
@@ -178,8 +178,8 @@ def torch_layer(module: nn.Module) -> list[Block | Refusal]:
     """The block of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, or of all layers of an
     `nn.TransformerEncoder`.
 
-    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Both classes have a fused path for
-    evaluation that reads the weights of ``linear1`` and ``linear2``; installing the MoE layer disables it.
+    The layers hold the block's maps themselves; the MoE layer replaces ``linear1``. Encoders and their
+    layers have a fused path for evaluation that reads the weights of both maps; installing the MoE layer disables it.
     """
     if isinstance(module, nn.TransformerEncoder):
         results = [result for layer in module.layers for result in _layer(layer, module)]

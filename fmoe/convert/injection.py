@@ -169,7 +169,7 @@ class Injection:
         is_fused: bool,
     ):
         self.trial, self.first, self.last, self.weight, self.is_fused = trial, first, last, weight, is_fused
-        # The injected values are float64; if the weights are on the meta device, they are on the CPU.
+        # Injected values are float64, on the device of the weights; on the CPU if the weights are meta tensors.
         self.device = torch.device("cpu") if weight.is_meta else weight.device
         shape = (*shapes[0][:-1], weight.shape[1])
         self.parts = [self._fill(shape, seed) for seed in range(2 if is_fused else len(shapes))]
@@ -285,7 +285,7 @@ def is_same(actual: Any, expected: Tensor) -> bool:
 
 
 def wide_rows(rows: Tensor, is_multiplied: bool = True) -> Tensor:
-    """Scale rows by powers of two that span the magnitudes which the dtype allows.
+    """Scale rows by powers of two that span the magnitudes of the dtype.
 
     Args:
         is_multiplied: whether two matrix products follow, which must not overflow either.

@@ -187,8 +187,8 @@ def _trial_block(block: Block, granularity: int) -> Block:
 def _shares(layer: MoE, block: Block, how: Upcycling) -> Tensor:
     """Return ``s_t`` with ``layer(x)_t = s_t block(x)_t`` in training and in evaluation; nan if no such number exists.
 
-    Half of the tokens are equal, so that they crowd the same experts. The others are random, and the router almost
-    cannot decide between two copies of the block for every second of them.
+    Half of the tokens are equal, so that they crowd the same experts. The others are random, and every second of
+    them has nearly equal router logits for two copies of the block.
     """
     upcycle_(layer, block, how)
     mode = layer.training

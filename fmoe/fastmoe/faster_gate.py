@@ -20,8 +20,8 @@ class FasterGate(NaiveGate):
     """Top-2 gate that sends at most ``int(fraction * T)`` tokens to a best expert on another node.
 
     If at most that many tokens prefer such an expert, all choices are free, and second choices may leave the node too.
-    Otherwise the tokens with the largest logits keep it as second choice, after the best expert of their node; all
-    others choose within the node. A choice is -1 if the node has no further expert.
+    Otherwise only the tokens with the largest logits get it, as second choice after the best expert of their node;
+    all others choose within the node. A choice is -1 if the node has no further expert.
 
     Args:
         node_rank: index of this rank's node, from 0, in order of ranks.

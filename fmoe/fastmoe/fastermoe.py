@@ -47,8 +47,8 @@ def no_shadow_policy(_lec: Tensor, _gec: Tensor, num_expert: int, world_size: in
 def get_shadow_policy(d_model: int | None = None) -> Policy:
     """Return `no_shadow_policy`, or with FMOE_FASTER_SHADOW_ENABLE=ON a policy by `fmoe.exchange.shadow.choose`.
 
-    The latter assumes two-layer experts. It reads these environment variables, defaults in parentheses:
-    FMOE_FASTER_GLBPLC_NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a rank (1.15e13); _ALPHA, hidden
+    That policy assumes two-layer experts. It reads environment variables with the prefix FMOE_FASTER_GLBPLC (defaults
+    in parentheses): _NETBW, bandwidth in bytes per second (6.25e9); _GPUTP, FLOP/s of a rank (1.15e13); _ALPHA, hidden
     width / model width (2); and _DMODEL, the model width (``d_model``, or 2048 if that is None).
     """
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):

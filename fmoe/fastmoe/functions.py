@@ -186,7 +186,7 @@ def moe_group_of(world_size: int) -> dist.ProcessGroup:
     group = get_torch_default_comm() if _moe_group is None else _moe_group
     if group.size() != world_size:
         raise UserError(
-            f"world_size={world_size} differs from the {group.size()} ranks of the group: set another with ensure_comm"
+            f"world_size={world_size} differs from the {group.size()} ranks of the group: pass another to ensure_comm"
         )
     return group
 

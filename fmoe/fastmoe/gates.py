@@ -334,7 +334,7 @@ def limit_by_capacity(
 def grant(offered_WX: Tensor, capacity_X: int | Tensor) -> Tensor:
     """Return the number of accepted choices [W, X] of each rank, in order of ranks, up to capacity.
 
-    X counts the experts or ranks that accept them.
+    X is the number of experts or ranks that accept choices.
     """
     before_WX = offered_WX.cumsum(0) - offered_WX
     return (

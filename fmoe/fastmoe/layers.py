@@ -31,7 +31,7 @@ from fmoe.runtime.adapters import adapted
 
 @dataclass(eq=False)
 class NestedTokens(LocalTokens):
-    """`LocalTokens` of a nest of tensors.
+    """`LocalTokens` of a nest of tensors (lists, tuples and dicts, a pytree).
 
     Attributes:
         nest: structure of the input.

@@ -14,7 +14,7 @@ from fmoe.kernels import grouped_linear
 
 
 class FMoELinear(Stacked):
-    """Compute ``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
+    """A linear map per expert: ``rows @ weight[e].T + bias[e]`` for the rows of each expert e.
 
     Args:
         num_expert: L.

@@ -136,7 +136,7 @@ class MegatronMLP(FMoETransformerMLP):
     Args:
         args: arguments of Megatron-LM and FastMoE. Required are ``fmoe_num_experts`` (per rank) and ``hidden_size``;
             the others have defaults: ``hidden_hidden_size``, the hidden width of an expert (4 times ``hidden_size``),
-            ``top_k`` (the gate's), ``balance_strategy`` (naive), ``distributed_experts`` (False),
+            ``top_k`` (the default of the gate), ``balance_strategy`` (naive), ``distributed_experts`` (False),
             ``data_parallel_size`` (number of processes), ``init_method_std`` (0.02), ``num_layers`` (1).
         layer_idx: index of the layer, from 0.
         gate: gate to use instead of the strategy's.
@@ -212,8 +212,8 @@ def fmoefy(
 
     Args:
         fmoe_num_experts: number of experts per rank.
-        distributed_experts: whether ranks hold different experts: the ranks of the data parallel group; in
-            megatron-core, of the expert parallel group; without Megatron, all. None for Megatron-LM's arguments.
+        distributed_experts: whether experts are split over ranks: those of the data parallel group; in megatron-core,
+            those of the expert parallel group; without Megatron, all ranks.
         hidden_hidden_size: hidden width of an expert; None for the hidden width of the MLP.
         gate: a gate class of FastMoE; in megatron-core and other models a class of `STRATEGIES`, or any router by name
             or class.

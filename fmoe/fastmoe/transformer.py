@@ -11,7 +11,7 @@ from fmoe.fastmoe.linear import FMoELinear
 
 
 class _Expert(nn.Module):
-    """Compute ``h4toh(activation(htoh4(x)))`` for the rows of several experts (FastMoE's name and attributes)."""
+    """Experts that compute ``h4toh(activation(htoh4(rows)))``, with FastMoE's name and attributes."""
 
     def __init__(
         self, num_expert: int, d_model: int, d_hidden: int, activation: Callable[[Tensor], Tensor], rank: int = 0

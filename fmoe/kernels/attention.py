@@ -1,11 +1,12 @@
-"""Causal attention within a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
+"""Causal attention, optionally in a sliding window and with sinks, by torch's fused `scaled_dot_product_attention`.
 
-A window of W tokens is computed in blocks of W queries, each with at most 2 W keys, so that time and memory grow with
-the length, not with its square.
+Attention within a window of W tokens runs in blocks of W queries, each with at most 2 W keys, so that time and memory
+grow with the length, not with its square.
 
 A sink (arXiv 2309.17453; one learned number per head in GPT-OSS, arXiv 2508.10925) is a score that takes part in the
-softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here it is a further first key with a value of
-zero. Its score comes from eight further elements of each query and key, so that kernels with a causal mask stay usable.
+softmax and has no value: ``exp(s_j) / (exp(sink) + sum_k exp(s_k))``. Here the sink is an additional first key whose
+value is zero. Its score comes from eight elements appended to each query and key, so that fused kernels with a causal
+mask remain usable.
 
 Shape letters: B sequences, S queries, K keys, H query heads, G key/value heads, d width of a key, v width of a value, W
 window.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_FURTHER = 8  # elements of a head; fused kernels for GPUs need a multiple of eight
+_FURTHER = 8  # elements appended to a head; fused kernels for GPUs need a head width that is a multiple of eight
 
 
 def causal_attention(
@@ -31,18 +32,18 @@ def causal_attention(
     seen: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the outputs [B, H, S, v] of queries, the last of which is at the position of the last key.
+    """Return the attention outputs [B, H, S, v]; the last query and the last key have the same position.
 
     Args:
         scale: factor of the scores.
-        window: number of keys that a query sees: the last ones, up to its own position; None for all.
+        window: number of keys that a query sees, up to and including its own; None for all.
         sinks_H: sink of each head; None for none.
-        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, which must include later ones;
-            None for all keys up to the query's.
-        dropout: rate of dropout of the probabilities.
+        seen: bool, broadcast to [B, 1, S, K], False for keys that a query must not see, always including later keys;
+            None to show each query all keys up to its own position.
+        dropout: dropout rate of the attention probabilities.
     """
     queries, keys = query_BHSd.shape[2], key_BGKd.shape[2]
-    if window is not None and queries < keys:  # with a cache: no query sees keys before the first one's window
+    if window is not None and queries < keys:  # with a key cache: drop keys before the first query's window
         first = max(0, keys - queries - window + 1)
         key_BGKd, value_BGKv, keys = key_BGKd[:, :, first:], value_BGKv[:, :, first:], keys - first
         seen = None if seen is None else seen[..., first:]
@@ -58,15 +59,15 @@ def causal_attention(
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask [S, K] of causal attention, True where a query sees a key; the last ones have one position."""
+    """Return the mask [S, K] of causal attention, True where a query sees a key; the last query is at the last key."""
     position_S1 = torch.arange(keys - queries, keys, dtype=torch.int64, device=device).unsqueeze(1)
     distance_SK = position_S1 - torch.arange(keys, dtype=torch.int64, device=device)
     return (distance_SK >= 0) if window is None else (distance_SK >= 0) & (distance_SK < window)
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, window: int, seen: Tensor | None, **options: Any) -> Tensor:
-    """Attend with as many keys as queries: each block of W queries sees its own keys and the keys before them."""
-    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # slices would cost S gradients of all keys
+    """Attend with as many keys as queries: each block of W queries sees the keys of its own and the previous block."""
+    keys, values = key.split(window, dim=2), value.split(window, dim=2)  # each slice's gradient would have all keys
     near = visible(window, 2 * window, window, query.device)
     outputs: list[Tensor] = []
     for index, block in enumerate(query.split(window, dim=2)):
@@ -92,7 +93,7 @@ def _attend(
     sinks_H: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend under a mask; without one, causally, or with all keys for a single query."""
+    """Attend under a mask; without one, causally (a single query then sees all keys)."""
     is_causal = seen is None and query.shape[2] > 1
     width = value.shape[-1]
     if sinks_H is not None:
@@ -115,7 +116,7 @@ def _with_sinks(
     """Return queries, keys and values with the sink as the first key; if causal, with an unused first query."""
     score_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
     high_H = score_H.to(query.dtype)
-    low_H = (score_H - high_H).to(query.dtype)  # what 16 bits lose of the first term
+    low_H = (score_H - high_H).to(query.dtype)  # rounding error of the first term in 16 bits
     sink_H2 = torch.stack([high_H, low_H], dim=1)
     batch, heads, length, _ = query.shape
     query = torch.cat([query, sink_H2.view(1, heads, 1, 2).expand(batch, heads, length, 2)], dim=-1)

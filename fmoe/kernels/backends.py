@@ -53,7 +53,7 @@ cuda_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cuda_takes(*tensors: Tensor | None) -> bool:
-    """Return whether the tensors are on one device with CUDA kernels, in float32, 16 bits or an integer dtype."""
+    """Return whether the tensors are on one device with CUDA kernels, in a dtype that these support."""
     first = next(tensor for tensor in tensors if tensor is not None)
     return cuda_is_loaded(first.device) and all(
         t.device == first.device and (t.dtype in DTYPES or not t.is_floating_point()) for t in tensors if t is not None

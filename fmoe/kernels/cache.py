@@ -94,13 +94,14 @@ def get(
                     raise BuildError(failed.read_text(encoding="utf-8").partition("\n")[0])
             return make(folder, is_locked)
     except OSError as error:
-        raise BuildError(f"cache folder {folder}: {error.strerror or error}; set FMOE_CACHE to another") from error
+        reason = error.strerror or error
+        raise BuildError(f"cache folder {folder}: {reason}; set FMOE_CACHE to a writable folder") from error
 
 
 def find(key: str, suffix: str = ".so") -> Path | None:
     """Return the newest intact entry whose name begins with ``key``; None without one.
 
-    It is from the first of `folders` that is trusted and has one.
+    It is from the first trusted folder of `folders` that has one.
     """
     for folder in folders():
         if folder.is_dir() and _distrust(folder) is None:
@@ -147,7 +148,7 @@ def locked(folder: Path, key: str, what: str = "the native CPU backend") -> Iter
     """Wait for the lock of ``key`` in ``folder``, and hold it in this context.
 
     Yields:
-        Whether the lock is held; False if the file system has no locks. Several processes may then build the entry.
+        Whether the lock is held. On a file system without locks it is not, and several processes may build the entry.
     """
     handle, is_locked = _lock(folder / f"{key}.lock", what)
     try:
@@ -166,7 +167,10 @@ def workplace(folder: Path, key: str, is_locked: bool) -> Path:
 
 
 def publish(library: Path, folder: Path, key: str) -> Path:
-    """Make a built library the only entry of its key; remove the key's failure report and the oldest entries."""
+    """Make a built library the only entry of its key.
+
+    Also removes the key's failure report, and the least recently used entries beyond `KEEP`.
+    """
     suffix = library.suffix
     library.chmod(0o755 if suffix == ".so" else 0o644)
     digest = sha256(library)
@@ -211,7 +215,7 @@ def last_failure(key: str) -> str | None:
 
 
 def clean() -> int:
-    """Remove all entries, failures and leftovers of dead builders in all `folders`, after waiting for running builders.
+    """Remove all entries, failures and leftovers of dead builders in trusted `folders`, after running builders end.
 
     Returns:
         Number of removed entries.

@@ -1,9 +1,9 @@
 """Experts in plain torch: a linear map of rows grouped by expert, and two such maps with an activation between them.
 
-The experts run one after the other, so that the buffer after the activation has the rows of one expert and stays in the
-cache. The backward pass recomputes a known activation, so that only the pre-activations are kept. Known activations
+The experts run one after the other, so that the buffer after the activation holds the rows of only one expert and stays
+in the cache. The backward pass recomputes a known activation, so that only pre-activations are kept. Known activations
 (GELU, SiLU, ReLU, `SwiGLUOAI`) are elementwise, without randomness and parameters, and have a known derivative. Any
-other function may be random or have parameters, so autograd records its one call.
+other function may be random or have parameters, so it is called once for all rows, and autograd records the call.
 
 Shape letters: M rows, n of them of one expert, L experts, I input width, O output width, D width, H hidden width, P
 height of the first map (2 H if gated, else H).
@@ -134,7 +134,7 @@ def _relu_backward(upstream: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor
 
 
 class _Between:
-    """The activation of up to ``most_rows`` rows of one expert; each call overwrites the results of the last.
+    """The activation of up to ``most_rows`` rows of one expert; each call overwrites the previous results.
 
     Args:
         kernels: kernels of the activation.

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class SwiGLUOAI:
-    """The activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)`` of a gate g, at
-    most 7, and a value v, clamped to -7 .. 7.
+    """The activation of gated experts in GPT-OSS (arXiv 2508.10925): ``g sigmoid(1.702 g) (v + 1)`` of a gate g,
+    clamped to at most 7, and a value v, clamped to -7 .. 7.
 
-    Called with gates, it returns the first factor; `second` returns the other one.
+    A call with gates returns the first factor, ``g sigmoid(1.702 g)``; `second` returns ``v + 1``.
     """
 
     alpha, limit = 1.702, 7.0
@@ -23,7 +23,7 @@ class SwiGLUOAI:
         return gates * (self.alpha * gates).sigmoid()
 
     def second(self, values: Tensor) -> Tensor:
-        """Return the factor of the values."""
+        """Return the factor ``v + 1`` of values."""
         return values.clamp(-self.limit, self.limit) + 1
 
     def slopes(self, gates: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

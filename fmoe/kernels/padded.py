@@ -1,6 +1,6 @@
-"""Rows in a fixed number of slots per expert, some of them empty. As in `fmoe.kernels.rows`, rows are gathered.
+"""Rows in a fixed number of slots per expert, some of them empty. Rows are gathered, as in `fmoe.kernels.rows`.
 
-Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, P = E * S slots, C chunks.
+Shape letters: T tokens, K choices, D width, N = T * K assignments, E experts, S slots each, P = E * S, C chunks.
 """
 
 from typing import Any

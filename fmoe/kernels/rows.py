@@ -1,8 +1,9 @@
-"""Dispatch of rows from token order to expert order, and back: `DispatchPlan` has the indices, functions move rows.
+"""Dispatch of rows from token order to expert order, and back: `DispatchPlan` holds indices, functions move rows.
 
 Forward and backward passes gather rows. Autograd of plain indexing would add rows with ``index_add`` in the backward
 pass, which needs a zero-filled buffer and, on CUDA, atomics in an order that changes from run to run. Here a token's K
-rows are gathered and summed in the order of its choices. Only a CPU uses ``index_add``, for few rows.
+rows are gathered and summed in the order of its choices. Only the CPU uses ``index_add``, if
+most assignments have no row.
 
 Shape letters: T tokens, D width, K choices per token, N = T * K assignments, M of them kept, E experts, C chunks.
 """
@@ -85,7 +86,7 @@ class DispatchPlan:
         return replace(self, perm_N=self.perm_N[:num_rows])
 
     def fused_arguments(self, weight_TK: Tensor) -> dict[str, Any]:
-        """Return arguments for a backend's `expert_ffn` to take tokens: it gathers rows and combines outputs itself."""
+        """Return arguments with which a backend's `expert_ffn` takes tokens, and gathers and combines rows itself."""
         offsets = (self.end_E, self.num_kept)
         return {"perm_N": self.perm_N, "inverse_TK": self.inverse_TK, "weight_TK": weight_TK, "offsets": offsets}
 
@@ -147,7 +148,7 @@ def combine(rows_MD: Tensor, weight_TK: Tensor, inverse_TK: Tensor) -> Tensor:
     The sum is computed in the dtype of the rows, and at least in float32.
 
     Args:
-        inverse_TK: rows of a `DispatchPlan`; assignments with a row of M or above are left out.
+        inverse_TK: row of each assignment, from a `DispatchPlan`; assignments whose row is M or above are left out.
     """
     if backends.cuda_takes_rows(rows_MD, weight_TK):
         return cuda_rows.combine(rows_MD, weight_TK, inverse_TK)
@@ -215,7 +216,7 @@ def _sum_choices(rows_MD: Tensor, weight_TK: Tensor | None, inverse_TK: Tensor, 
 def _is_bag(rows_MD: Tensor, weight_TK: Tensor | None) -> bool:
     """Return whether to sum the rows in one pass, by ``embedding_bag``.
 
-    It would round sums of 16-bit rows at each step, has no fast kernel for float64, and its autograd would scatter.
+    That function rounds sums of 16-bit rows at each step, has no fast kernel for float64, and its autograd scatters.
     """
     return (
         rows_MD.dtype == torch.float32

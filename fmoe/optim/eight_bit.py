@@ -18,11 +18,11 @@ BLOCK = 256
 
 
 class AdamW8bit(Optimizer):
-    """AdamW whose moments are 8-bit codes of a dynamic map, with a float32 scale per 256 consecutive elements.
+    """AdamW with 8-bit moments: codes of a map of 256 values, and a float32 scale per 256 consecutive elements.
 
-    A tensor has float32 moments if it has fewer than 4,096 elements, or if their number is not a multiple of 256. On a
-    GPU torchao compiles the update; on a CPU it runs eagerly. The state is ``step`` and the moments ``exp_avg`` and
-    ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
+    A tensor has float32 moments if it has fewer than 4,096 elements, or a number of elements that 256 does not divide.
+    On a GPU torchao compiles the update; on a CPU it runs eagerly. The state is ``step`` and the moments ``exp_avg``
+    and ``exp_avg_sq``; 8-bit moments are torchao's tensors with ``codes`` and ``scale``.
 
     Raises:
         MissingPackageError: torchao is not installed.
@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         return loss
 
     def moment_of(self, parameter: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return ``exp_avg`` or ``exp_avg_sq`` of a parameter with the given values.
+        """Return the moment ``name``, ``exp_avg`` or ``exp_avg_sq``, of a parameter, quantized from the given values.
 
         Values from ``.dequantize()`` of a moment with the same blocks are reproduced exactly.
         """
@@ -104,7 +104,7 @@ def _find_scales(moment, values_BS: Tensor) -> None:
     for extreme in (moment.qmap.max(), -moment.qmap.min()):
         for bits in range(-2, 3):
             if extreme <= 0:
-                continue  # the map of squares
+                continue  # exp_avg_sq: its map has no negative values
             tried_B = ((largest_B / extreme).view(torch.int32) + bits).clamp(min=1).view(torch.float32)
             tried_BS = order[torch.bucketize(values_BS / tried_B.unsqueeze(1), midpoints)]
             fits_B = (moment.qmap[tried_BS] * tried_B.unsqueeze(1) == values_BS).all(1) & ~is_found_B

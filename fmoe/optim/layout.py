@@ -11,7 +11,7 @@ from fmoe.runtime import ownership
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Return whether the first axis of the parameter counts experts, each of which is a separate tensor.
+    """Return whether the first axis of the parameter is that of experts, each of which is a separate tensor.
 
     `fmoe.experts.Stacked` marks such parameters.
     """

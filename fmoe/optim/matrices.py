@@ -75,7 +75,7 @@ class Matrices:
         return self.rows, self.columns, self.sections, self.axis, self.group
 
     def cut(self, x_BMN: Tensor) -> list[Tensor]:
-        """Return the matrices of each section, [B, m, N]."""
+        """Return the matrix of each section, [B, m, N], with the rows of all repetitions of the pattern."""
         if len(self.sections) == 1:
             return [x_BMN]
         return [part.flatten(1, 2) for part in x_BMN.unflatten(1, (-1, sum(self.sections))).split(self.sections, 2)]
@@ -88,7 +88,7 @@ class Matrices:
         return torch.cat(repeated, 2).flatten(1, 2)
 
     def whole(self, x_BMN: Tensor) -> list[Tensor]:
-        """Return the matrices of each section over all ranks of the group, equal on all of them. Collective."""
+        """Return the results of `cut` for the weight over all ranks of the group, equal on all of them. Collective."""
         if self.group is None:
             return self.cut(x_BMN)
         slices = [torch.empty_like(x_BMN) for _ in range(self.group.size())]
@@ -154,7 +154,7 @@ def _described(module: nn.Module, name: str, parameter: Tensor) -> Matrices | No
     return Matrices.of(parameter, parts=1 + (module.gated and is_first), **split)
 
 
-# Elements of matrices that are iterated together on a CPU, where the temporaries of more leave the caches.
+# Elements of matrices that are orthogonalized together on a CPU: the temporaries of more would leave the caches.
 _ON_CPU = 1 << 18
 
 

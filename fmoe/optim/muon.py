@@ -87,12 +87,12 @@ class Muon(Optimizer):
 
     Args:
         params: parameters or parameter groups.
-        lr: learning rate of both.
-        momentum, nesterov, ns_steps: of hidden matrices; ``ns_steps`` counts Newton-Schulz iterations.
-        weight_decay: decoupled, of both; `param_groups` leaves vectors out.
-        scale: "rms" for 0.2 sqrt(max(M, N)), with which learning rate and decay of AdamW apply (Moonlight, equation 4);
-            "original" for sqrt(max(1, M / N)).
-        betas, eps: of AdamW.
+        lr: learning rate of Muon and AdamW.
+        momentum, nesterov, ns_steps: options of Muon; ``ns_steps`` is the number of Newton-Schulz iterations.
+        weight_decay: decoupled weight decay of Muon and AdamW; `param_groups` sets it to 0 for vectors.
+        scale: "rms" for 0.2 sqrt(max(M, N)), which allows AdamW's usual learning rate and decay (Moonlight, equation
+            4); "original" for sqrt(max(1, M / N)).
+        betas, eps: options of AdamW.
         matrices: the hidden matrices, from `hidden_matrices`. None takes every parameter with two axes and every stack
             of experts, which is wrong for embeddings, output layers and gates.
 
@@ -127,7 +127,7 @@ class Muon(Optimizer):
     _plan_now: _Plan | None
 
     def set_shards(self, matrices: Mapping[Tensor, Matrices], shards: Shards) -> None:
-        """Set which parameters hold hidden matrices, and of which parameter each stepped tensor is a range.
+        """Set which parameters hold hidden matrices, and the range of a parameter that each stepped tensor holds.
 
         From then on, all ranks of the process groups in ``matrices`` and ``shards`` must take the same steps.
         """
@@ -217,7 +217,7 @@ class Muon(Optimizer):
                 tensor.copy_(weight)
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Return the part of the matrix to orthogonalize that this rank has."""
+        """Return this rank's part of the matrix to orthogonalize."""
         gradient = piece.part.of(_gradient(piece.tensor))
         buffer = piece.part.of(self.state[piece.tensor]["momentum_buffer"])
         return gradient.to(buffer.dtype).lerp(buffer, piece.group["momentum"]) if piece.group["nesterov"] else buffer
@@ -278,7 +278,7 @@ class Muon(Optimizer):
         """Plan the steps. Collective over the group of the shards."""
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         if any(hasattr(tensor, "placements") for tensor in tensors):
-            raise UserError("Muon does not support DTensors: it would orthogonalize shards of matrices")
+            raise UserError("Muon does not support DTensors, whose shards it would orthogonalize: use AdamW with FSDP")
         parameters = tensors if self._shards is None else self._shards.parameters
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         described = [self.matrices_of(parameter) for parameter in parameters]
@@ -298,8 +298,8 @@ class Muon(Optimizer):
                         parts.append(piece)
                         chunks[piece.key] = [[piece]]
                         continue
-                    # In the same order, and in chunks of the same size, on all ranks of a tensor parallel group and on
-                    # all replicas: their results are then equal, bit for bit.
+                    # Order and chunk sizes are the same on all ranks of a tensor parallel group and on all replicas, so
+                    # that their results are equal, bit for bit.
                     alike = chunks.setdefault((index, matrices.kind, tensor.device, stepped_dtype(tensor)), [[]])
                     if alike[-1] and (len(alike[-1]) + 1) * matrices.whole_size > _CHUNK:
                         alike.append([])
@@ -347,7 +347,8 @@ def _pieces(
 
 def _gradient(tensor: Tensor) -> Tensor:
     if tensor.grad is None:
-        raise RuntimeError("a tensor has no gradient, though other ranks step parts of its matrices")
+        shape = list(tensor.shape)
+        raise RuntimeError(f"a tensor of shape {shape} has no gradient, but other ranks step parts of its matrices")
     return tensor.grad
 
 

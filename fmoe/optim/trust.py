@@ -179,7 +179,7 @@ class TrustOptimizer(Optimizer):
         for tensor in tensors:
             if hasattr(tensor, "placements"):
                 raise UserError(
-                    f"{type(self).__name__} does not support DTensors: trust ratios would be computed from shards"
+                    f"{type(self).__name__} does not support DTensors: norms need whole weights; use AdamW with FSDP"
                 )
         layout = self._layout or Layout.of(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -224,7 +224,7 @@ class TrustOptimizer(Optimizer):
 
     @abstractmethod
     def _updates(self, slots: list[Slot], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
+        """Return updates as new float tensors, before trust ratio and learning rate; repeatable after `_advance`."""
 
     @abstractmethod
     def _ratio(self, weight_norms: Tensor, compared_norms: Tensor, group: dict[str, Any]) -> Tensor:

@@ -18,7 +18,7 @@ from fmoe.runtime import ownership
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper for dense parameters, and bucketed reduction of experts over the ranks that hold the same ones.
+    """torch's wrapper for dense parameters; reduces expert gradients over the ranks that hold the same experts.
 
     Buckets, communication hooks and `no_sync` of torch's wrapper are unchanged. After the backward pass all gradients,
     including those of experts, are averaged over the data parallel ranks. An expert without tokens has a gradient of
@@ -39,7 +39,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, groups: ParallelGroups, **options: Any):
         for key in ("process_group", "device_mesh"):
             if options.get(key) is not None:
-                raise UserError(f"{key} is not supported: DistributedDataParallel uses groups.data_group")
+                raise UserError(f"{key}={options[key]!r} is not supported: omit it, groups.data_group is used")
         layers = moe_layers(module, groups)
         parameters = list(module.named_parameters(remove_duplicate=False))
         ownership.refresh()

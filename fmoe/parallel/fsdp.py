@@ -55,8 +55,8 @@ def fully_shard(module: nn.Module, groups: ParallelGroups, **options: Any) -> nn
         shard(layer.experts, mesh=groups.expert_data_mesh, **placement | options)
         if groups.ep > 1:
             # Gradients of experts sum over the tokens of ep ranks, but FSDP divides by the size of their mesh only.
-            # set_gradient_divide_factor is not an alternative: torch 2.13 applies it twice to a mesh of one rank (sums,
-            # or float64).
+            # set_gradient_divide_factor is not an alternative: on a mesh of one rank, torch 2.13 applies it twice if it
+            # reduces by sums or in float64.
             layer.experts.set_all_reduce_hook(lambda gradient: gradient.div_(groups.ep))
         layer._mark_experts()
     if not isinstance(module, FSDPModule):

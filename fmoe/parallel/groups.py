@@ -29,7 +29,7 @@ class ParallelGroups:
         mesh: mesh of both dimensions. From `init`, rank = dp index * ep + ep index: ranks that exchange tokens are
             adjacent.
         data_mesh: the same ranks as one dimension, for dense parameters.
-        ep_name, dp_name: names of the dimensions.
+        ep_name, dp_name: names of the dimensions of ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -138,7 +138,7 @@ def _start(device_type: str, timeout: datetime.timedelta | None) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     missing = [name for name in _FROM_TORCHRUN if name not in os.environ]
     if 0 < len(missing) < len(_FROM_TORCHRUN):
-        raise UserError(f"{missing[0]} is not set, but other variables of torchrun are")
+        raise UserError(f"{missing[0]} is not set, but other variables of torchrun are: set all or none of them")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

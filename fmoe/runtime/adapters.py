@@ -1,4 +1,4 @@
-"""Adapters of PEFT: modules that replace a gate or experts, and hold them."""
+"""Adapters of PEFT: modules that replace a gate or experts, and contain them."""
 
 import sys
 from typing import Any
@@ -7,9 +7,9 @@ from typing import Any
 def adapted(module: Any) -> Any:
     """Return the gate or the experts inside of PEFT's adapters; without one, ``module`` itself.
 
-    Attributes and classes of a gate or of experts are read from the result. Calls go to ``module``, which adds the
-    adapter. LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy
-    for each adapter.
+    Read attributes and classes of a gate or experts from the result, but call ``module``, which applies the adapter.
+    LoRA (``target_parameters``) holds the adapted module as its base layer; ``modules_to_save`` holds a copy for each
+    adapter.
     """
     if (layers := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nothing is adapted before it is imported
         return module

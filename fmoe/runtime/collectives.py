@@ -1,11 +1,11 @@
 """Collectives of torch.distributed that cannot abort the process while it exits.
 
-A thread of gloo holds each collective's work until some time after the collective is complete. The thread that releases
-the work last frees its tensors and captured thread state, for which it needs the interpreter's lock. If it waits for
-that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
+gloo's threads hold the ``Work`` object of a collective until some time after the collective is complete. The thread
+that releases it last frees its tensors and captured thread state, for which it needs the interpreter's lock. If it
+waits for that lock while the interpreter finalizes, it is terminated inside a destructor, and the process aborts.
 
-So at exit, before the interpreter finalizes, `_settle` waits until threads have released the works of all completed
-collectives that were started here, and keeps permanent references to the works of unfinished ones. `_keep` keeps
+So at exit, before the interpreter finalizes, `_settle` waits until threads have released the ``Work`` of every
+completed collective that was started here, and keeps permanent references to that of unfinished ones. `_keep` keeps
 permanent references to the tensors of all other collectives.
 """
 
@@ -100,7 +100,7 @@ def _aliased(argument: Any, aliases: list[Tensor]) -> Any:
 
 
 def _settle() -> None:
-    """Wait until the works of completed collectives are released; keep all other works permanently."""
+    """Wait until the ``Work`` of every completed collective is released; keep that of all others permanently."""
     end = time.monotonic() + _SETTLE_SECONDS
     while time.monotonic() < end:
         waits = [one for one in _started if not one.is_released() and one._work is None]
@@ -115,8 +115,8 @@ def _settle() -> None:
 def _keep() -> None:
     """Keep every CPU tensor that C++ code references, and every storage, permanently.
 
-    A tensor's Python object is freed, with the interpreter's lock, when the object holds the last reference to the
-    tensor. One more reference, which is never dropped, prevents that.
+    When C++ code drops the last reference to a tensor, its Python object is freed, which needs the interpreter's lock.
+    One more reference, which is never dropped, prevents that.
     """
     objects, held = gc.get_objects(), []
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor | torch.UntypedStorage)}
@@ -147,7 +147,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Keep running works permanently: the child lacks the threads that would release them."""
+    """Keep running collectives permanently: the child lacks the threads that would release them."""
     _leak(set(_started))
     _started.clear()
 

@@ -63,7 +63,7 @@ def test_a_process_has_the_settings_and_no_others(monkeypatch):
 def test_a_process_that_fails_is_told(monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "no such thing")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(RuntimeError, match=r"layer A, bf16, .*: code 1\nno such thing"):
+    with pytest.raises(RuntimeError, match=r"layer A, bf16, .*: exit 1\nno such thing"):
         allocator._run("layer A", "bf16", {}, SimpleNamespace(steps=1, threads=None))
 
 

@@ -145,7 +145,7 @@ def test_bad_input(recipes, stand_in, tmp_path):
     folder = tmp_path / "runs"
     assert study.train(study.plan(recipes[:1], [1], folder), at_once=1, threads=1) == 0
     write(recipes[0], 2)
-    with pytest.raises(UserError, match="dense-seed1 holds a run of another recipe than "):
+    with pytest.raises(UserError, match="dense-seed1 holds a run of a recipe other than "):
         study.plan(recipes, [1], folder)
     plain = study.plan(recipes[1:], [1], tmp_path / "rates", ["--optimizer.lr=1e-2"])
     assert plain[0].recipe.optimizer.lr == 1e-2 and plain[0].options[0] == "--optimizer.lr=1e-2"
@@ -154,8 +154,8 @@ def test_bad_input(recipes, stand_in, tmp_path):
     other = write(tmp_path / "other" / "two.toml")
     for argv, said in [
         ([two], "needs 2 processes"),
-        ([two, other], "two recipes have the same name"),
-        ([other, "--seeds", "1", "1"], "--seeds 1 1 names one twice"),
+        ([two, other], "recipes must have different names"),
+        ([other, "--seeds", "1", "1"], "--seeds 1 1 has a duplicate"),
         ([other, "--at-once", "0"], "--at-once=0 is not positive"),
         ([other, "--threads", "-1"], "--threads=-1 is not positive"),
         ([other, "--set", "optimizer.lr"], "--set optimizer.lr is not KEY=VALUE"),

@@ -408,7 +408,7 @@ def test_triton_is_measured_where_it_passes_a_self_check(choosing, monkeypatch, 
     monkeypatch.setattr(gemm, "_checked", {})
     monkeypatch.setattr("fmoe.kernels.cuda.tuning.self_check", lambda device, gemm: "the output is 3e-01 off")
     assert choosing() == "loop"
-    assert caplog.messages == ["no GEMMs by Triton on cuda:0: they fail a self-check (the output is 3e-01 off)"]
+    assert caplog.messages == ["Triton's GEMMs are off on cuda:0: they fail a self-check (the output is 3e-01 off)"]
     with pytest.raises(UserError, match=r"gemm='triton' .*cuda:0: .*self-check"):
         choosing("triton")
     monkeypatch.setattr(gemm, "_checked", {})

@@ -64,7 +64,7 @@ def library(
 
     Raises:
         UserError: NVRTC does not support the architecture.
-        BuildError: NVRTC or headers are missing, a compile error, or no writable cache folder; the message has one
+        BuildError: cuda.core or NVRTC is missing, a compile error, or no writable cache folder; the message has one
             line.
     """
     sources = sources or SHIPPED

@@ -16,8 +16,8 @@ from fmoe.kernels.cuda import launch
 from fmoe.kernels.cuda.instances import DTYPES, ROUTE_WIDTHS
 from fmoe.kernels.cuda.launch import Argument, Geometry, at_once, by_rows, num_warps
 
-TILE = 2048  # assignments per thread block when sorting, at least
-TOKEN_TILES = 512  # thread blocks of the kernels that take tiles of tokens, if groups are as large
+TILE = 2048  # least number of assignments per thread block when sorting
+TOKEN_TILES = 512  # about the most thread blocks per kernel over tiles of tokens, unless groups are smaller
 
 
 def _start(kernel: str, geometry: Geometry, like: Tensor, *arguments: Argument) -> None:
@@ -32,7 +32,7 @@ class TokenTiles:
     """Tiles of the tokens of routing groups.
 
     Attributes:
-        tokens, group_size: T, and the tokens of a group.
+        tokens, group_size: T, and the number of tokens per routing group.
         sequences, sequence_length: as in `fmoe.routing.RoutingGroups.layout`.
     """
 
@@ -58,7 +58,7 @@ class TokenTiles:
 
     @property
     def _most(self) -> int:
-        # A group that is larger than all tokens must not get tiles, with memory and time, for those that are not there.
+        # A group size above the number of tokens must not cost tiles, and their memory and time, for missing tokens.
         return max(1, min(self.group_size, self.tokens))
 
     @property
@@ -68,19 +68,19 @@ class TokenTiles:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The arguments of kernels."""
+        """Arguments of the kernels: tokens per group, sequences, their length, tokens per tile."""
         return self._most, self.sequences, self.sequence_length, self.tile
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Result of `route` or `count_choices` by tile, which `queue` continues from.
+    """Counts and sums by tile from `route_counted` or `count_choices`; the input of `queue`.
 
     Attributes:
-        count_BCE: choices of each tile, int32; C is K if each choice is counted apart, else 1.
+        count_BCE: assignments by tile and expert, int32; C is K if each choice is counted separately, else 1.
         sum_BE: sums of probabilities; None without a router.
-        sum_B3: sums of logsumexp^2, entropy and 1 over the tokens that are routed.
-        ticket: a zero, int32 [1]; None without a router.
+        sum_B3: sums of logsumexp^2, entropy and 1 over the routed tokens.
+        ticket: counter of the thread blocks of `queue` that have finished, int32 [1]; None without a router.
     """
 
     tiles: TokenTiles
@@ -212,15 +212,17 @@ def bias_gradients(
     bias_out_LD: Tensor | None = None,
     d_weight_TK: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of both biases; combine ``d_rows``; add <d_out, bias of the expert> to the gradients of the
-    weights of assignments that are not dropped.
+    """Compute the gradients of both biases, and complete those of tokens and combine weights.
+
+    The tokens' gradient is the sum of ``d_rows`` over their assignments. The dot product of ``d_out`` and the expert's
+    second bias is added to the weight's gradient of each kept assignment.
 
     Args:
         d_out: gradient of the outputs, [T, D]; or [M, D] without ``perm_M`` and ``inverse_TK``.
         d_hidden_MP: gradient of the pre-activations, for ``needs_in``.
         inverse_TK: needed with ``d_rows_MD`` or ``d_weight_TK``.
-        d_rows_MD: gradients of rows to be combined; None for none.
-        d_weight_TK: changed in place, with ``bias_out_LD``; None for none.
+        d_rows_MD: gradients of the rows; None to compute no gradient of the tokens.
+        d_weight_TK: gradients of the weights, changed in place with ``bias_out_LD``; None to leave this out.
 
     Returns:
         Gradients of the first bias, the second bias and the tokens, each None if it is not needed.
@@ -253,7 +255,11 @@ def activate(
     code: int,
     gated: bool,
 ) -> Tensor:
-    """Return the activation of ``before + bias``, [M, H]; add the bias to ``before`` in place."""
+    """Return the activation of ``before + bias``, [M, H]; add the bias to ``before`` in place.
+
+    Args:
+        code: index in `fmoe.kernels.backends.ACTIVATIONS`.
+    """
     rows, height = before_MP.shape
     hidden = height // 2 if gated else height
     active = before_MP.new_empty(rows, hidden)
@@ -278,18 +284,18 @@ def activate_backward(
     needs_hidden: bool = True,
     needs_weight: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute gradients of the activation from ``d_active``, the gradient of its outputs before their weights.
+    """Compute gradients of the activation from ``d_active``, the outputs' gradient without the combine weights.
 
     Returns:
-        ``weight * active``; the gradient of the pre-activations; and <active, d_active> of each assignment, zero for
-        dropped ones. Each is None if it is not needed.
+        ``weight * active``; the gradient of the pre-activations; and the dot product of active and d_active for each
+        assignment, zero for dropped ones. Each is None if it is not needed.
     """
     rows, hidden = d_active_MH.shape
     scaled = torch.empty_like(d_active_MH) if needs_active else None
     d_hidden = torch.empty_like(hidden_MP) if needs_hidden else None
     d_weight = None
     if needs_weight and weight_N is not None:
-        # Assignments without a row are none's to write.
+        # The kernel writes only assignments that have a row.
         d_weight = torch.empty_like(weight_N) if weight_N.numel() == rows else torch.zeros_like(weight_N)
     name = f"activate_backward<{DTYPES[hidden_MP.dtype]}, {code}, {'true' if gated else 'false'}>"
     geometry = by_rows(rows, hidden, at_once(hidden_MP), 4)
@@ -299,7 +305,7 @@ def activate_backward(
 
 
 def plan_tile(assignments: int, experts: int) -> int:
-    """Return the number of assignments per tile of `place`, of which each sums the counts of all."""
+    """Return the number of assignments per tile of `place`, whose cost is quadratic in the number of tiles."""
     most_tiles = max(1, math.isqrt((1 << 24) // (experts + 1)))
     return TILE * max(1, -(-assignments // (TILE * most_tiles)))
 
@@ -340,7 +346,7 @@ def place(
 
 
 def count_choices(expert_TK: Tensor, mask_T: Tensor | None, experts: int, tiles: TokenTiles) -> Counted:
-    """Count the assignments of each expert in each tile of tokens, first choices, second ones, ... separately."""
+    """Count the assignments of each expert in each tile of tokens, separately for first choices, second choices, ..."""
     tokens, top_k = expert_TK.shape
     count_BKE = expert_TK.new_empty(tiles.count, top_k, experts, dtype=torch.int32)
     sum_B3 = expert_TK.new_empty(tiles.count, 3, dtype=torch.float32)
@@ -382,8 +388,10 @@ class Queued:
 
 
 def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
-    """Add up what tiles counted. With a capacity factor, ``count_BCE`` becomes the first position of each tile in the
-    queues of the experts."""
+    """Add up the counts of all tiles.
+
+    With a capacity factor, ``count_BCE`` becomes the first position of each tile in the queues of the experts.
+    """
     tiles, count_BCE = counted.tiles, counted.count_BCE
     choices, experts = count_BCE.shape[1:]
     groups, chunks = max(1, tiles.groups), -(-experts // 32)
@@ -404,8 +412,7 @@ def queue(counted: Counted, top_k: int, factor: float | None) -> Queued:
 
 
 def drop_over_capacity(expert_TK: Tensor, counted: Counted, queued: Queued) -> tuple[Tensor, Tensor]:
-    """Return ``expert_TK`` with -1 where the expert is full in the token's routing group, and the number of assignments
-    by tile and expert, which `place` takes."""
+    """Return ``expert_TK`` with -1 where the expert is full in the routing group, and `place`'s ``tile_count``."""
     (tokens, top_k), experts, tiles = expert_TK.shape, counted.count_BCE.shape[2], counted.tiles
     assert queued.tile_count is not None
     kept = torch.empty_like(expert_TK)
@@ -468,7 +475,7 @@ def route_counted(
     """Return (expert_TK, weight_TK, logsumexp_T) by the softmax of the logits, and counts and sums by tile.
 
     Args:
-        by_choice: count each choice apart.
+        by_choice: count each choice separately.
     """
     experts, new = logits_TE.shape[1], logits_TE.new_empty
     count_BCE = new(tiles.count, top_k if by_choice else 1, experts, dtype=torch.int32)
@@ -515,10 +522,10 @@ def route_words(experts: int, top_k: int, groups: int, counted: bool, by_choice:
 
 @dataclass(frozen=True)
 class LossGradients:
-    """Gradients of the losses of `queue`, and what they depend on.
+    """Gradients of the losses of `queue`, and the tensors for their backward pass.
 
     Attributes:
-        balance, z: scalars; None for none.
+        balance, z: scalars; None if the loss has no gradient.
         fraction_GE, stats: of `RouterSums`.
     """
 
@@ -544,7 +551,7 @@ def route_backward(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the gradient of the logits, in ``dtype`` (None: theirs)."""
+    """Return the gradient of the logits, in ``dtype`` (None: that of the logits)."""
     (tokens, experts), top_k = logits_TE.shape, expert_TK.shape[1]
     out = torch.empty_like(logits_TE, dtype=dtype)
     warps = num_warps(0, 4 * experts)

@@ -1,9 +1,9 @@
 """Feed-forward experts on a GPU, as one operation forward and one backward, without host synchronization.
 
 Forward: rows are gathered, multiplied (`gemm`), activated, multiplied and combined. Only the tokens and the
-pre-activations are saved for the backward pass. It gathers rows again, and recomputes the activation in the kernel of
-its derivative, which also computes the router's gradient <active, dO W_out>. With the GEMMs of `triton_gemm`, gathered
-rows and the gradient of the active units are not stored.
+pre-activations are saved for the backward pass, which gathers rows again. The kernel of the activation's derivative
+recomputes the activation, and also computes the gradient of the combine weights: dot products of the activated units
+and their gradient dO W_out. With the GEMMs of `triton_gemm`, neither gathered rows nor dO W_out are stored.
 
 Shape letters: T tokens, K choices, N = T * K assignments, M rows, L experts, D width, H hidden width, P height of the
 first map (2 H if gated, else H).
@@ -11,7 +11,7 @@ first map (2 H if gated, else H).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import List, Optional, Tuple  # noqa: UP035  what torch's schemas are read from
+from typing import List, Optional, Tuple  # noqa: UP035  torch infers operator schemas from these
 
 import torch
 from torch import Tensor
@@ -72,8 +72,8 @@ def expert_ffn(
 def _ends_on(device: torch.device, counts: list[int]) -> Tensor:
     """Return the end of each expert's rows, int32, on a device."""
     if counts and counts[0] and min(counts) == max(counts):
-        # `fmoe.exchange.PaddedExchange`: without a copy, whose memory on the host would have to live as long as a CUDA
-        # graph that repeats it.
+        # Equal counts (`fmoe.exchange.PaddedExchange`) need no copy from the host, whose memory would have to outlive
+        # every CUDA graph that repeats the copy.
         return torch.arange(counts[0], len(counts) * counts[0] + 1, counts[0], dtype=torch.int32, device=device)
     end = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     # A copy from pinned memory is asynchronous.
@@ -131,7 +131,7 @@ def _expert_ffn_backward(
     gemm: str,
     needs: List[bool],  # noqa: UP006
 ) -> List[Tensor]:  # noqa: UP006
-    """Return the gradients of `NAMES`, empty if not needed."""
+    """Return the gradients of the inputs `NAMES`, empty if not needed."""
     batch = Batch(x, perm, inverse, weight, end, limit, w_in, b_in, w_out, b_out, counts, activation, gated)
     return _gradients(batch, grad, hidden, needs, gemm)
 
@@ -145,7 +145,7 @@ def _gradients(
     sum_in: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the gradients of `NAMES`, empty if not needed or if added to a sum."""
+    """Return the gradients of the inputs `NAMES`, empty if not needed or if added to a sum."""
     step = Backward(batch, grad, hidden, needs, sum_in, sum_out)
     if not hidden.shape[0]:
         here = [name for name, is_returned in zip(NAMES, step.returned(), strict=True) if is_returned]
@@ -153,7 +153,7 @@ def _gradients(
     else:
         name = "backward" if sum_in is None and sum_out is None else "backward to main_grad"
         found = step.run(choose(gemm, name, batch.x, batch.num_rows, batch.w_in, batch.w_out, step.rehearse))
-    return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # torch forbids aliases
+    return [found[name] if name in found else hidden.new_empty(0) for name in NAMES]  # one each: torch forbids aliases
 
 
 @_expert_ffn_backward.register_fake

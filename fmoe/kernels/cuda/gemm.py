@@ -1,8 +1,8 @@
-"""Choice of GEMMs over rows grouped by expert: grouped_mm, a loop of cuBLAS calls, or Triton's.
+"""Choice of GEMMs over rows grouped by expert: torch's grouped_mm, a loop of cuBLAS calls, or Triton's.
 
-grouped_mm has offsets on the device and does not synchronize. The loop reads the counts on the host, and may be faster
-if each expert has many rows. Triton's (`fmoe.kernels.cuda.triton_gemm`) save a pass over the rows before and after each
-product. The fastest is measured once per size, forward and backward, and stored in the cache folder.
+grouped_mm takes offsets on the device and does not synchronize. The loop reads the counts on the host, and may be
+faster if each expert has many rows. Triton's GEMMs (`fmoe.kernels.cuda.triton_gemm`) save a pass over the rows before
+and after each product. The fastest is measured once per size and pass, and stored in the cache folder.
 
 Shape letters: M rows, L experts, I input width, O output width.
 """
@@ -39,7 +39,7 @@ class Gemms:
         if not self._is_grouped and counts is None:
             ends = end_L.tolist()
             counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        self._counts: list[int] = counts or []  # of no use to the one call
+        self._counts: list[int] = counts or []  # grouped_mm does not need them
 
     @property
     def adds_bias(self) -> bool:
@@ -121,8 +121,9 @@ def choose(
     """Return "grouped", "loop" or "triton" for rows and weights of these sizes.
 
     Args:
-        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. While a
-            CUDA graph is captured, "auto" is "grouped", or "triton" where grouped_mm would wait for the host.
+        requested: one of `VARIANTS`; "auto" for the fastest, which is measured the first time on a machine. A CUDA
+            graph capture without a measurement uses "triton" if grouped_mm would wait for the host and Triton has
+            passed its self-check; else "grouped", or "loop" for rows that grouped_mm does not accept.
         step: "forward", "backward" or "backward to main_grad"; each is measured separately.
         run: runs the step by a variant, for the measurement.
 
@@ -141,9 +142,9 @@ def choose(
     key = f"{_key(x, num_rows, w_in_LPD, w_out_LDH)}, {step}"
     found, is_capturing = _tuned.get(key), torch.cuda.is_current_stream_capturing()
     if found == "triton" and x.device not in _checked and is_capturing:
-        return first  # the self-check waits, which a capture forbids
+        return first  # the self-check waits for the device, which a capture forbids
     if found is None or (found == "triton" and _wrong_with_triton(x.device) is not None):
-        if is_capturing:  # torch's own grouped_mm is a loop but for bfloat16 from sm_90 on
+        if is_capturing:  # grouped_mm falls back to a loop except in bfloat16 from sm_90 on
             is_waiting = first == "loop" or x.dtype != torch.bfloat16 or _architecture(x.device) < 9
             return "triton" if is_waiting and _checked.get(x.device, "") is None else first
         variants = ["grouped", "loop"] if first == "grouped" else ["loop"]
@@ -180,7 +181,7 @@ def _wrong_with_triton(device: torch.device) -> str | None:
         wrong = tuning.failure(device, gemm="triton")
         if wrong is not None:
             _checked[device] = f"its kernels fail a self-check ({wrong})"
-            logger.warning("no GEMMs by Triton on %s: they fail a self-check (%s)", device, wrong)
+            logger.warning("Triton's GEMMs are off on %s: they fail a self-check (%s)", device, wrong)
     return _checked[device]
 
 

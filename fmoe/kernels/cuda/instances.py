@@ -18,7 +18,7 @@ def _each(kernel: str, *arguments) -> tuple[str, ...]:
 _T = tuple(DTYPES.values())
 _SAME = tuple(f"{t}, {t}" for t in _T)
 
-# Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers use float32 only.
+# Kernels that `fmoe.kernels.cuda` and `fmoe.optim` call. Routers take only float32 logits.
 KERNELS: dict[str, tuple[str, ...]] = {
     "route.cu": _each("route", ("float",), (*ROUTE_WIDTHS, 0))
     + _each("route_backward", ("float",), ("float", "fmoe::bf16")),

@@ -1,4 +1,4 @@
-"""Kernel launches on torch's current stream: the registry of loaded kernels, and geometry (docs/kernels.md)."""
+"""Kernel launches on torch's current stream: loaded kernels, and the geometry of launches (docs/kernels.md)."""
 
 import ctypes
 import threading
@@ -30,7 +30,7 @@ class Geometry:
 
 
 class Launcher(Protocol):
-    """Launches kernels: cuda-core on a GPU, the emulator in tests."""
+    """Function that launches kernels: `DeviceLauncher` on a GPU, an emulator in tests."""
 
     def __call__(self, kernel: str, geometry: Geometry, arguments: Sequence[Argument], device: torch.device) -> None:
         """Launch a kernel by its name expression.
@@ -65,12 +65,12 @@ def launcher(device: torch.device) -> Launcher | None:
     return launchers.get(arch)
 
 
-SHARED = 48 * 1024  # bytes available to every kernel without opt-in
+SHARED = 48 * 1024  # bytes of shared memory available to every kernel without opt-in
 
 
 @lru_cache(4096)
 def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Geometry:
-    """Return geometry *rows(M, width, n)*: ``at_once`` numbers per thread, several threads per row."""
+    """Return the geometry *rows(M, width, n)* of docs/kernels.md: ``at_once`` (n) numbers per access of a thread."""
     vectors = -(-width // at_once)
     across = 32
     while across < 256 and 4 * across < vectors:
@@ -81,7 +81,7 @@ def by_rows(rows: int, width: int, at_once: int, shared_per_warp: int = 0) -> Ge
 
 @lru_cache(1024)
 def num_warps(shared_of_block: int, shared_per_warp: int) -> int:
-    """Return *warps*: as many as fit into shared memory, 1 to 8."""
+    """Return *warps* of docs/kernels.md: as many warps per block as fit into shared memory, 1 to 8."""
     return next((w for w in (8, 7, 6, 5, 4, 3, 2) if shared_of_block + w * shared_per_warp <= SHARED), 1)
 
 
@@ -96,7 +96,7 @@ class _OfThread(threading.local):
 
 
 class DeviceLauncher:
-    """Launcher of kernels of one architecture, from `fmoe.kernels.cuda.build.read`.
+    """Launcher of the kernels that `fmoe.kernels.cuda.build.read` returns, for one architecture.
 
     Raises:
         BuildError: cuda.core is missing, or the driver refuses the machine code.
@@ -112,7 +112,7 @@ class DeviceLauncher:
         self._streams = {0: LEGACY_DEFAULT_STREAM}
         self._codes = {}
         for cubin, symbols in codes:
-            mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as in a Program
+            mapping = {name: symbol.encode() for name, symbol in symbols.items()}  # bytes, as cuda.core expects
             code = ObjectCode.from_cubin(cubin, symbol_mapping=mapping)
             self._codes.update(dict.fromkeys(symbols, code))
         self._kernels: dict[str, object] = {}
@@ -140,8 +140,8 @@ class DeviceLauncher:
             self._start(index, device, config, kernel, values)
 
     def _start(self, index: int, device: torch.device, config: object, kernel: str, values: list) -> None:
-        # The driver needs a context in every thread that launches, torch's autograd threads included. torch's own calls
-        # make one current only when the runtime library needs it.
+        # The driver needs a current context in every thread that launches, torch's autograd threads included. torch's
+        # own calls set one only when the runtime library needs it.
         if index not in self._of_thread.devices:
             self._device(index).set_current()
             self._of_thread.devices.add(index)

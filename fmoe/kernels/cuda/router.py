@@ -1,8 +1,8 @@
 """A softmax router from tokens to experts, weights, losses and statistics, as one operation forward and one backward.
 
 Forward: jitter (if any), logits, one kernel for scores, choices and weights, one for losses and statistics, and one for
-capacity (if any). The backward pass adds the experts' gradient of the tokens within the product that computes the
-router's. `fmoe.gates.router` computes the same in plain torch.
+capacity (if any). The backward pass also adds the experts' gradient of the tokens to the router's. `fmoe.gates.router`
+computes the same in plain torch.
 
 Shape letters: T tokens, D width, E experts, K choices, G routing groups.
 """
@@ -43,7 +43,8 @@ class Result:
         expert_TK: -1 for padding and for assignments over capacity.
         stats: [E + 5], `fmoe.routing.RoutingStats.sums` with `LOSSES`.
         tile_count: assignments by tile and expert (`calls.place`), empty without capacity.
-        tokens_TD: the tokens, for the experts: the router's backward pass adds their gradient. None if they need none.
+        tokens_TD: the tokens, as the experts' input: their gradient reaches the router's backward pass, which adds it.
+            None if the tokens need no gradient.
     """
 
     expert_TK: Tensor
@@ -107,13 +108,16 @@ def _router(
     key: int,
     first_group: int,
 ) -> List[Tensor]:  # noqa: UP006
-    """Return experts before and after capacity, weights, balance, z, stats, counts by tile; and what the backward pass
-    needs: logits, their logsumexp, fractions, the jittered input. Those that do not exist are empty."""
+    """Return the routing, and tensors for the backward pass; absent ones are empty.
+
+    The routing consists of experts before and after capacity, weights, balance, z, stats and counts by tile; the other
+    tensors are the logits, their logsumexp, fractions and the jittered input.
+    """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     jittered, logits = x.new_empty(0), _product32(x, weight.t())
     if half_width:
         jittered, change = calls.jitter_and_change(x, key, first_group, half_width, tiles)
-        # The rounding error of the change is 2^-9 of it; that of a 16-bit product would be 2^-9 of x.
+        # Rounding the change ``x * (noise - 1)`` loses 2^-9 of it; rounding ``x * noise`` would lose 2^-9 of x.
         logits = _product32(change, weight.t(), logits)
     expert, weights, logsumexp, counted = calls.route_counted(
         *(logits, mask, top_k, tiles),
@@ -175,11 +179,14 @@ def _router_backward(
     first_group: int,
     needs: List[bool],  # noqa: UP006
 ) -> Tuple[Tensor, Tensor]:  # noqa: UP006
-    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed. ``x`` is the
-    jittered input."""
+    """Return the gradients of x, to which ``d_tokens`` is added, and of the weight; empty if not needed.
+
+    Args:
+        x: the jittered input.
+    """
     tiles = TokenTiles(x.shape[0], group_size, sequences, sequence_length)
     losses = calls.LossGradients(d_balance, d_z, fraction, stats, mask, tiles)
-    # bfloat16 has float32's range: the gradient of logits is rounded as that of any other linear map of the model.
+    # bfloat16 has float32's range: the gradient of logits may be rounded like those of other linear maps.
     is_rounded = x.dtype == weight.dtype == torch.bfloat16
     d_logits = calls.route_backward(
         *(logits, expert, logsumexp, d_weights, None, None, losses),

@@ -23,7 +23,7 @@ _NEAR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 may be on; errors to
 def failure(device: torch.device, gemm: str = "loop") -> str | None:
     """Return a description of the first wrong result on a device, or None. Synchronizes.
 
-    On the device it does not use autograd: called during a backward pass, it would wait for that to end.
+    It does not use autograd on the device: during a backward pass, that would wait for the pass to end.
 
     Args:
         gemm: "loop" (uses torch's GEMMs, to check only the other kernels), "grouped" or "triton".
@@ -73,7 +73,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
         for name, a, b in pairs:
             error = float((a.cpu().double() - b).norm() / b.norm())
             if not error <= near:
-                return f"the {name} in {dtype} is {error:.1e} off"
+                return f"the {name} in {dtype} has a relative error of {error:.1e}"
         wrong = _failure_of_router(device, normal(_T, _D).to(dtype), (normal(_E, _D) / _D**0.5).to(dtype), near)
         if wrong is not None:
             return wrong
@@ -83,7 +83,7 @@ def failure(device: torch.device, gemm: str = "loop") -> str | None:
 def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, near: float) -> str | None:
     """Return a description of the first wrong result of the router's operations, or None.
 
-    Jitter is on, and too small to matter; the capacity is, and too large.
+    Jitter and capacity are on, but the noise is too small and the capacity too large to change results.
     """
     factor, half_width, group = 100.0, 2.0**-20, (_T, 1, _T)
     x, weight = x_TD.to(device, copy=True), weight_ED.to(device, copy=True)
@@ -94,7 +94,7 @@ def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, ne
     given = (ones, torch.ones_like(balance), torch.ones_like(z), None, jittered, weight, None, expert, stats)
     sizes = (False, 1.0, *group, half_width, 3, 0, [True, True])
     d_x, d_weight = router._router_backward(*given, logits, logsumexp, fraction, *sizes)
-    # On the CPU, by hand: autograd would wait for a backward pass that this one is part of.
+    # Expected results in float64 on the CPU, with gradients derived by hand.
     logits_TE = x_TD.double() @ weight_ED.double().t()
     logsumexp_T1 = logits_TE.logsumexp(-1, keepdim=True)
     prob_TE = (logits_TE - logsumexp_T1).exp()
@@ -115,5 +115,5 @@ def _failure_of_router(device: torch.device, x_TD: Tensor, weight_ED: Tensor, ne
     for name, a, b in pairs:
         error = float((a.cpu().double() - b).norm() / b.norm())
         if not error <= near:
-            return f"the {name} in {x_TD.dtype} is {error:.1e} off"
+            return f"the {name} in {x_TD.dtype} has a relative error of {error:.1e}"
     return None

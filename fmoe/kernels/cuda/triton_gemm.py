@@ -33,7 +33,7 @@ class Config:
         depth: size of a tile along the summed axis, a power of two of at least 16.
         warps: warps per tile.
         stages: loads in flight.
-        group: consecutive tiles of rows, which share weights in the L2 cache.
+        group: number of consecutive tiles of rows that share weights in the L2 cache.
     """
 
     rows: int
@@ -216,7 +216,7 @@ class TritonGemms:
         """Compute gradients from the outputs' gradient ``grad[index // per]``.
 
         Returns:
-            (weight * active [M, H], gradient of hidden [M, P], <active, gradient of active / weight> [N]).
+            (weight * active [M, H], gradient of hidden [M, P], gradient of combine weights [N]); each may be None.
         """
         _experts, width, hidden = w_out_LDH.shape
         needs_weight = needs_weight and weight_N is not None
@@ -309,7 +309,7 @@ class TritonGemms:
         return launch(default_config(*sizes) if found is None else Config(*found))
 
     def _tiles(self, block: int) -> tuple[Tensor, int]:
-        """Return the expert of each tile, and the largest number of tiles: one per expert may be partly filled."""
+        """Return expert and first row of each tile, and the number of tiles: enough for a partial one per expert."""
         if block not in self._schedules:
             experts = self._end.shape[0]
             count = self._rows // block + min(experts, self._rows)

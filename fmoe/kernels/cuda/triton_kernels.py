@@ -92,7 +92,7 @@ def _activation(x, A: tl.constexpr):
 
 @triton.jit
 def _second(x, A: tl.constexpr):
-    """Return value and derivative of the function of the second half."""
+    """Return value and derivative of the function that gated experts apply to the second half."""
     value = x
     slope = 1.0
     if A == 4:

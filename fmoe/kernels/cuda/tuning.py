@@ -20,15 +20,15 @@ _ROUNDS = 3
 
 T = TypeVar("T")
 
-# `fmoe.kernels.cuda.selfcheck.failure`, set by the loader: an import would form a circle.
+# `fmoe.kernels.cuda.selfcheck.failure`, set by the loader, because an import would be circular.
 self_check: Callable[..., str | None] | None = None
 
 
 def failure(device: torch.device, **options) -> str | None:
     """Return the first wrong result of `self_check` on a device, or its error; None if all results are right.
 
-    The check has a thread of its own, because a caller may be inside a custom operation (where autograd is off),
-    inference mode, fake tensors, ``with torch.device(...)`` or autocast: all of them are settings of a thread.
+    The check runs in its own thread, because a caller may be inside a custom operation (where autograd is off),
+    inference mode, fake tensors, ``with torch.device(...)`` or autocast, which are all settings of a thread.
     """
 
     def check() -> str | None:
@@ -68,7 +68,7 @@ def _one_line(error: Exception) -> str:
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """Return the time of a step on the current CUDA stream, with waits: the minimum of three runs after a warmup."""
+    """Return the time of a step on the current CUDA stream, including waits: the best of three runs after a warmup."""
     times = []
     for _ in range(1 + _ROUNDS):
         begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))

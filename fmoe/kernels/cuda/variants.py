@@ -25,7 +25,7 @@ class Batch:
         x: rows [M, D]; or tokens [T, D], with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
-        activation: index of the activation in ``ACTIVATIONS``.
+        activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
     """
 
     x: Tensor
@@ -64,7 +64,7 @@ class Batch:
         return calls.gather(tokens, self.perm, self.per, self.num_rows, limit=self.limit)
 
     def mixed(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Combine rows to a tensor like ``x``.
+        """Combine rows into a tensor like ``x``.
 
         Args:
             bias: bias of each expert, to be added to its rows.
@@ -126,7 +126,7 @@ class Backward:
         return [needed and self._sums.get(name) is None for name, needed in self._needs.items()]
 
     def rehearse(self, variant: str) -> None:
-        """Do what `run` does, for a measurement: sums are added to tensors that are then dropped."""
+        """Run a variant to measure it; sums are added to temporary tensors."""
         self.run(
             variant, {name: None if total is None else torch.empty_like(total) for name, total in self._sums.items()}
         )

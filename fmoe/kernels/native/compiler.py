@@ -113,10 +113,10 @@ def isas() -> dict[str, tuple[str, ...]]:
 def current_isa() -> str:
     """Return the instruction set of `isas` that is used: FMOE_NATIVE_ISA, or else the highest that torch detects.
 
-    ATEN_CPU_CAPABILITY lowers the latter for torch and for this backend.
+    The environment variable ATEN_CPU_CAPABILITY lowers what torch detects, and thereby limits this backend too.
 
     Raises:
-        UserError: as `isa_limit`.
+        UserError: FMOE_NATIVE_ISA is invalid (`isa_limit`).
     """
     limit = isa_limit()
     return _processor_isa() if limit is None else limit.removesuffix("_bf16")
@@ -125,7 +125,7 @@ def current_isa() -> str:
 def isa_limit() -> str | None:
     """Return the value of FMOE_NATIVE_ISA, which limits the instruction set; None if it is not set.
 
-    It is one of `isas`, which have no bf16 GEMMs, or "avx512_bf16", which has. src/processor.h reads it too.
+    It is one of `isas`, without bf16 GEMMs, or "avx512_bf16", with them. src/processor.h also reads the variable.
 
     Raises:
         UserError: FMOE_NATIVE_ISA is an unknown instruction set, or one that this processor lacks.
@@ -189,7 +189,7 @@ def include_flags() -> list[str]:
 
 
 def library_flags(names: Sequence[str]) -> list[str]:
-    """Return the flags that link torch's libraries, without rpath: torch has loaded them before."""
+    """Return the flags that link torch's libraries, without rpath, because torch has already loaded them."""
     return ["-L", str(_torch_libraries()), *(f"-l{name}" for name in names)] if names else []
 
 
@@ -201,7 +201,7 @@ def _ask(command: tuple[str, ...]) -> Compiler:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"no C++ compiler: {shlex.join(command)} --version: {error}") from error
     if done.returncode or not done.stdout.strip():
-        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version ended with {done.returncode}")
+        raise BuildError(f"no C++ compiler: {shlex.join(command)} --version exits with {done.returncode}")
     return Compiler(command, done.stdout.strip().splitlines()[0], "Free Software Foundation" in done.stdout)
 
 
@@ -222,7 +222,7 @@ def _suits(compiler: Compiler) -> bool:
 
 
 def _unsuitable(compiler: Compiler) -> str:
-    return f"{compiler.name} does not fit the OpenMP library that torch has loaded: install g++, or name one with CXX"
+    return f"{compiler.name} does not fit the OpenMP library that torch has loaded: install g++, or set CXX to it"
 
 
 @cache

@@ -36,7 +36,7 @@ def expert_ffn(
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
     into_main_grad: bool = False,
 ) -> Tensor:
-    """Compute `fmoe.kernels.expert_ffn` of rows, or of tokens: it then gathers and combines rows, [T, D] -> [T, D].
+    """Compute `fmoe.kernels.expert_ffn` of rows. With ``perm_N``, gather tokens, compute and combine: [T, D] -> [T, D].
 
     Args:
         counts: number of rows of each expert, on the CPU.
@@ -60,7 +60,7 @@ def expert_ffn(
 def check_forward_mode(*tensors: Tensor | None) -> None:
     """Raise NotImplementedError if a tensor has a forward-mode tangent.
 
-    Without this check, the operations lose tangents if no tensor requires a gradient.
+    Without this check, tangents would be lost silently if no tensor requires a gradient.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of any dual_level
         return
@@ -95,7 +95,7 @@ def differentiable_gradients(
     return reference.gradients(plain, inputs, needs, grad)
 
 
-# Whether bf16 is multiplied in float32: on a processor without bf16 GEMMs, torch's are several times slower than that.
+# Whether to multiply bf16 in float32: on a processor without bf16 GEMMs, that is several times faster than torch's.
 _is_wide = False
 
 
@@ -234,7 +234,8 @@ def added_to_main_grad(weight: Tensor) -> Tensor | None:
     """Mark a weight whose gradient was added to its ``main_grad``, and return the gradient for autograd.
 
     Megatron's hooks need a ``grad`` that is not None, but do not read it: it becomes an expanded scalar, which takes no
-    memory, and autograd gets None. Other hooks run only after autograd has accumulated a gradient, which they get.
+    memory, and autograd gets None. Post-accumulate hooks run only if autograd has accumulated a gradient, so a weight
+    with such hooks gets an uninitialized one.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if weight._post_accumulate_grad_hooks:
@@ -247,7 +248,7 @@ def added_to_main_grad(weight: Tensor) -> Tensor | None:
 def main_grad(weight: Tensor) -> Tensor | None:
     """Return the ``main_grad`` in which Megatron accumulates a parameter's gradient; None if it is not usable.
 
-    Gradients that are added to it bypass tensor hooks, so a parameter with hooks gets its gradient from autograd.
+    Gradients added to it bypass tensor hooks, so a parameter with such hooks gets its gradient from autograd.
     """
     total = getattr(weight, "main_grad", None)
     usable = (

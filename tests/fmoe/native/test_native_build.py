@@ -223,7 +223,7 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     ("value", "says"),
     [
         ("no-such-program -m64", "CXX='no-such-program -m64' is not a program on PATH"),
-        ("false", "--version ended with 1"),
+        ("false", "--version exits with 1"),
     ],
 )
 def test_wrong_cxx(tmp_path, monkeypatch, value, says):

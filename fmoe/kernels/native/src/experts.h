@@ -70,7 +70,7 @@ void small_gemm(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b,
   call(m, n, k, a, b, out, n, add, scratch<float>(WORK, gemms().work(m, n, k)));
 }
 
-// Up to this number of rows of an expert, the GEMMs are ours: a library repacks the weights as if there were many rows.
+// Up to this number of rows per expert, the GEMMs of gemm.cpp are used: a library repacks weights as for many rows.
 std::atomic<int64_t> few_rows{&gemms() == &isa_default::gemms ? 0 : 192};
 
 // Whether only this thread computes the expert.
@@ -98,7 +98,7 @@ struct Weights {
 };
 
 template <class C>
-struct Rows {  // of one expert after the other, in the format of the GEMMs
+struct Rows {  // rows of one expert, in the type of the GEMMs
   template <class T>
   static const C* get(const T* x, const int64_t* index, int64_t per, int64_t begin, int64_t n, int64_t d, Slot slot) {
     if constexpr (std::is_same_v<T, C>)
@@ -140,13 +140,13 @@ void each_expert(const int64_t* count, int64_t experts, F f) {
     for (size_t i = together; i < order.size(); i++) *std::min_element(load.begin(), load.end()) += count[order[i]];
     const int64_t sum = std::accumulate(load.begin(), load.end(), int64_t(0)), all = threads;
     const bool is_even = *std::max_element(load.begin(), load.end()) * all * 20 <= sum * 21;
-    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or too small to wait for
+    if (is_even || count[order[together]] * 3 * all <= sum) break;  // or the expert is too small for threads to share
   }
   for (size_t i = 0; i < together; i++) f(order[i]);
   if (together == order.size()) return;
   std::atomic<size_t> next{together};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    at::AutoDispatchBelowADInplaceOrView guard;  // of this thread, which differentiates nothing
+    at::AutoDispatchBelowADInplaceOrView guard;  // autograd is off in this thread too
     for (size_t i; (i = next++) < order.size();) f(order[i]);
   });
 }
@@ -257,7 +257,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
               const int64_t* count, const T* hidden, Weights<T, C> w, T* d_rows, float* d_weight, Gradient d_in,
               T* d_bias_in, Gradient d_out, T* d_bias_out) {
   constexpr bool SAME = std::is_same_v<T, C>;
-  // Between chunks, sums would be rounded to 16 bits.
+  // One chunk in bf16: sums would be rounded to 16 bits between chunks.
   constexpr int64_t chunk = std::is_same_v<C, float> ? CHUNK : INT64_MAX / 4;
   const auto begin = begins(count, s.experts);
   const auto& k = kernels<T, C>();
@@ -316,7 +316,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
   auto clear = [&](Gradient to, int64_t size, int64_t e) {
     if (to.data && !to.is_accumulator) std::memset(static_cast<T*>(to.data) + e * size, 0, size * sizeof(T));
   };
-  for (int64_t e = 0; e < s.experts; e++) {  // zero without rows, whatever the memory held
+  for (int64_t e = 0; e < s.experts; e++) {  // an expert without rows has zero gradients
     if (count[e]) continue;
     clear(d_in, s.p * s.d, e);
     clear(d_out, s.d * s.h, e);

@@ -34,9 +34,9 @@ INLINE Vector load_vector(const T* p) {
   }
 }
 
-#if !defined(__clang__)  // which has no shuffle by a vector of lanes; it uses the plain code below
+#if !defined(__clang__)  // clang has no shuffle by a vector of lanes, and uses the plain code below
 
-// Transpose: each step swaps the off-diagonal blocks of all 2 s by 2 s blocks.
+// Transpose: each step swaps the off-diagonal blocks of all 2 STEP by 2 STEP blocks.
 template <int STEP>
 INLINE void transpose(Vector (&x)[LANES]) {
   if constexpr (STEP < LANES) {
@@ -125,8 +125,8 @@ static void pack_tile(Strided<float> a, int64_t begin, int64_t rows, int64_t k, 
   }
 }
 
-// Address of the next part of b, and its distance per step of the multiplication, so that it is prefetched in time but
-// not too early.
+// Address to prefetch from the next part of b, and its advance per step of the multiplication: in time but not too
+// early.
 struct Ahead {
   const char* at;
   int64_t step;

@@ -4,7 +4,7 @@
 namespace fmoe {
 namespace FMOE_JOIN(isa_, FMOE_ISA) {
 
-INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least normal number below -87
+INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp; for x below -87.3, the least normal number
   x = x < -87.33654f ? -87.33654f : x;
   x = x > 88.37626f ? 88.37626f : x;
   float n = x * 1.44269504f + 12582912.0f;  // the nearest integer, in the low bits
@@ -21,7 +21,8 @@ INLINE float exp_(float x) {  // Cephes' expf: within 2 ulp, 0 to the least norm
   return from_bits(to_bits(p) + power);
 }
 
-// Each returns act(x) and its derivative; `second`, those of the function of the second half in gated experts.
+// `both` returns act(x) and its derivative; `second`, value and derivative of the function that gated experts apply to
+// the second half.
 struct Pointwise {
   INLINE void second(float x, float& value, float& slope) {
     value = x;

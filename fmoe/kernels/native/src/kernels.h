@@ -22,8 +22,8 @@ struct Strided {
   Strided t() const { return {data, column, row}; }
 };
 
-// out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread. For few rows, for which a library takes
-// as long to repack a weight matrix as to multiply with it. `work` holds `work(m, n, k)` floats.
+// out = a b, or out += a b if `add`: [m, k] by [k, n], in float, by one thread. Used for few rows, where a library
+// takes as long to repack a weight matrix as to multiply by it. `work` holds `work(m, n, k)` floats.
 template <class B, class O>
 using Gemm = void (*)(int64_t m, int64_t n, int64_t k, Strided<float> a, Strided<B> b, O* out, int64_t row, bool add,
                       float* work);
@@ -35,17 +35,18 @@ struct Kernels {
   void (*widen)(const T* x, int64_t size, C* out);
   void (*narrow)(const C* x, int64_t size, T* out);
   // hidden = u + bias, rounded to T; active = act(hidden), if gated act(first half) * second half, which SWIGLU_OAI
-  // transforms too. u may be hidden if T is C. The derivative is also taken at hidden, so that both use the same numbers.
+  // transforms too. u may be hidden if T is C. The derivative is also taken at hidden, so that both use the same
+  // numbers.
   void (*activate)(const C* u, const T* bias, T* hidden, C* active, int64_t n, int64_t h, Activation act, bool gated);
   // out = y + bias; bias may be null, and y may be out if T is C.
   void (*finish)(const C* y, const T* bias, T* out, int64_t n, int64_t d);
-  // Given d_active, the gradient of active / scale: scaled = scale * active, d_hidden = scale * d_active * act'(hidden)
-  // and d_scale += <active, d_active>. scale and d_scale may be null, for a scale of one.
+  // Given d_active, the gradient of active without the factor scale: scaled = scale * active, d_hidden = scale *
+  // d_active * act'(hidden) and d_scale += <active, d_active>. scale and d_scale may be null, for a scale of one.
   void (*activate_backward)(const T* hidden, const C* d_active, const float* scale, C* scaled, C* d_hidden,
                             float* d_scale, int64_t n, int64_t h, Activation act, bool gated);
   // out[i] = <x[i], v>
   void (*dots)(const C* x, const T* v, int64_t n, int64_t d, float* out);
-  // out (+)= sum_i scale[i] * x[i], for columns begin to end of d
+  // out += sum_i scale[i] * x[i], for columns begin to end of d
   void (*column_sums)(const C* x, const float* scale, int64_t n, int64_t d, int64_t begin, int64_t end, float* out);
   // out[t] = sum_k weight[t, k] * rows[place[t, k]] over positions below num_rows, in float; weights are one if null.
   void (*gather_sum)(const T* rows, const int64_t* place, const float* weight, int64_t num_rows, int64_t tokens,
@@ -64,7 +65,7 @@ struct Gemms {
 // fused multiply-adds change nothing.
 struct Draws {
   void (*uniform)(uint64_t key, uint32_t start, int64_t n, float bound, float* out);
-  // ends: ends of 2^16 intervals of equal probability.
+  // ends: the 2^16 + 1 ends of 2^16 intervals of equal probability.
   void (*normal)(uint64_t key, uint32_t start, int64_t n, float std, const float* ends, float* out);
 };
 

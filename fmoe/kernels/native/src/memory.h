@@ -101,8 +101,8 @@ class Pool {
   uint64_t clock_ = 0;
 };
 
-// Large memory outside the pool: weights, and the tensors to which their gradients are added. At its first use it is
-// moved to huge pages; if that is impossible (shared memory, for example), it stays unchanged.
+// Large memory outside the pool: weights, and the tensors to which their gradients are added. `at` moves it to huge
+// pages at its first use; if that is impossible (shared memory, for example), it stays unchanged.
 class Met {
  public:
   static void at(const Tensor& t) {

@@ -23,49 +23,49 @@ namespace {
 int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Tensor>& place,
               const optional<Tensor>& weight, const Tensor& count, const Tensor& w_in, const optional<Tensor>& b_in,
               const Tensor& w_out, const optional<Tensor>& b_out, int64_t activation, bool gated) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "fmoe: experts in ", x.scalar_type(),
-              "; native ones are float32 or bfloat16");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "fmoe: x is ", x.scalar_type(),
+              ", must be float32 or bfloat16");
   for (const auto* t : {&x, &w_in, &w_out})
     TORCH_CHECK(t->scalar_type() == x.scalar_type() && t->is_contiguous(),
-                "fmoe: a matrix of another dtype, or not contiguous");
+                "fmoe: x, w_in and w_out must be contiguous and of one dtype");
   for (const auto* t : {&b_in, &b_out})
     TORCH_CHECK(!*t || !(*t)->defined() || ((*t)->scalar_type() == x.scalar_type() && (*t)->is_contiguous()),
-                "fmoe: a bias of another dtype, or not contiguous");
+                "fmoe: b_in and b_out must be contiguous and of the dtype of x");
   TORCH_CHECK(x.dim() == 2 && w_in.dim() == 3 && w_out.dim() == 3,
-              "fmoe: x is [., D], weights [L, P, D] and [L, D, H]");
+              "fmoe: x must be [., D], w_in [L, P, D] and w_out [L, D, H]");
   const int64_t experts = w_in.size(0), d = x.size(1), h = w_out.size(2);
   TORCH_CHECK(
       w_in.size(2) == d && w_out.size(1) == d && w_out.size(0) == experts && w_in.size(1) == (gated ? 2 * h : h),
-      "fmoe: weights ", w_in.sizes(), " and ", w_out.sizes(), " for rows of width ", d);
-  TORCH_CHECK(!b_in || b_in->numel() == experts * w_in.size(1), "fmoe: bias_in is ", b_in->sizes());
-  TORCH_CHECK(!b_out || b_out->numel() == experts * d, "fmoe: bias_out is ", b_out->sizes());
-  TORCH_CHECK(activation >= GELU && activation <= (gated ? SWIGLU_OAI : SILU), "fmoe: activation ", activation,
-              gated ? "" : " of experts without gates");
-  TORCH_CHECK(count.scalar_type() == at::kLong && count.is_contiguous() && count.numel() == experts, "fmoe: counts of ",
-              count.numel(), " experts for ", experts);
+      "fmoe: w_in ", w_in.sizes(), " and w_out ", w_out.sizes(), " do not fit each other and x of width ", d);
+  TORCH_CHECK(!b_in || b_in->numel() == experts * w_in.size(1), "fmoe: b_in is ", b_in->sizes(), ", must be [L, P]");
+  TORCH_CHECK(!b_out || b_out->numel() == experts * d, "fmoe: b_out is ", b_out->sizes(), ", must be [L, D]");
+  TORCH_CHECK(activation >= GELU && activation <= (gated ? SWIGLU_OAI : SILU), "fmoe: activation=", activation,
+              " is unknown", gated ? "" : " for experts without gates");
+  TORCH_CHECK(count.scalar_type() == at::kLong && count.is_contiguous() && count.numel() == experts, "fmoe: count has ",
+              count.numel(), " numbers, must be contiguous int64 [", experts, "]");
   const auto* counts = count.const_data_ptr<int64_t>();
   int64_t rows = 0;
   for (int64_t e = 0; e < experts; e++) {
-    TORCH_CHECK(counts[e] >= 0, "fmoe: ", counts[e], " rows of expert ", e);
+    TORCH_CHECK(counts[e] >= 0, "fmoe: count[", e, "]=", counts[e], " is negative");
     rows += counts[e];
   }
   if (!order) {
-    TORCH_CHECK(rows == x.size(0), "fmoe: counts of ", rows, " rows for ", x.size(0));
+    TORCH_CHECK(rows == x.size(0), "fmoe: counts add up to ", rows, ", but x has ", x.size(0), " rows");
     return rows;
   }
   TORCH_CHECK(place && weight && place->dim() == 2 && place->sizes() == weight->sizes() &&
                   place->size(0) == x.size(0) && order->numel() <= place->numel() && rows <= order->numel(),
-              "fmoe: a plan of other sizes");
+              "fmoe: order, place and weight do not fit each other, x and the counts");
   TORCH_CHECK(order->scalar_type() == at::kLong && place->scalar_type() == at::kLong &&
                   weight->scalar_type() == at::kFloat && order->is_contiguous() && place->is_contiguous() &&
                   weight->is_contiguous(),
-              "fmoe: a plan is int64, its weights float32, all contiguous");
+              "fmoe: order and place must be int64, weight float32, all contiguous");
   const auto* index = order->const_data_ptr<int64_t>();
   const auto* places = place->const_data_ptr<int64_t>();
   const int64_t all = place->numel();
   for (int64_t i = 0; i < rows; i++)
-    TORCH_CHECK(index[i] >= 0 && index[i] < all, "fmoe: assignment ", index[i], " of ", all);
-  for (int64_t i = 0; i < all; i++) TORCH_CHECK(places[i] >= 0, "fmoe: place ", places[i]);
+    TORCH_CHECK(index[i] >= 0 && index[i] < all, "fmoe: order[", i, "]=", index[i], " is not in 0 .. ", all - 1);
+  for (int64_t i = 0; i < all; i++) TORCH_CHECK(places[i] >= 0, "fmoe: place[", i, "]=", places[i], " is negative");
   return rows;
 }
 
@@ -113,16 +113,16 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
                               const optional<Tensor>& sum_out) {
   at::AutoDispatchBelowADInplaceOrView guard;
   const int64_t rows = check(x, order, place, weight, count, w_in, b_in, w_out, b_out, activation, gated);
-  TORCH_CHECK(needs.size() == 6, "fmoe: needs of ", needs.size());
+  TORCH_CHECK(needs.size() == 6, "fmoe: needs has ", needs.size(), " flags, must have 6");
   TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && grad.is_contiguous(),
-              "fmoe: gradient is ", grad.sizes(), " ", grad.scalar_type());
+              "fmoe: grad is ", grad.sizes(), " ", grad.scalar_type(), ", must be contiguous and like x");
   TORCH_CHECK(hidden.dim() == 2 && hidden.size(0) == rows && hidden.size(1) == w_in.size(1) &&
                   hidden.scalar_type() == x.scalar_type() && hidden.is_contiguous(),
-              "fmoe: pre-activations are ", hidden.sizes());
+              "fmoe: hidden is ", hidden.sizes(), ", must be contiguous [", rows, ", P] of the dtype of x");
   for (const auto& [sum, like] : {std::pair(&sum_in, &w_in), std::pair(&sum_out, &w_out)})
     TORCH_CHECK(
         !*sum || ((*sum)->scalar_type() == at::kFloat && (*sum)->is_contiguous() && (*sum)->sizes() == like->sizes()),
-        "fmoe: gradients are added to float32 of the shape of the weights");
+        "fmoe: sum_in and sum_out must be contiguous float32 of the shapes of w_in and w_out");
   for (const auto* sum : {&sum_in, &sum_out})
     if (*sum) Met::at(**sum);
   const Sizes sizes{w_in.size(0), x.size(1), w_out.size(2), w_in.size(1), Activation(activation), gated};
@@ -155,10 +155,11 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
 
 // Initial weights, [L, count]: normal if `ends` is given, else uniform.
 Tensor draw(const Tensor& keys, int64_t count, double scale, const optional<Tensor>& ends) {
-  TORCH_CHECK(keys.scalar_type() == at::kLong && keys.dim() == 1 && keys.is_contiguous(), "fmoe: keys are int64 [L]");
-  TORCH_CHECK(count >= 0 && count <= int64_t(1) << 32, "fmoe: ", count, " numbers of a key");
+  TORCH_CHECK(keys.scalar_type() == at::kLong && keys.dim() == 1 && keys.is_contiguous(),
+              "fmoe: keys must be contiguous int64 [L]");
+  TORCH_CHECK(count >= 0 && count <= int64_t(1) << 32, "fmoe: count=", count, " is not in 0 .. 2^32");
   TORCH_CHECK(!ends || (ends->scalar_type() == at::kFloat && ends->is_contiguous() && ends->numel() == (1 << 16) + 1),
-              "fmoe: ends are float32 [2^16 + 1]");
+              "fmoe: ends must be contiguous float32 [2^16 + 1]");
   Tensor out = at::empty({keys.numel(), count}, keys.options().dtype(at::kFloat));
   const auto* key = keys.const_data_ptr<int64_t>();
   auto* numbers = out.data_ptr<float>();
