@@ -13,6 +13,7 @@ BENCHMARKS = {
     "context": "bench.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "fastermoe": "bench.fastermoe",
     "gpu": "bench.gpu",
     "large_batch": "bench.large_batch",
     "layer": "bench.layer.main",

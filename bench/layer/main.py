@@ -27,7 +27,7 @@ _COLUMNS = (
     "T K P elements are the first matrix's outputs of all assignments.",
     "`peak`: maximum that two steps add to the resident memory of a new process: gradients, activations, scratch.",
     "A row's contenders have the same weights, tokens and choices; brute force and others that are slow are timed "
-    f"separately, with the {limits.DENSE} and ours, in 3 rounds; `ours over it` is how many times as fast ours is there.",
+    f"separately, with the {limits.DENSE} and ours, in 3 rounds; `ours over it` is the speedup of ours over them.",
 )
 
 
