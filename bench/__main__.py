@@ -22,6 +22,7 @@ BENCHMARKS = {
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
     "routers": "bench.routers",
+    "scaling": "bench.scaling",
     "step": "bench.step.main",
 }
 
