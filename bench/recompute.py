@@ -108,7 +108,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--budget-mb", type=float, default=256.0, help="bytes held by autograd, in MB, that the largest micro batch has"
     )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options.add_clock(parser)
     arguments = parser.parse_args(argv)
+    options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
     if not arguments.budget_mb > 0:
         raise UserError(f"--budget-mb={arguments.budget_mb:g} must be above 0")
     processes = process.start()
@@ -126,7 +129,7 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
 
     cpu.install()
     warnings.filterwarnings("ignore", module="megatron")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(arguments.threads)
     recipe = replace(recipe, parallel=replace(recipe.parallel, expert=1, data=1))
     init_parallel(recipe, processes)
     tokens = recipe.train.global_batch * recipe.model.sequence_length
@@ -140,8 +143,9 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
             warmup=arguments.warmup,
             reference="none",
             seed=arguments.seed,
-            label=precision,
+            label=precision if arguments.clock == "wall" else f"{precision}, processor seconds",
             unit="tokens",
+            clock=options.CLOCKS[arguments.clock],
         )
         of_micro_batch = recipe.train.micro_batch * recipe.model.sequence_length
         for mode, (kept, fits) in found.items():

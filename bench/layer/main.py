@@ -5,7 +5,6 @@ is thus the fraction of the limit that it reaches.
 """
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -57,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
         for name in getattr(arguments, option) or ():
             if name not in settings.layers:
                 raise UserError(f"--{option} {name!r}: {known_names(name, settings.layers)}")
-    if arguments.clock == "cpu":
-        if device.name != "cpu" or arguments.threads != [1]:
-            raise UserError("--clock=cpu adds up the threads' times: it needs --threads 1, and the CPU as --device")
-        device.clock = time.process_time
+    if arguments.clock == "cpu" and device.name != "cpu":
+        raise UserError(f"--clock cpu needs --device cpu, and not {device.name}")
+    if device.name == "cpu":
+        device.clock = options.clock(arguments.clock, max(arguments.threads))
     runs = {sweep: points(sweep, arguments) for sweep in arguments.sweep or [None]}  # all that is wrong is met here
     try:
         for sweep, of_run in runs.items():
@@ -94,9 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--only", nargs="+", help="contenders to measure, besides the limits; default: all")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor seconds, for machines that others use"
-    )
+    options.add_clock(parser)
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="time limit per row, which then has fewer rounds, at least 3"
     )

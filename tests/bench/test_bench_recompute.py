@@ -20,7 +20,7 @@ def tiny():
         num_layers=2, hidden_size=32, num_heads=2, ffn_hidden_size=64, sequence_length=32, vocab_size=64, num_experts=2
     )
     recipe = Recipe(model=model, train=TrainConfig(global_batch=4, micro_batch=2))
-    arguments = SimpleNamespace(rounds=2, warmup=0, seed=0, precision=["fp32"], budget_mb=1.0)
+    arguments = SimpleNamespace(rounds=2, warmup=0, seed=0, precision=["fp32"], budget_mb=1.0, threads=1, clock="cpu")
     (row,) = recompute.measure(recipe, Processes(0, 1, torch.device("cpu")), arguments)
     return row.facts, sorted(row.seconds), row.failures
 
