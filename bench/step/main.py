@@ -117,6 +117,7 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
 
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // processes.world_size)
     torch.set_num_threads(threads)
+    clock = options.CLOCKS[arguments.clock]
     recipe = _recipe(name, split, arguments.layers)
     init_parallel(recipe, processes)
     rows, goals = [], []
@@ -124,15 +125,13 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
         label = f"{name}, {split}, {precision}, {processes.world_size} x {threads} threads"
         of_row = replace(recipe, train=replace(recipe.train, precision=precision))
         contenders = Contenders(of_row, processes)
-        timed = measure.steps(contenders, label, arguments, options.CLOCKS[arguments.clock])
+        timed = measure.steps(contenders, label, arguments, clock)
         contenders.names = [name for name in contenders.names if name in timed.seconds]  # others have failed
         if processes.world_size > 1 or processes.device.type != "cpu":
             rows.append(timed)
         else:
-            looked = measure.regions(contenders, arguments, options.CLOCKS[arguments.clock])
-            alone = measure.blocks_alone(
-                contenders, f"{label}, blocks alone", arguments, options.CLOCKS[arguments.clock]
-            )
+            looked = measure.regions(contenders, arguments, clock)
+            alone = measure.blocks_alone(contenders, f"{label}, blocks alone", arguments, clock)
             rows += [replace(timed, facts=measure.facts(looked)), alone]
             goals += [str(comparison.goal()) for comparison in measure.comparisons(timed, alone, looked)]
         if processes.is_main:
