@@ -13,6 +13,7 @@ BENCHMARKS = {
     "context": "bench.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "fastermoe": "bench.fastermoe",
     "gpu": "bench.gpu",
     "headlines": "bench.headlines.main",
     "large_batch": "bench.large_batch",
@@ -22,6 +23,7 @@ BENCHMARKS = {
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
     "routers": "bench.routers",
+    "scaling": "bench.scaling",
     "step": "bench.step.main",
 }
 

@@ -1,9 +1,14 @@
 """Options that all benchmarks share."""
 
 import argparse
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from fmoe.errors import UserError
+
 RESULTS = Path(__file__).parent / "results"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def parser(name: str, description: str, *, rounds: int = 20, warmup: int = 3) -> argparse.ArgumentParser:
@@ -25,3 +30,21 @@ def bare_parser(name: str, description: str) -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown reports")
     return result
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """Add ``--clock``."""
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: processor seconds, for machines that others use too"
+    )
+
+
+def clock(name: str, threads: int | None) -> Callable[[], float]:
+    """Return the clock of ``--clock``.
+
+    Raises:
+        UserError: processor seconds of more than one thread.
+    """
+    if name == "cpu" and threads != 1:
+        raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
+    return CLOCKS[name]

@@ -3,10 +3,16 @@
 The quickstart model, in one process. Kept is the memory that autograd holds at the end of the forward pass of one micro
 batch for its backward pass, without parameters; each memory block counts once. The time is that of the forward and
 backward passes of a whole step, without the optimizer.
+
+The largest micro batch is that of which autograd holds at most ``--budget-mb`` at any moment of both passes: what the
+backward pass recomputes counts, and what it has consumed does not. A line through the peaks of two small micro batches
+gives a first guess; its neighbors are run until one fits and the next does not.
 """
 
+import functools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bench import frame, options, report
 from bench.samples import Tokens
+from fmoe.errors import UserError
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 
@@ -41,11 +48,72 @@ class Kept(saved_tensors_hooks):
         return sum(self._storages.values())
 
 
+class Held(saved_tensors_hooks):
+    """Context that counts the bytes that autograd holds at each moment, without the model's parameters.
+
+    Attributes:
+        peak: the largest number of bytes so far.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._uses: Counter[int] = Counter()
+        self._now = self.peak = 0
+        super().__init__(functools.partial(_Saved, self), lambda saved: saved.x)
+
+    def add(self, storage: torch.UntypedStorage, uses: int) -> None:
+        """Count one use more or less of a storage."""
+        pointer = storage.data_ptr()
+        if pointer in self._own:
+            return
+        before = self._uses[pointer]
+        self._uses[pointer] += uses
+        self._now += storage.nbytes() * ((before + uses > 0) - (before > 0))
+        self.peak = max(self.peak, self._now)
+
+
+class _Saved:
+    """A tensor that autograd holds; it is dropped with the part of the graph that needs it."""
+
+    def __init__(self, held: Held, x: Tensor):
+        self.x, self._held = x, held
+        held.add(x.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self._held.add(self.x.untyped_storage(), -1)
+
+
+def largest(peak: Callable[[int], float], budget: float) -> int:
+    """Return the largest whole number whose peak is at most the budget; 0 if that of 1 exceeds it.
+
+    Args:
+        peak: grows with its argument, about linearly.
+    """
+    peak = functools.cache(peak)
+    if peak(1) > budget:
+        return 0
+    slope = (peak(3) - peak(1)) / 2
+    guess = max(1, int(1 + (budget - peak(1)) / slope))
+    while peak(guess) > budget:
+        guess -= 1
+    while peak(guess + 1) <= budget:
+        guess += 1
+    return guess
+
+
 def main(argv: Sequence[str]) -> None:
     parser = options.parser("recompute", __doc__, rounds=10, warmup=2)
     parser.add_argument("--recipe", default="quickstart", help="recipe whose model and batch are measured")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument(
+        "--budget-mb", type=float, default=256.0, help="bytes held by autograd, in MB, that the largest micro batch has"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options.add_clock(parser)
     arguments = parser.parse_args(argv)
+    options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
+    if not arguments.budget_mb > 0:
+        raise UserError(f"--budget-mb={arguments.budget_mb:g} must be above 0")
     processes = process.start()
     try:
         rows = measure(load_recipe(arguments.recipe), processes, arguments)
@@ -61,34 +129,42 @@ def measure(recipe: Recipe, processes: process.Processes, arguments) -> list[fra
 
     cpu.install()
     warnings.filterwarnings("ignore", module="megatron")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(arguments.threads)
     recipe = replace(recipe, parallel=replace(recipe.parallel, expert=1, data=1))
     init_parallel(recipe, processes)
     tokens = recipe.train.global_batch * recipe.model.sequence_length
     rows = []
     for precision in arguments.precision:
-        kept: dict[str, int] = {}
+        found: dict[str, tuple[int, int]] = {}
+        passes = functools.partial(_passes, recipe, processes, precision, 1e6 * arguments.budget_mb, found)
         row = frame.measure(
-            [frame.Contender(mode, _passes(recipe, processes, mode, precision, kept), work=tokens) for mode in MODES],
+            [frame.Contender(mode, passes(mode), work=tokens) for mode in MODES],
             rounds=arguments.rounds,
             warmup=arguments.warmup,
             reference="none",
             seed=arguments.seed,
-            label=precision,
+            label=precision if arguments.clock == "wall" else f"{precision}, processor seconds",
             unit="tokens",
+            clock=options.CLOCKS[arguments.clock],
         )
         of_micro_batch = recipe.train.micro_batch * recipe.model.sequence_length
-        for mode, num_bytes in kept.items():
+        for mode, (kept, fits) in found.items():
+            none_kept, none_fits = found["none"]
             row.facts[mode] = {
-                "kept, MB": f"{num_bytes / 1e6:.1f}",
-                "kept, bytes per token": f"{num_bytes / of_micro_batch:,.0f}",
-                "of none's": f"{num_bytes / kept['none']:.1%}",
+                "kept, MB": f"{kept / 1e6:.1f}",
+                "kept, bytes per token": f"{kept / of_micro_batch:,.0f}",
+                "of none's": f"{kept / none_kept:.1%}",
+                f"largest micro batch in {arguments.budget_mb:g} MB": f"{fits}",
+                "times none's": f"{fits / none_fits:.2f}" if none_fits else "",
             }
         rows.append(row)
     return rows
 
 
-def _passes(recipe: Recipe, processes, mode: str, precision: str, kept: dict[str, int]) -> Callable:
+def _passes(
+    recipe: Recipe, processes, precision: str, budget: float, found: dict[str, tuple[int, int]], mode: str
+) -> Callable:
+    """Return the setup of a contender, which adds its bytes kept and its largest micro batch to ``found``."""
     from pretrain.engine import Engine
 
     recipe = replace(
@@ -100,7 +176,7 @@ def _passes(recipe: Recipe, processes, mode: str, precision: str, kept: dict[str
     def setup():
         engine = Engine(recipe, processes)
         samples = Tokens(recipe)
-        kept[mode] = kept_bytes(engine, samples)
+        found[mode] = kept_bytes(engine, samples), largest(functools.partial(peak_bytes, engine, samples), budget)
 
         def run() -> None:
             engine.backward(0, samples)
@@ -122,3 +198,17 @@ def kept_bytes(engine, samples) -> int:
     for hook in hooks:
         hook.remove()
     return counter.bytes
+
+
+def peak_bytes(engine, samples, micro_batch: int) -> int:
+    """Return the most bytes that autograd holds at once, in the passes of one micro batch of this size per rank."""
+    recipe = engine.recipe
+    count = micro_batch * engine.data_group.size()
+    engine.recipe = replace(recipe, train=replace(recipe.train, micro_batch=micro_batch, global_batch=count))
+    held = Held(engine.gpt)
+    try:
+        with held:
+            engine.accumulate(samples, 0, count, 0)
+    finally:
+        engine.recipe = recipe
+    return held.peak

@@ -29,6 +29,7 @@ OURS_ON_CUDA = {
 }
 ALL_OURS = (*(name for name in OURS_ON_CUDA if name not in OURS), *OURS)
 BRUTE_FORCE = "brute force"
+TOKEN_LOOP = "token loop"
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,15 @@ class Layer:
         build: the layer of a problem, a module from [T, D] to [T, D].
         needs: a package that is not installed everywhere.
         is_dropless: whether every assignment is computed. Others are shown, but do not count as peers.
-        is_quadratic: whether its time grows with the square of the number of experts: it gets fewer rounds, if any.
+        is_slow: whether its time grows with the square of the number of experts, or it calls an expert for every
+            assignment: it gets fewer rounds, if any.
         takes_choices: whether it uses the given choices of a problem that has them.
     """
 
     build: Callable[[Problem], nn.Module]
     needs: str | None = None
     is_dropless: bool = True
-    is_quadratic: bool = False
+    is_slow: bool = False
     takes_choices: bool = True
 
     def is_installed(self) -> bool:
@@ -97,7 +99,7 @@ class SortedGroups(_Stacks):
 
 
 class BruteForce(_Stacks):
-    """A mask for every expert over stacked weights: the layer that FastMoE's authors compare with."""
+    """A mask for every expert over stacked weights: the layer that FastMoE's benchmark compares with."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         expert_TK, weight_TK = self.router(x_TD)
@@ -108,6 +110,25 @@ class BruteForce(_Stacks):
             mine = expert_N == e
             out_ND[mine] = self.shape.act(rows_ND[mine] @ self.w_in[e].t()) @ self.w_out[e].t()
         return (out_ND.view(*expert_TK.shape, -1) * weight_TK.unsqueeze(-1)).sum(1)
+
+
+class TokenLoop(nn.Module):
+    """One call of an expert for every assignment, with a batch of one token: the reference in FastMoE's tests."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.act, self.router = problem.shape.act, Router(problem)
+        # A parameter per expert: an index into a stack would make a gradient of the whole stack for every token.
+        self.w_in = nn.ParameterList(w.clone() for w in problem.w_in_EPD)
+        self.w_out = nn.ParameterList(w.clone() for w in problem.w_out_EDH)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        expert_TK, weight_TK = self.router(x_TD)
+        out_T = []
+        for x_D, experts, weight_K in zip(x_TD, expert_TK.tolist(), weight_TK, strict=True):
+            out_K = [F.linear(self.act(F.linear(x_D, self.w_in[e])), self.w_out[e]) for e in experts]
+            out_T.append(weight_K @ torch.stack(out_K))
+        return torch.stack(out_T)
 
 
 class SortedSlices(_Stacks):
@@ -159,12 +180,13 @@ def layers() -> dict[str, Layer]:
     return {
         **{name: Layer(functools.partial(ours, backend=name.removeprefix("fmoe "))) for name in OURS},
         "HF grouped_mm": Layer(peers.hugging_face("grouped_mm"), "transformers"),
-        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_quadratic=True),
+        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_slow=True),
         "megatron-core SequentialMLP": Layer(peers.megatron, "megatron"),
         "Tutel dropless": Layer(peers.tutel, "tutel", takes_choices=False),
         "DeepSpeed, capacity 1": Layer(peers.deepspeed, "deepspeed", is_dropless=False, takes_choices=False),
         "sorted slices": Layer(SortedSlices),
-        BRUTE_FORCE: Layer(BruteForce, is_quadratic=True),
+        BRUTE_FORCE: Layer(BruteForce, is_slow=True),
+        TOKEN_LOOP: Layer(TokenLoop, is_slow=True),
     }
 
 
@@ -178,7 +200,7 @@ def layers_on_cuda() -> dict[str, Layer]:
             for name, (backend, gemm, needs) in OURS_ON_CUDA.items()
         },
         "HF grouped_mm": Layer(peers.hugging_face("grouped_mm"), "transformers"),
-        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_quadratic=True),
+        "HF eager": Layer(peers.hugging_face("eager"), "transformers", is_slow=True),
         "megatron-core SequentialMLP": Layer(peers.megatron, "megatron"),
         "ScatterMoE": Layer(peers.scattermoe, "scattermoe"),
         "SonicMoE": Layer(peers.sonicmoe, "sonicmoe", takes_choices=False),

@@ -65,6 +65,9 @@ SHAPES = {
         Shape("mixtral", 8192, 4096, 14336, 8, 2, gated=True),
         Shape("qwen3", 16384, 2048, 768, 128, 8, gated=True),
         Shape("switch", 8192, 1024, 4096, 64, 1),
+        # The defaults of FastMoE's own benchmark of its layer, and half of each size but the number of experts.
+        Shape("fastmoe", 4096, 1024, 4096, 64, 2),
+        Shape("fastmoe-half", 2048, 512, 2048, 64, 2),
         Shape("tiny", 64, 32, 48, 4, 2),  # to rehearse
     )
 }

@@ -1,7 +1,7 @@
 """Rows of the benchmark: all contenders at one shape, precision, pass and number of threads.
 
-Contenders whose time grows with the square of the number of experts are measured separately, with only the limit and
-ours, in few rounds, and are left out if a step takes long.
+Contenders whose time grows with the square of the number of experts, or that call an expert for every assignment, are
+measured separately, with only the limit and ours, in few rounds, and are left out if a step takes long.
 """
 
 import functools
@@ -106,6 +106,8 @@ class Row:
                 "of the limit over E": _shown(speedup(measured, name, limits.SPLIT)),
                 "over the best dropless peer": _shown(speedup(measured, name, self.best_peer)),
             }
+            if measured is self.slow:
+                facts[name]["ours over it"] = _shown(speedup(measured, self.ours, name)) if self.ours else ""
             if name in self.saved:
                 total = self.saved[name].total
                 facts[name] |= {"saved, MB": f"{total / 1e6:.2f}", "saved / (T K P)": f"{total / unit:.3f}"}
@@ -138,6 +140,7 @@ class Settings:
         seconds: approximate upper bound on the time of a row's rounds.
         patience: seconds of a step beyond which a slow contender is left out.
         without: contenders to leave out.
+        only: the contenders to measure; None for all.
         device: device that runs the contenders, and measures peak memory if requested.
     """
 
@@ -147,6 +150,7 @@ class Settings:
     seconds: float = 60.0
     patience: float = 15.0
     without: Sequence[str] = ()
+    only: Sequence[str] | None = None
     device: Cpu | Cuda = field(default_factory=Cpu)
     layers: Mapping[str, Layer] | None = None
 
@@ -163,7 +167,7 @@ def measure(point: Point, settings: Settings) -> Row:
     for name, layer in settings.layers.items():
         reason = _reason(name, layer, point, settings)
         if reason is None:
-            (slow if layer.is_quadratic else quick)[name] = layer
+            (slow if layer.is_slow else quick)[name] = layer
         elif reason:
             left_out.append(reason)
     timed = _measure(point, settings, quick, {limits.DENSE: limits.dense, limits.SPLIT: limits.split}, settings.rounds)
@@ -189,13 +193,13 @@ def measure(point: Point, settings: Settings) -> Row:
 
 def _reason(name: str, layer: Layer, point: Point, settings: Settings) -> str | None:
     """Return why a contender is left out; "" if that needs no line, None if it is measured."""
-    if name in settings.without:
+    if name in settings.without or (settings.only and name not in settings.only):
         return ""
     if not layer.is_installed():
         return f"{name} is left out: {layer.needs} is not installed"
     if point.problem.skew is not None and not layer.takes_choices:
         return f"{name} is left out where choices are given: it cannot use given choices"
-    if not layer.is_quadratic:
+    if not layer.is_slow:
         return None
     slow = _too_slow(layer, point, settings.patience)
     return None if slow is None else f"{point.label}: {name} is left out: {slow}"

@@ -8,7 +8,6 @@ one process on a CPU, the blocks of experts are also timed by themselves, and th
 
 import argparse
 import os
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +18,12 @@ import torch
 import torch.distributed as dist
 
 from bench import frame, options, ranks, report
-from fmoe.errors import UserError
 from pretrain import process
 from pretrain.config import Recipe, load_recipe
 from pretrain.process import Processes
 
 # Keys of [parallel]. TP2 has sequence parallelism, without which megatron-core's layer refuses to train.
 SPLITS: dict[str, dict[str, int]] = {"1": {}, "EP2": {"expert": 2}, "TP2": {"tensor": 2}}
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _COLUMNS = (
     "Seconds in regions are medians over steps that were measured separately from the timed ones, forward and backward "
@@ -39,8 +36,7 @@ _COLUMNS = (
 
 def main(argv: Sequence[str]) -> None:
     arguments = _parser().parse_args(argv)
-    if arguments.clock == "cpu" and arguments.threads != 1:
-        raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
+    options.clock(arguments.clock, arguments.threads)  # raises if it is not for several threads
     recipes = {name: _recipe(name, "1") for name in arguments.recipe}  # raises UserError before anything is measured
     rows, notes = [], []
     for name in recipes:
@@ -71,12 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="threads of each process; by default the cores divided by the processes",
     )
     parser.add_argument("--looks", type=int, default=4, help="steps of each contender whose time is split into regions")
-    parser.add_argument(
-        "--clock",
-        choices=list(CLOCKS),
-        default="wall",
-        help="cpu: processor seconds, for machines shared with other jobs",
-    )
+    options.add_clock(parser)
     return parser
 
 
@@ -126,6 +117,7 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
 
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // processes.world_size)
     torch.set_num_threads(threads)
+    clock = options.CLOCKS[arguments.clock]
     recipe = _recipe(name, split, arguments.layers)
     init_parallel(recipe, processes)
     rows, goals = [], []
@@ -133,13 +125,13 @@ def _measure_split(name: str, split: str, processes: Processes, arguments) -> di
         label = f"{name}, {split}, {precision}, {processes.world_size} x {threads} threads"
         of_row = replace(recipe, train=replace(recipe.train, precision=precision))
         contenders = Contenders(of_row, processes)
-        timed = measure.steps(contenders, label, arguments, CLOCKS[arguments.clock])
+        timed = measure.steps(contenders, label, arguments, clock)
         contenders.names = [name for name in contenders.names if name in timed.seconds]  # the others have failed
         if processes.world_size > 1 or processes.device.type != "cpu":
             rows.append(timed)
         else:
-            looked = measure.regions(contenders, arguments, CLOCKS[arguments.clock])
-            alone = measure.blocks_alone(contenders, f"{label}, blocks alone", arguments, CLOCKS[arguments.clock])
+            looked = measure.regions(contenders, arguments, clock)
+            alone = measure.blocks_alone(contenders, f"{label}, blocks alone", arguments, clock)
             rows += [replace(timed, facts=measure.facts(looked)), alone]
             goals += [str(comparison.goal()) for comparison in measure.comparisons(timed, alone, looked)]
         if processes.is_main:

@@ -158,7 +158,7 @@ def tiny(monkeypatch):
     known = {
         "fmoe torch": Layer(contenders.ours),
         "sorted slices": Layer(contenders.SortedSlices),
-        contenders.BRUTE_FORCE: Layer(contenders.BruteForce, is_quadratic=True),
+        contenders.BRUTE_FORCE: Layer(contenders.BruteForce, is_slow=True),
         "absent": Layer(contenders.BruteForce, "no_such_package"),
         "deaf": Layer(contenders.SortedSlices, takes_choices=False),
         "drops": Layer(lambda problem: torch.nn.Identity(), is_dropless=False),
@@ -193,6 +193,21 @@ def test_table_json_and_goals(tiny, tmp_path, capsys):
     assert not any("drops" in line for line in asked), "a peer that drops tokens"
 
 
+def test_over_a_naive_layer(tiny, tmp_path):
+    tiny[contenders.TOKEN_LOOP] = Layer(contenders.TokenLoop, is_slow=True)
+    chosen = ["--only", "fmoe torch", contenders.TOKEN_LOOP, "--clock", "cpu", "--precision", "fp32"]
+    main.main(["--shapes", "A", *chosen, *COMMON, "--out", str(tmp_path)])
+    measured = json.loads((tmp_path / "layer.json").read_text())
+    timed, apart = measured["measurements"]
+    assert list(timed["seconds"]) == [limits.DENSE, limits.SPLIT, "fmoe torch"]
+    assert list(apart["seconds"]) == [limits.DENSE, "fmoe torch", contenders.TOKEN_LOOP]
+    over = apart["facts"][contenders.TOKEN_LOOP]["ours over it"]
+    pairs = zip(apart["seconds"][contenders.TOKEN_LOOP], apart["seconds"]["fmoe torch"], strict=True)
+    (first, second) = (slow / ours for slow, ours in pairs)
+    assert float(over.split()[0]) == pytest.approx((first * second) ** 0.5, rel=1e-2)
+    assert "* Times are processor seconds of one thread." in measured["notes"]
+
+
 def test_a_sweep(tiny, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ["--precision", "fp32", "--shapes", "S", *COMMON, "--out", str(tmp_path)]
@@ -217,6 +232,8 @@ def test_a_sweep(tiny, tmp_path):
         (["--threads", "0"], "--threads 0 must be at least 1"),
         (["--values", "2"], "--values needs --sweep"),
         (["--without", "fmoe torc"], "--without='fmoe torc' is not known; .*did you mean 'fmoe torch'"),
+        (["--only", "fmoe torc"], "--only='fmoe torc'"),
+        (["--clock", "cpu", "--threads", "2"], "--clock cpu .* --threads 1"),
         (["--sweep", "tokens", "--values", "2.5"], "--values 2.5 is not a positive whole number"),
         (["--sweep", "top_k", "--values", "9"], "--values 9: S .* more experts per token than experts"),
         (["--sweep", "skew", "--values", "0.5"], "--values 0.5 is not at least 1"),
@@ -237,7 +254,7 @@ def test_what_is_slow_is_left_out(tiny):
             time.sleep(0.01 * self.shape.num_experts)
             return out_TD
 
-    slow = Layer(Asleep, is_quadratic=True)
+    slow = Layer(Asleep, is_slow=True)
     point = rows.Point(Problem(GELU, torch.float32), "fp32", "forward", 1)
     left = rows._reason("slow", slow, point, rows.Settings(patience=0.05, layers={}))
     assert "slow is left out: a step takes at least 0." in left and "more than --patience 0.05" in left
