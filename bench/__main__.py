@@ -10,6 +10,7 @@ from fmoe.errors import EXIT_USAGE, UserError, known_names
 BENCHMARKS = {
     "allocator": "bench.allocator",
     "checkpoint": "bench.checkpoint",
+    "classes": "bench.classes",
     "context": "bench.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
