@@ -23,6 +23,7 @@ BENCHMARKS = {
     "recompute": "bench.recompute",
     "routers": "bench.routers",
     "step": "bench.step.main",
+    "zero": "bench.zero",
 }
 
 USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help for details)"
