@@ -14,6 +14,7 @@ BENCHMARKS = {
     "context": "bench.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
+    "gpipe": "bench.gpipe",
     "gpu": "bench.gpu",
     "large_batch": "bench.large_batch",
     "layer": "bench.layer.main",

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from bench import options, ranks, report
 from bench.samples import Tokens
 from bench.traffic import Traffic
-from fmoe.errors import UserError
 from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 
 HELD = ("weights", "gradients", "masters", "moments")
@@ -35,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="number of real steps")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative difference of losses that is allowed")
     arguments = parser.parse_args(argv)
-    for name in ("steps", "step_ranks"):
-        if getattr(arguments, name) < 1 + (name == "step_ranks"):
-            raise UserError(f"--{name.replace('_', '-')}={getattr(arguments, name)} is too small")
+    options.at_least(arguments, steps=1, step_ranks=2, ranks=1, classes=1, step_classes=1, width=8, step_width=8)
     plans = [
         _plan(arguments.classes, arguments.width, size, optimizer, precision)
         for optimizer in arguments.optimizers

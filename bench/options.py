@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from fmoe.errors import UserError
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -25,3 +27,14 @@ def bare_parser(name: str, description: str) -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown reports")
     return result
+
+
+def at_least(arguments: argparse.Namespace, **least: float) -> None:
+    """Raise UserError for an option, or an element of it, below its least value; keywords are options with their least
+    values.
+    """
+    for name, limit in least.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if not value >= limit:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {limit}")

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tolerance", type=float, default=0.02, help="relative deviation from a formula")
     arguments = parser.parse_args(argv)
+    options.at_least(arguments, ranks=2, width=64, layers=1)
     rows = []
     for size in arguments.ranks:
         rows += ranks.run(size, count_all, arguments.precision, arguments.width, arguments.layers)

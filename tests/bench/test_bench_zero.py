@@ -4,6 +4,7 @@ import pytest
 from forks import values
 
 from bench import zero
+from fmoe.errors import UserError
 
 
 @pytest.mark.parametrize(("formula", "value"), [("16", 16), ("16 / N", 4), ("6 + 12 / N", 9), ("4 + 12 / N", 7)])
@@ -19,6 +20,11 @@ def test_figures_must_be_those_of_the_formulas(changed, is_met):
     text, found = zero.table([row], tolerance=0.001)
     assert found and "| 8.00" in text and "12 x f" in text
     assert zero.table([row | changed], tolerance=0.001)[1] is is_met
+
+
+def test_one_rank_is_refused():
+    with pytest.raises(UserError, match="--ranks=1"):
+        zero.main(["--ranks", "2", "1"])
 
 
 @pytest.mark.slow
