@@ -23,6 +23,7 @@ BENCHMARKS = {
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
     "routers": "bench.routers",
+    "savers": "bench.savers",
     "step": "bench.step.main",
     "zero": "bench.zero",
 }
