@@ -10,10 +10,12 @@ from fmoe.errors import EXIT_USAGE, UserError, known_names
 BENCHMARKS = {
     "allocator": "bench.allocator",
     "checkpoint": "bench.checkpoint",
+    "classes": "bench.classes",
     "context": "bench.context",
     "convergence": "bench.convergence.main",
     "exchange": "bench.exchange",
     "fastermoe": "bench.fastermoe",
+    "gpipe": "bench.gpipe",
     "gpu": "bench.gpu",
     "headlines": "bench.headlines.main",
     "large_batch": "bench.large_batch",
@@ -23,8 +25,10 @@ BENCHMARKS = {
     "pipeline": "bench.pipeline",
     "recompute": "bench.recompute",
     "routers": "bench.routers",
+    "savers": "bench.savers",
     "scaling": "bench.scaling",
     "step": "bench.step.main",
+    "zero": "bench.zero",
 }
 
 USAGE = "usage: python -m bench NAME [options]      (python -m bench NAME --help for details)"

@@ -4,6 +4,9 @@ A small Mixture-of-Experts GPT on Python's standard library. Every run is one of
 a contender's options. Each contender's learning rate is swept at the first seed, starting from equally many rates in
 factors of 2. The sweep continues beyond an end as long as the best rate is there; the other seeds run at the best rate.
 
+At the end the mean gap of each contender of ``--gap-of`` to the base batch must be at most ``--gap``; otherwise the
+exit code is 1.
+
 The figures of finished runs are kept, so the same command resumes; an interrupted run starts again.
 """
 
@@ -76,8 +79,8 @@ CONTENDERS = (
 @dataclass(frozen=True)
 class Size:
     """Size of the study: steps of the base batch; seeds, the first of which is the sweep's; number of rates in a sweep,
-    and of rates that may be added beyond them; sequences of a validation; and the folder below the standard library
-    that is read.
+    and of rates that may be added beyond them; sequences of a validation; the folder below the standard library that is
+    read; and the gap to the base batch that is allowed, in nats per token.
     """
 
     steps: int = 6400
@@ -86,9 +89,10 @@ class Size:
     beyond: int = 4
     validation: int = 1024
     library: str = ""
+    gap: float = 0.25
 
 
-QUICK = Size(steps=64, seeds=(1, 2), rates=1, beyond=0, validation=128, library="importlib")
+QUICK = Size(steps=64, seeds=(1, 2), rates=1, beyond=0, validation=128, library="importlib", gap=math.inf)
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,22 @@ def tables(study: Study) -> str:
     return "\n".join([*report.table(cells), "", notes, "", *report.table(swept)]) + "\n"
 
 
+def verdicts(study: Study, names: Sequence[str], most: float) -> tuple[str, bool]:
+    """Return a line per contender that says whether its mean gap to the base batch is at most ``most``, and whether all
+    are; a gap is taken when all seeds have run.
+    """
+    titles = {contender.name: contender for contender in CONTENDERS}
+    small, lines, met = study.of_seeds(titles[SMALL]), [], []
+    for name in names:
+        of_seeds = study.of_seeds(titles[name])
+        is_complete = set(of_seeds) == set(small) == set(study.size.seeds)
+        gap = sweep.gap(of_seeds, small) if is_complete else None
+        met.append(gap is not None and gap[0] <= most)
+        shown = _with_spread(gap, "+") if is_complete else "seeds are missing"
+        lines.append(f"* {titles[name].title}: {shown}, {'met' if met[-1] else 'missed'}: at most +{most:g}\n")
+    return "".join(lines), all(met)
+
+
 def _shown(loss: float | None) -> str:
     return "diverged" if loss is None else f"{loss:.3f}"
 
@@ -301,11 +321,16 @@ def _with_spread(values: tuple[float, float] | None, sign: str = "") -> str:
     return "diverged" if values is None else f"{values[0]:{sign}.3f} ± {values[1]:.3f}"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     parser = options.bare_parser("large_batch", __doc__)
     parser.add_argument("--quick", action="store_true", help="run a small slice of the study, to test it")
     parser.add_argument("--report", action="store_true", help="run nothing; print the tables of the finished runs")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
+    names = [contender.name for contender in CONTENDERS if contender.name != SMALL]
+    parser.add_argument(
+        "--gap", type=float, default=None, help=f"most nats above the base batch; {Size.gap} unless --quick"
+    )
+    parser.add_argument("--gap-of", nargs="+", choices=names, default=["lamb", "adamw-linear"], help="must be within")
     arguments = parser.parse_args(argv)
     study = Study(arguments.out / "large_batch", QUICK if arguments.quick else Size(), arguments.threads)
     study.read()
@@ -313,6 +338,8 @@ def main(argv: Sequence[str]) -> None:
         study.run()
     elif not study.figures:
         raise UserError(f"no run has finished in {study.folder}")
-    text = tables(study)
+    verdict, is_met = verdicts(study, arguments.gap_of, study.size.gap if arguments.gap is None else arguments.gap)
+    text = f"{tables(study)}\n{verdict}"
     (arguments.out / "large_batch.md").write_text(text)
     print(text)
+    return 0 if is_met else 1

@@ -76,7 +76,7 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
                 of_row.check()
                 engine = Engine(of_row, processes)
                 engine.train_step(0, Tokens(of_row))  # before it, the optimizer has no state
-                of_row_bytes = {column: sum(map(_bytes, tensors)) for column, tensors in _tensors(engine).items()}
+                of_row_bytes = {column: sum(map(_bytes, tensors)) for column, tensors in tensors_of(engine).items()}
                 rows.append(
                     {
                         "optimizer": optimizer,
@@ -89,7 +89,8 @@ def _count_all(name: str, optimizers: Sequence[str], precisions: Sequence[str]) 
     return rows
 
 
-def _tensors(engine) -> dict[str, list[Tensor]]:
+def tensors_of(engine) -> dict[str, list[Tensor]]:
+    """Return the tensors of an engine that persist from step to step, by `COLUMNS`; those of the state after a step."""
     from megatron_patch.optimizer import optimizers, shards
 
     buffers = [buffer for chunk in engine.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -48,3 +48,14 @@ def clock(name: str, threads: int | None) -> Callable[[], float]:
     if name == "cpu" and threads != 1:
         raise UserError("--clock cpu adds up the threads' times: it needs --threads 1")
     return CLOCKS[name]
+
+
+def at_least(arguments: argparse.Namespace, **least: float) -> None:
+    """Raise UserError for an option, or an element of it, below its least value; keywords are options with their least
+    values.
+    """
+    for name, limit in least.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if not value >= limit:
+                raise UserError(f"--{name.replace('_', '-')}={value} must be at least {limit}")

@@ -69,6 +69,16 @@ def file_name(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
+def write_rows(values: Any, text: str, out_dir: Path, name: str) -> None:
+    """Write ``NAME.json`` with values and the machine, and ``NAME.md``, of a benchmark that times nothing; print the
+    latter.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / f"{name}.json").write_text(json.dumps({"machine": describe_machine(), "rows": values}, indent=1) + "\n")
+    (out_dir / f"{name}.md").write_text(text)
+    print(text)
+
+
 def read(path: Path) -> list[Measurement]:
     """Return the measurements of a JSON report."""
     return [Measurement.from_json(values) for values in json.loads(path.read_text())["measurements"]]

@@ -18,16 +18,22 @@ class Traffic:
 
     Attributes:
         sent: bytes that this rank sent to others. An all-to-all counts the parts for other ranks, an all-gather this
-            rank's part once per other rank, a reduce-scatter the other ranks' parts, an all-reduce both of these.
+            rank's part once per other rank, a reduce-scatter the other ranks' parts, an all-reduce both of these, a
+            broadcast the whole once per other rank, on its source.
+        sent_by: these bytes by kind of collective.
         collectives: number of collectives of each kind.
         reads: number of reads by the host of each kind.
     """
 
     def __init__(self):
-        self.sent = 0
+        self.sent_by: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self._modes = (_Reads(self.reads), _Collectives(self))
+
+    @property
+    def sent(self) -> int:
+        return self.sent_by.total()
 
     def __enter__(self) -> "Traffic":
         for mode in self._modes:
@@ -60,7 +66,7 @@ class _Collectives(TorchDispatchMode):
         if function.namespace == "c10d":
             name = function._schema.name.removeprefix("c10d::").strip("_")
             self._traffic.collectives[name] += 1
-            self._traffic.sent += _sent(name, args)
+            self._traffic.sent_by[name] += _sent(name, args)
         return function(*args, **(kwargs or {}))
 
 
@@ -71,10 +77,18 @@ def _sent(name: str, args: tuple) -> int:
         _, rows, _, _, splits = args[:5]
         keeps = splits[group.rank()] if splits else rows.shape[0] // size
         return (rows.shape[0] - keeps) * math.prod(rows.shape[1:]) * rows.element_size()
-    if name == "allgather_base":
-        return args[1].nbytes * (size - 1)
-    if name == "reduce_scatter_base":
-        return args[1].nbytes * (size - 1) // size
-    if name == "allreduce":
-        return 2 * sum(tensor.nbytes for tensor in args[0]) * (size - 1) // size
+    if name in ("allgather_base", "allgather_into_tensor_coalesced", "allgather"):
+        return _bytes(args[1]) * (size - 1)
+    if name in ("reduce_scatter_base", "reduce_scatter_tensor_coalesced"):
+        return _bytes(args[1]) * (size - 1) // size
+    if name in ("allreduce", "allreduce_coalesced"):
+        return 2 * _bytes(args[0]) * (size - 1) // size
+    if name == "broadcast":
+        return _bytes(args[0]) * (size - 1) * (args[2] == group.rank())
+    if name == "barrier":
+        return 0
     raise ValueError(f"c10d.{name} is not supported: the bytes that it sends are unknown")
+
+
+def _bytes(tensors: torch.Tensor | list[torch.Tensor]) -> int:
+    return sum(t.nbytes for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors))

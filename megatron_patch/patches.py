@@ -145,6 +145,26 @@ def _count_experts_by_their_group(init: Callable) -> Callable:
     return wrapped
 
 
+def _gather_once(step: Callable) -> Callable:
+    """Make distributed optimizers gather the parameters once in a step, after the last of them has stepped."""
+
+    @functools.wraps(step)
+    def wrapped(self):
+        parts = [part for part in self.chained_optimizers if getattr(part, "model_chunks", None)]
+        if self.config.overlap_param_gather_with_optimizer_step or any(p.ddp_config.use_megatron_fsdp for p in parts):
+            return step(self)
+        chunks = [part.model_chunks for part in parts]
+        try:
+            for part in parts[:-1]:
+                part.model_chunks = []
+            return step(self)
+        finally:
+            for part, own in zip(parts, chunks, strict=True):
+                part.model_chunks = own
+
+    return wrapped
+
+
 def _is_engine_installed(claimed: bool) -> bool:
     from megatron.core.extensions import transformer_engine
 
@@ -197,6 +217,13 @@ PATCHES = (
         loss_scale.settle_together,
         "fp16: each optimizer, and each replica of a parameter, updates the scale by its own overflows "
         "(optimizer.py:456)",
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer",
+        "step_with_ready_grads",
+        _gather_once,
+        "the optimizers of dense parameters and of experts each gather all parameters: twice the bytes "
+        "(distrib_optimizer.py:2618)",
     ),
     Patch(
         "megatron.core.transformer.multi_latent_attention",

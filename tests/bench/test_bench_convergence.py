@@ -98,7 +98,7 @@ def test_trains_all_once_and_compares_them(recipes, stand_in, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_stops_and_goes_on(recipes, stand_in, tmp_path, capsys, number):
-    began = stand_in(seconds=0.2)
+    began = stand_in(seconds=1.0)
     folder = tmp_path / "runs"
     jobs = study.plan(recipes, [1], folder)
 

@@ -104,6 +104,21 @@ def test_tables_of_a_study(study):
     assert "**0.16: 2.260**, 0.32: 2.360" in swept[-1] and swept[-1].startswith("| LAMB")
 
 
+@pytest.mark.parametrize(("most", "is_met"), [(0.26, True), (0.24, False)])
+def test_the_gap_is_checked(study, most, is_met):
+    text, found = large_batch.verdicts(study, ["lamb", "adamw-linear"], most)
+    assert found is is_met
+    assert text.count("+0.250 ± 0.000") == 2
+    assert text.count("missed") == 2 * (not is_met)
+
+
+def test_a_gap_without_all_seeds_is_missed(study):
+    study.figures = [f for f in study.figures if (f.contender, f.seed) != ("lamb", 3)]
+    text, is_met = large_batch.verdicts(study, ["lamb", "lars"], 9.0)
+    assert not is_met
+    assert [line.split(": ")[1] for line in text.splitlines()] == ["seeds are missing, missed", "+0.250 ± 0.000, met"]
+
+
 def test_a_table_says_what_diverged_and_what_lies_at_an_end(tmp_path):
     study = Study(tmp_path, Size(rates=2, beyond=0, seeds=(1,)), threads=1)
     for contender, rate, seed in study._missing():
@@ -147,7 +162,7 @@ def test_a_small_slice_for_real(tmp_path, capsys):
     values = json.loads(lost.read_text())
     values["recipe"]["optimizer"]["beta2"] = 0.5
     lost.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="is of another recipe or size of study"):
+    with pytest.raises(UserError, match="another recipe or size of study"):
         large_batch.main(shown)
 
 

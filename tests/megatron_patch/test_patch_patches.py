@@ -51,3 +51,29 @@ def test_a_name_that_has_moved_is_told_before_anything_changes(forks, index):
     message, is_untouched = only(forks.run(1, moved, index))
     assert message is not None and is_untouched
     assert f"megatron-core {version('megatron-core')} " in message and "which megatron_patch replaces" in message
+
+
+def gathers():
+    """The chunks of each optimizer during a step of both, which fails, and after it."""
+    from types import SimpleNamespace
+
+    from megatron_patch import patches
+
+    config = SimpleNamespace(overlap_param_gather_with_optimizer_step=False)
+    parts = [SimpleNamespace(model_chunks=[1, 2], ddp_config=SimpleNamespace(use_megatron_fsdp=False)) for _ in "ab"]
+    chained = SimpleNamespace(chained_optimizers=[*parts, SimpleNamespace()], config=config)
+    seen = []
+
+    def step(self):
+        seen.append([part.model_chunks for part in self.chained_optimizers[:2]])
+        raise KeyError
+
+    try:
+        patches._gather_once(step)(chained)
+    except KeyError:
+        seen.append([part.model_chunks for part in parts])
+    return seen
+
+
+def test_the_last_optimizer_alone_gathers_parameters(forks):
+    assert only(forks.run(1, gathers)) == [[[], [1, 2]], [[1, 2], [1, 2]]]

@@ -1,0 +1,131 @@
+"""``python -m bench classes``: memory and loss of an output layer with millions of classes, split over ranks.
+
+The plan counts what each rank of a GPT with one layer holds, on the meta device, as ``fmoe train --dry-run`` does. Its
+tied embedding, whose rows are the classes, is nearly the whole model. The steps are real: the same model with fewer
+classes and a smaller width on one rank and on ``--step-ranks``, from the same weights and tokens. Their losses must
+agree within ``--tolerance``, and the bytes that a rank holds must be those of the plan; otherwise the exit code is 1.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from bench import options, ranks, report
+from bench.samples import Tokens
+from bench.traffic import Traffic
+from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+
+HELD = ("weights", "gradients", "masters", "moments")
+GIB = 2**30
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = options.bare_parser("classes", __doc__)
+    parser.add_argument("--classes", type=int, default=50_000_000, help="classes of the plan")
+    parser.add_argument("--width", type=int, default=512, help="width of the plan's embedding")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64], help="tensor parallel sizes to plan")
+    parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["sgd", "adamw"])
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--step-classes", type=int, default=1_000_000, help="classes of the real steps")
+    parser.add_argument("--step-width", type=int, default=32, help="width of the real steps' model")
+    parser.add_argument("--step-ranks", type=int, default=2, help="tensor parallel size of the real steps")
+    parser.add_argument("--steps", type=int, default=3, help="number of real steps")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative difference of losses that is allowed")
+    arguments = parser.parse_args(argv)
+    options.at_least(arguments, steps=1, step_ranks=2, ranks=1, classes=1, step_classes=1, width=8, step_width=8)
+    plans = [
+        _plan(arguments.classes, arguments.width, size, optimizer, precision)
+        for optimizer in arguments.optimizers
+        for precision in arguments.precision
+        for size in arguments.ranks
+    ]
+    runs = []
+    for size in (1, arguments.step_ranks):
+        found = ranks.run(size, steps, arguments.step_classes, arguments.step_width, size, arguments.steps)
+        plan = _plan(arguments.step_classes, arguments.step_width, size, "adamw", "fp32")
+        runs.append(found | {"planned": plan["total"]})
+    text, is_met = _text(plans, runs, arguments.tolerance)
+    report.write_rows({"plans": plans, "steps": runs}, text, arguments.out, "classes")
+    return 0 if is_met else 1
+
+
+def recipe_of(classes: int, width: int, size: int, optimizer: str = "adamw", precision: str = "fp32") -> Recipe:
+    """Return a dense GPT of one layer with ``classes`` tokens, whose rows ``size`` tensor parallel ranks divide."""
+    recipe = Recipe(
+        model=ModelConfig(
+            num_layers=1,
+            hidden_size=width,
+            num_heads=width // 8,  # 64 of width 512: as many ranks can split them
+            ffn_hidden_size=width,
+            sequence_length=64,
+            vocab_size=classes,
+            num_experts=0,
+        ),
+        parallel=ParallelConfig(tensor=size),
+        optimizer=OptimizerConfig(name=optimizer, lr=1e-2),
+        train=TrainConfig(micro_batch=1, global_batch=1, precision=precision),
+    )
+    recipe.check()
+    return recipe
+
+
+def _plan(classes: int, width: int, size: int, optimizer: str, precision: str) -> dict:
+    recipe = recipe_of(classes, width, size, optimizer, precision)
+    from pretrain.dryrun import make_plan  # megatron-core, after the checks
+
+    held = make_plan(recipe).largest.holding
+    row = {"classes": classes, "width": width, "ranks": size, "optimizer": optimizer, "precision": precision}
+    return row | {name: getattr(held, name) for name in (*HELD, "total")} | {"logits": 4 * 1000 * classes // size}
+
+
+def steps(classes: int, width: int, size: int, count: int) -> dict:
+    """Make ``count`` steps on this rank of ``size``; return the losses, the bytes it holds, and the bytes it sent in
+    the last step.
+    """
+    from bench.memory import tensors_of
+    from megatron_patch import cpu
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.process import Processes
+
+    cpu.install()
+    warnings.filterwarnings("ignore", module="megatron")
+    recipe = recipe_of(classes, width, size)
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    init_parallel(recipe, processes)
+    engine, tokens, losses = Engine(recipe, processes), Tokens(recipe), []
+    for _ in range(count):
+        with Traffic() as traffic:
+            losses.append(engine.train_step(0, tokens).loss)  # the same tokens: their loss falls
+    # The plan leaves out AdamW's counters of steps, one number per tensor.
+    held = sum(tensor.nbytes for of_kind in tensors_of(engine).values() for tensor in of_kind if tensor.dim())
+    return {"classes": classes, "width": width, "ranks": size, "losses": losses, "held": held, "sent": traffic.sent}
+
+
+def _text(plans: list[dict], runs: list[dict], tolerance: float) -> tuple[str, bool]:
+    cells = [["ranks", "optimizer", "precision", *HELD, "total per rank, GiB", "fp32 logits of 1,000 tokens, GiB"]]
+    for plan in plans:
+        sizes = [f"{plan[name] / GIB:.2f}" for name in (*HELD, "total", "logits")]
+        cells.append([str(plan["ranks"]), plan["optimizer"], plan["precision"], *sizes])
+    one, many = runs
+    pairs = zip(one["losses"], many["losses"], strict=True)
+    gap = max(abs(a - b) / abs(a) for a, b in pairs)
+    exact = all(run["held"] == run["planned"] for run in runs)
+    ran = [["ranks", "loss by step", "bytes per rank", "of the plan", "MB sent in a step"]]
+    for run in runs:
+        losses = ", ".join(f"{loss:.6f}" for loss in run["losses"])
+        ran.append([str(run["ranks"]), losses, f"{run['held']:,}", f"{run['planned']:,}", f"{run['sent'] / 1e6:.4f}"])
+    lines = [
+        f"{plans[0]['classes']:,} classes of width {plans[0]['width']}, planned, GiB of the largest rank:",
+        "",
+        *report.table(cells),
+        "",
+        f"Real steps with {one['classes']:,} classes of width {one['width']}, AdamW, fp32, 64 tokens:",
+        "",
+        *report.table(ran),
+        "",
+        f"largest relative difference of the losses: {gap:.1e} ({'met' if gap <= tolerance else 'missed'}: at most "
+        f"{tolerance:g}); bytes are those of the plan: {'met' if exact else 'missed'}",
+    ]
+    return "\n".join(lines) + "\n", gap <= tolerance and exact

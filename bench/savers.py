@@ -1,0 +1,245 @@
+"""``python -m bench savers``: loss against bytes sent, for communication hooks and local SGD on data parallel ranks.
+
+Two ranks train a small byte-level GPT with experts, which they share, on Python's standard library. Only the dense part
+is compressed or averaged: an expert's gradient is complete on its rank. Hooks are torch's (fp16, PowerSGD, post-local
+SGD) and `bench.dgc`. Every contender has the same weights, batches, SGD with momentum and learning rates, none of which
+is tuned for it. In the warm-up, local SGD sends all gradients, PowerSGD too, and DGC a falling share.
+
+Geo-SGD (PaddlePaddle's) sends the change of the parameters since the last exchange. There, trainers send it to a
+parameter server when they please; here all ranks average their changes at the same step, which gives LocalSGD's
+parameters, up to rounding.
+"""
+
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench import options, ranks, report, sweep
+from bench.dgc import DGCState, dgc_hook
+from bench.small_lm import SmallLM, loss_of
+from bench.traffic import Traffic
+from fmoe import parallel
+
+REFERENCE = "all-reduce"
+LENGTH = 64
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = options.bare_parser("savers", __doc__)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of weights and batches")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--warmup", type=int, default=40, help="steps of the warm-up of the rate and of each contender")
+    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes per rank and step")
+    parser.add_argument("--width", type=int, default=64, help="width of the model, a multiple of 4")
+    parser.add_argument("--density", type=float, default=0.001, help="share of a gradient's elements that DGC sends")
+    parser.add_argument("--rank", type=int, default=2, help="rank of PowerSGD's matrices")
+    parser.add_argument("--period", type=int, default=8, help="steps between averages of local and Geo-SGD")
+    arguments = parser.parse_args(argv)
+    options.at_least(
+        arguments, steps=arguments.warmup + 1, warmup=1, batch=1, width=4, density=1e-6, rank=1, period=1, lr=0, seeds=0
+    )
+    rows = ranks.run(2, train_all, arguments)
+    report.write_rows(rows, table(rows, arguments), arguments.out, "savers")
+
+
+def train_all(arguments) -> list[dict]:
+    """Train every contender from every seed; return on every rank a row for each."""
+    warnings.filterwarnings("ignore", module="torch")
+    library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    corpus = np.frombuffer(b"".join(path.read_bytes() for path in library), dtype=np.uint8)
+    groups = parallel.init(ep=dist.get_world_size(), device_type="cpu")
+    return [
+        {"contender": name, "seed": seed} | train(name, seed, corpus, groups, arguments)
+        for seed in arguments.seeds
+        for name in arguments.contenders
+    ]
+
+
+def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGroups, arguments) -> dict:
+    """Train one contender; return its validation loss, the bytes it sent, and the seconds of a step at the end."""
+    torch.manual_seed(seed)
+    held_out = len(corpus) // 20
+    model = parallel.DistributedDataParallel(SmallLM(groups, width=arguments.width, length=LENGTH), groups)
+    step_of = CONTENDERS[name](model, groups, arguments)
+    seconds = []
+
+    def step(number: int) -> None:
+        tokens = _batch(corpus[:-held_out], (seed, number, dist.get_rank()), arguments.batch)
+        begin = time.perf_counter()
+        model.zero_grad()
+        loss_of(model, tokens).backward()
+        step_of(arguments.lr * min(1.0, (number + 1) / arguments.warmup))
+        seconds.append(time.perf_counter() - begin)
+
+    with Traffic() as warmup:
+        for number in range(arguments.warmup):
+            step(number)
+    with Traffic() as traffic:
+        for number in range(arguments.warmup, arguments.steps):
+            step(number)
+    result = {"loss": _validate(model, corpus[-held_out:]), "exchanged": traffic.sent_by["alltoall_base"]}
+    for key, part in (("warmup", warmup), ("sent", traffic)):
+        result[key] = part.sent - part.sent_by["alltoall_base"]
+    seconds.clear()
+    for number in range(arguments.steps, arguments.steps + 2 * arguments.period):  # without the counter
+        step(number)
+    dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
+    return result | {"seconds": median(seconds), "dense": dense}
+
+
+def _batch(corpus: np.ndarray, seed: tuple[int, ...] | int, count: int) -> Tensor:
+    starts = np.random.default_rng(seed).integers(0, len(corpus) - LENGTH - 1, count)
+    return torch.from_numpy(np.stack([corpus[start : start + LENGTH + 1] for start in starts]).astype(np.int64))
+
+
+@torch.no_grad()
+def _validate(model: nn.Module, corpus: np.ndarray) -> float:
+    """Return the mean loss over the ranks, each with its own dense parameters, which average at the end."""
+    dense = [p for n, p in model.named_parameters() if ".experts." not in n]
+    own = [p.clone() for p in dense]
+    for parameter in dense:
+        dist.all_reduce(parameter)
+        parameter.div_(dist.get_world_size())
+    loss = sum(loss_of(model, _batch(corpus, (n, dist.get_rank()), 64)) for n in range(4)) / 4
+    dist.all_reduce(loss)
+    for parameter, value in zip(dense, own, strict=True):
+        parameter.copy_(value)
+    return loss.item() / dist.get_world_size()
+
+
+def _sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+def _stepping(optimizer) -> Callable[[float], None]:
+    def step(rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+    return step
+
+
+def _hooked(name: str) -> Callable[..., Callable[[float], None]]:
+    def build(model, groups, arguments):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        model.register_comm_hook(groups.data_group, getattr(default_hooks, name))
+        return _stepping(_sgd(model))
+
+    return build
+
+
+def _power(model, groups, arguments):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(
+        groups.data_group, matrix_approximation_rank=arguments.rank, start_powerSGD_iter=max(2, arguments.warmup)
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _stepping(_sgd(model))
+
+
+def _dgc(model, groups, arguments):
+    state = DGCState(groups.data_group, density=arguments.density, warmup=arguments.warmup)
+    model.register_comm_hook(state, dgc_hook)
+    experts = [p for n, p in model.named_parameters() if ".experts." in n]
+    dense = [p for n, p in model.named_parameters() if ".experts." not in n]
+    # The hook has the momentum of the dense part.
+    return _stepping(torch.optim.SGD([{"params": dense}, {"params": experts, "momentum": 0.9}], lr=0.1))
+
+
+def _local(make: Callable[..., object]) -> Callable[..., Callable[[float], None]]:
+    def build(model, groups, arguments):
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        alone, _ = dist.new_subgroups(1)  # a local step sends nothing
+        state = post_localSGD_hook.PostLocalSGDState(groups.data_group, alone, start_localSGD_iter=arguments.warmup)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = make(arguments.period, arguments.warmup, groups.data_group)
+        return _stepping(PostLocalSGDOptimizer(_sgd(model), parallel.DenseAverager(averager)))
+
+    return build
+
+
+def _parameter_averager(period: int, warmup: int, group: dist.ProcessGroup):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    return PeriodicModelAverager(period, warmup, group)
+
+
+class DeltaAverager:
+    """Synchronous Geo-SGD: like torch's ``PeriodicModelAverager``, but averages the changes since the last average."""
+
+    def __init__(self, period: int, warmup: int, group: dist.ProcessGroup):
+        self.period, self.warmup, self.group, self.step = period, warmup, group, 0
+        self.base: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def average_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters, step = list(parameters), self.step
+        self.step += 1
+        if step >= self.warmup and (step - self.warmup) % self.period == 0:
+            change = torch.cat([(p - self.base[p]).flatten() for p in parameters])
+            dist.all_reduce(change, group=self.group)
+            change.div_(self.group.size())
+            for p, delta in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
+                p.copy_(self.base[p]).add_(delta.view_as(p))
+        if step < self.warmup or (step - self.warmup) % self.period == 0:
+            self.base = {p: p.clone() for p in parameters}
+
+
+CONTENDERS: dict[str, Callable[..., Callable[[float], None]]] = {
+    REFERENCE: _hooked("allreduce_hook"),
+    "fp16": _hooked("fp16_compress_hook"),
+    "powersgd": _power,
+    "dgc": _dgc,
+    "localsgd": _local(_parameter_averager),
+    "geosgd": _local(DeltaAverager),
+}
+
+
+def table(rows: Sequence[dict], arguments) -> str:
+    """Return Markdown: losses, and bytes by what they are for, per step."""
+    header = ["contender", "validation loss", "over all-reduce", "MB", "MB per step", "saved", "exchange, MB per step"]
+    cells = [[*header, "ms per step"]]
+    of = {name: {row["seed"]: row for row in rows if row["contender"] == name} for name in arguments.contenders}
+    for name, found in of.items():
+        losses = {seed: row["loss"] for seed, row in found.items()}
+        base = {seed: row["loss"] for seed, row in of.get(REFERENCE, {}).items()}
+        gap = sweep.gap(losses, base) if name != REFERENCE else None
+        steps = arguments.steps - arguments.warmup
+        sent = median(row["sent"] for row in found.values()) / steps
+        dense = 4 * next(iter(found.values()))["dense"]  # of two ranks: what an all-reduce of float32 sends
+        cells.append(
+            [
+                name,
+                _shown(sweep.mean_and_spread(list(losses.values()))),
+                "" if gap is None else _shown(gap, "+"),
+                f"{median(row['warmup'] + row['sent'] for row in found.values()) / 1e6:.2f}",
+                f"{sent / 1e6:.4f}",
+                f"{dense / sent:.1f} x",
+                f"{median(row['exchanged'] for row in found.values()) / steps / 1e6:.3f}",
+                f"{1e3 * median(row['seconds'] for row in found.values()):.1f}",
+            ]
+        )
+    title = (
+        f"{arguments.steps} steps on 2 ranks, {len(arguments.seeds)} seeds; bytes that a rank sends "
+        f"of the dense part ({dense // 4:,} parameters), in all and per step after the warm-up of {arguments.warmup}:"
+    )
+    return "\n".join([title, "", *report.table(cells)]) + "\n"
+
+
+def _shown(values: tuple[float, float] | None, sign: str = "") -> str:
+    return "diverged" if values is None else f"{values[0]:{sign}.4f} ± {values[1]:.4f}"

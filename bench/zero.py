@@ -1,0 +1,190 @@
+"""``python -m bench zero``: bytes that a rank holds and sends by stage of ZeRO (arXiv 1910.02054), against formulas.
+
+Data parallel ranks train a small GPT with experts. Without ZeRO, and at stage 1, it is the trainer's, with
+``optimizer.distributed`` off and on. Stages 2 and 3 are `fmoe.parallel.fully_shard` (torch's FSDP2) on a model of plain
+torch: with ``reshard_after_forward=False`` weights are gathered once in a step, with ``True`` twice. All figures are in
+bytes per parameter on rank 0, after AdamW's first step; the bytes sent are those of the second step, as a ring sends
+them. The exit code is 1 if a figure is further than ``--tolerance`` from its formula, N being the number of ranks and
+f = (N - 1) / N.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench import options, ranks, report
+from bench.samples import Tokens
+from bench.traffic import Traffic
+
+STAGES = {0: "none", 1: "1: optimizer.distributed", 2: "2: fully_shard, kept", 3: "3: fully_shard, resharded"}
+# Bytes per parameter: held from step to step, gathered beside that in a step (None: block by block), and sent / f.
+# Gradients are float32 in both precisions, which adds 2 to the 16 bytes of the paper.
+FORMULAS = {
+    ("fp32", 0): ("16", "0", "8"),
+    ("fp32", 1): ("8 + 8 / N", "0", "8"),
+    ("fp32", 2): ("16 / N", "4", "8"),
+    ("fp32", 3): ("16 / N", None, "12"),
+    ("bf16", 0): ("18", "0", "8"),
+    ("bf16", 1): ("6 + 12 / N", "0", "6"),
+    ("bf16", 2): ("16 / N", "2", "6"),
+    ("bf16", 3): ("16 / N", None, "8"),
+}
+# Of the paper, figure 1 and section 7: bytes held with 16-bit weights and gradients, and elements sent per parameter.
+PAPER = {0: ("16", "2"), 1: ("4 + 12 / N", "2"), 2: ("2 + 14 / N", "2"), 3: ("16 / N", "3")}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = options.bare_parser("zero", __doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of data parallel ranks")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--width", type=int, default=128, help="width of the models, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tolerance", type=float, default=0.02, help="relative deviation from a formula")
+    arguments = parser.parse_args(argv)
+    options.at_least(arguments, ranks=2, width=64, layers=1)
+    rows = []
+    for size in arguments.ranks:
+        rows += ranks.run(size, count_all, arguments.precision, arguments.width, arguments.layers)
+    text, is_met = table(rows, arguments.tolerance)
+    report.write_rows(rows, text, arguments.out, "zero")
+    return 0 if is_met else 1
+
+
+def count_all(precisions: Sequence[str], width: int, layers: int) -> list[dict]:
+    """Return a row for each precision and stage, on every rank."""
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
+    count = {0: _engine, 1: _engine, 2: _sharded, 3: _sharded}
+    rows = []
+    for precision in precisions:
+        for stage in STAGES:
+            found = count[stage](stage, precision, width, layers)
+            rows.append({"ranks": dist.get_world_size(), "precision": precision, "stage": stage} | found)
+    return rows
+
+
+def _engine(stage: int, precision: str, width: int, layers: int) -> dict:
+    """Count the trainer's engine, with its optimizer whole or sharded."""
+    from bench.memory import tensors_of
+    from megatron_patch import cpu
+    from pretrain.config import ModelConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+    from pretrain.engine import Engine, init_parallel
+    from pretrain.engine.engine import stop_parallel
+    from pretrain.process import Processes
+
+    cpu.install()
+    size = dist.get_world_size()
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=4,
+        ffn_hidden_size=2 * width,
+        sequence_length=32,
+        vocab_size=256,
+        num_experts=4,
+        top_k=2,
+        gate="naive",
+    )
+    recipe = Recipe(
+        model=model,
+        parallel=ParallelConfig(data=size),
+        optimizer=OptimizerConfig(distributed=stage == 1),
+        train=TrainConfig(micro_batch=1, global_batch=size, precision=precision),
+    )
+    recipe.check()
+    processes = Processes(dist.get_rank(), size, torch.device("cpu"))
+    init_parallel(recipe, processes)
+    engine, samples = Engine(recipe, processes), Tokens(recipe)
+    engine.train_step(0, samples)
+    with Traffic() as traffic:
+        engine.train_step(1, samples)
+    held = _bytes([tensor for of_kind in tensors_of(engine).values() for tensor in of_kind])
+    count = sum(p.numel() for p in engine.gpt.parameters())
+    stop_parallel()
+    return {"parameters": count, "held": held, "gathered": 0, "sent": traffic.sent}
+
+
+def _sharded(stage: int, precision: str, width: int, layers: int) -> dict:
+    """Count a plain model under `fmoe.parallel.fully_shard`."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from bench.small_lm import SmallLM, loss_of
+    from fmoe import parallel
+
+    groups = parallel.init(device_type="cpu")
+    torch.manual_seed(0)
+    model = SmallLM(groups, width=width, layers=layers, length=32)
+    count = sum(p.numel() for p in model.parameters())
+    keywords = {"reshard_after_forward": stage == 3}
+    if precision == "bf16":
+        keywords["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    gathered = [0]
+    for block in model.blocks:
+        block.moe.experts.register_forward_hook(  # before the hook that frees them
+            lambda *_: gathered.append(sum(p.nbytes for p in model.parameters() if not _is_shard(p)))
+        )
+        parallel.fully_shard(block, groups, **keywords)
+    parallel.fully_shard(model, groups, **keywords)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(2):
+        optimizer.zero_grad()
+        with Traffic() as traffic:
+            loss_of(model, tokens).backward()
+        if step == 0:
+            optimizer.step()
+    own = list(model.parameters())
+    state = [t for p in own for t in optimizer.state[p].values() if isinstance(t, Tensor)]
+    held = _bytes([*own, *(p.grad for p in own if p.grad is not None), *state])
+    return {"parameters": count, "held": held, "gathered": max(gathered), "sent": traffic.sent}
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes on this rank, without counters of steps."""
+    local = (tensor.to_local() if _is_shard(tensor) else tensor for tensor in tensors if tensor.dim())
+    return sum(tensor.nbytes for tensor in local)
+
+
+def table(rows: Sequence[dict], tolerance: float) -> tuple[str, bool]:
+    """Return Markdown, and whether all figures are within the tolerance of their formulas."""
+    header = ["stage", "precision", "N", "held", "formula", "paper", "gathered", "formula", "sent", "formula"]
+    cells, worst = [[*header, "paper, elements"]], 0.0
+    for row in rows:
+        ranks_, count = row["ranks"], row["parameters"]
+        formulas = FORMULAS[row["precision"], row["stage"]]
+        shown = []
+        for name, formula in zip(("held", "gathered", "sent"), formulas, strict=True):
+            value = row[name] / count
+            shown.append(f"{value:.2f}")
+            shown.append("a block's" if formula is None else formula + (" x f" if name == "sent" else ""))
+            if formula is not None:
+                expected = _value(formula, ranks_) * (1 - 1 / ranks_ if name == "sent" else 1)
+                worst = max(worst, abs(value - expected) / (expected or 1))
+        held, sent = PAPER[row["stage"]]
+        shown.insert(2, f"{held} = {_value(held, ranks_):.2f}")
+        cells.append([STAGES[row["stage"]], row["precision"], str(ranks_), *shown, sent])
+    is_met = worst <= tolerance
+    counts = sorted({row["parameters"] for row in rows})
+    lines = [
+        f"Bytes per parameter of models with {' and '.join(f'{count:,}' for count in counts)} parameters:",
+        "",
+        *report.table(cells),
+        "",
+        f"largest deviation from a formula: {worst:.2%} ({'met' if is_met else 'missed'}: at most {tolerance:.0%})",
+    ]
+    return "\n".join(lines) + "\n", is_met
+
+
+def _value(formula: str, size: int) -> float:
+    whole, _, part = formula.partition(" + ") if " + " in formula else ("0", "", formula)
+    number, _, divisor = part.partition(" / ")
+    return float(whole) + float(number) / (size if divisor else 1)

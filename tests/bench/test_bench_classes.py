@@ -1,0 +1,52 @@
+"""The benchmark of large output layers: its verdict, and a small run of it on one rank and on two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import classes
+from fmoe.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "held", "is_met"),
+    [(4.0, 100, True), (4.0001, 100, False), (4.0, 101, False)],
+    ids=["equal", "another loss", "other bytes"],
+)
+def test_losses_and_bytes_must_agree(loss, held, is_met):
+    plan = {"classes": 8, "width": 4, "ranks": 2, "optimizer": "sgd", "precision": "fp32", "total": 3, "logits": 1}
+    run = {"classes": 8, "width": 4, "ranks": 1, "losses": [4.0], "held": 100, "planned": 100, "sent": 0}
+    plans = [plan | dict.fromkeys(classes.HELD, 1)]
+    text, found = classes._text(plans, [run, run | {"losses": [loss], "held": held}], tolerance=1e-5)
+    assert found is is_met
+    assert ("missed" in text) is not is_met
+
+
+@pytest.mark.parametrize(("option", "value"), [("--step-ranks", "1"), ("--steps", "0"), ("--ranks", "3")])
+def test_wrong_values_are_named(option, value):
+    key = "parallel.tensor" if option == "--ranks" else option
+    with pytest.raises(UserError, match=f"{key}={value}"):
+        classes.main([option, value])
+
+
+@pytest.mark.slow
+def test_a_small_run(tmp_path):
+    command = [sys.executable, "-m", "bench", "classes", "--step-classes=2048", "--steps=2", "--ranks=8"]
+    command += ["--optimizers=adamw", "--precision=fp32", f"--out={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows = json.loads((tmp_path / "classes.json").read_text())["rows"]
+    (plan,) = rows["plans"]
+    # Weights, gradients and two moments of float32; the rest of the model is one layer of width 512.
+    assert plan["total"] == pytest.approx(16 * 50_000_000 * 512 / 8, rel=1e-3)
+    one, two = rows["steps"]
+    assert one["held"] == one["planned"] and two["held"] == two["planned"] < 0.6 * one["held"]
+    assert one["losses"][1] < one["losses"][0]
+    assert one["sent"] == 0 < two["sent"] < 1e6
