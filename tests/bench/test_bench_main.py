@@ -36,7 +36,7 @@ def test_unknown_name_lists_the_known(probe, capsys):
     assert bench_main.main(["prob"]) == 2
     error = capsys.readouterr().err
     assert "'prob'" in error
-    assert "step, probe" in error
+    assert ", probe" in error
     assert "did you mean 'probe'?" in error
 
 
@@ -44,4 +44,4 @@ def test_unknown_name_lists_the_known(probe, capsys):
 def test_help_lists_benchmarks_without_importing_them(argv, code, capsys, monkeypatch):
     monkeypatch.setitem(bench_main.BENCHMARKS, "heavy", "no_such_module")
     assert bench_main.main(argv) == code
-    assert "step, heavy" in capsys.readouterr().out
+    assert ", heavy" in capsys.readouterr().out
