@@ -58,11 +58,13 @@ def train_all(arguments) -> list[dict]:
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     corpus = np.frombuffer(b"".join(path.read_bytes() for path in library), dtype=np.uint8)
     groups = parallel.init(ep=dist.get_world_size(), device_type="cpu")
-    return [
-        {"contender": name, "seed": seed} | train(name, seed, corpus, groups, arguments)
-        for seed in arguments.seeds
-        for name in arguments.contenders
-    ]
+    rows = []
+    for seed in arguments.seeds:
+        for name in arguments.contenders:
+            rows.append({"contender": name, "seed": seed} | train(name, seed, corpus, groups, arguments))
+            if dist.get_rank() == 0:
+                print(f"{name}, seed {seed}: validation loss {rows[-1]['loss']:.4f}", flush=True)
+    return rows
 
 
 def train(name: str, seed: int, corpus: np.ndarray, groups: parallel.ParallelGroups, arguments) -> dict:
