@@ -22,6 +22,7 @@ from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import combine_unsaved
 
 _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
@@ -225,8 +226,20 @@ class Dispatch:
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
-        rows = [self.plan.permute(join_graph(x, self.depth == 2), self.num_rows) for x in inputs]
-        return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
+        rows = self.outgoing(inputs, weight_TK, self.num_rows)
+        return self.combined(self.through(*rows, experts=experts), weight_TK)
+
+    def outgoing(self, inputs: list[Tensor], weight_TK: Tensor, num_rows: int) -> list[Tensor]:
+        """Return the rows to send, with their weights [M] at the end if any rank needs the gradients of its weights."""
+        rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), num_rows) for x in inputs]
+        weights = [self.plan.weights(weight_TK, num_rows)] if self.depth == base.WEIGHTS else []
+        return [*rows, *(join_graph(w, True) for w in weights)]
+
+    def combined(self, rows: list[Tensor], weight_TK: Tensor) -> list[Tensor]:
+        """Return the sums of the rows that came back; weights that were sent get their gradients from the experts."""
+        if self.depth == base.WEIGHTS:
+            return [combine_unsaved(y, weight_TK, self.plan) for y in rows]
+        return [self.plan.combine(y, weight_TK) for y in rows]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of the experts for rows in the order of the plan."""
@@ -240,7 +253,8 @@ class Dispatch:
 
     def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of this rank's experts for their rows."""
-        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(rows, self.counts)]
+        *own, weight_R = rows if self.depth == base.WEIGHTS else [*rows, None]
+        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(own, self.counts, weight_R)]
 
 
 class ChunkedDispatch:
@@ -265,7 +279,7 @@ class ChunkedDispatch:
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
         sizes = [chunk.num_rows for chunk in self.chunks] + ([self.shadowed.num_rows] if self.shadowed else [])
-        rows = [self.plan.permute(join_graph(x, self.chunks[0].depth == 2), sum(sizes)) for x in inputs]
+        rows = self.chunks[0].outgoing(inputs, weight_TK, sum(sizes))
         parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
         at_home = list(parts.pop()) if self.shadowed else []
         if len(parts) == 1:
@@ -278,9 +292,10 @@ class ChunkedDispatch:
         else:
             outputs = self._overlapped(parts, experts)
         if self.shadowed:
-            outputs.append(self.shadowed.run(at_home, experts))
+            *own, weight_R = at_home if self.chunks[0].depth == base.WEIGHTS else [*at_home, None]
+            outputs.append(self.shadowed.run(own, experts, weight_R))
         joined = [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
-        return [self.plan.combine(y, weight_TK) for y in joined]
+        return self.chunks[0].combined(joined, weight_TK)
 
     def _overlapped(self, parts: list[tuple[Tensor, ...]], experts: ExpertCall) -> list[list[Tensor]]:
         chunks, returning = self.chunks, []

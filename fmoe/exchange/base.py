@@ -26,7 +26,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 Facts = Callable[[Any], dict[str, object]]  # a layer's input -> settings that must be equal on all ranks
-NO_GRAD = 3  # depth of a rank that runs without gradients (`GroupExchange.open`)
+TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # depths of a rank's backward pass (`GroupExchange.open`)
 
 
 class Dispatch(Protocol):
@@ -156,9 +156,9 @@ class GroupExchange:
 
         Args:
             plan: from `plan`.
-            depth: how far this rank's backward pass goes: 2 to the tokens, 1 to its experts, 0 to neither, or
-                `NO_GRAD`. All ranks then use the largest depth of any rank (except in `PaddedExchange`, whose ranks
-                exchange nothing beforehand).
+            depth: how far this rank's backward pass goes: `WEIGHTS` (to tokens and combine weights), `TOKENS`, 1 to its
+                experts, 0 to none of them, or `NO_GRAD`. All ranks then use the largest depth of any rank (except
+                in `PaddedExchange`, whose ranks exchange nothing beforehand).
 
         Raises:
             PeerError: another rank failed before this exchange.
@@ -168,7 +168,7 @@ class GroupExchange:
 
     def agreed_depth(self, own: int, largest: int) -> int:
         """Return the depth that this rank uses, from its own depth and the largest depth of all ranks."""
-        if largest == NO_GRAD and own in (1, 2):
+        if largest == NO_GRAD and own not in (0, NO_GRAD):
             self._refuse_no_grad()
         return 0 if largest == NO_GRAD else largest
 
@@ -227,18 +227,20 @@ class GroupSession:
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
         exchange = self._exchange
-        plan, depth = exchange.plan(routing), _backward_depth(inputs, experts.module)
+        plan, depth = exchange.plan(routing), _backward_depth(inputs, weight_TK, experts.module)
         self.report = exchange.post_failure
         dispatch = exchange.open(plan, depth)
         return exchange.restore_context(dispatch.run(inputs, weight_TK, experts))
 
 
-def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
+def _backward_depth(inputs: list[Tensor], weight_TK: Tensor, experts: nn.Module) -> int:
     """Return this rank's backward depth (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
         return NO_GRAD
+    if weight_TK.requires_grad:
+        return WEIGHTS
     if any(x.requires_grad for x in inputs):
-        return 2
+        return TOKENS
     return int(any(p.requires_grad for p in experts.parameters()))
 
 

@@ -69,7 +69,8 @@ class Hop:
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
     def _wire(self, rows: Tensor) -> torch.dtype:
-        return rows.dtype if self.wire_dtype is None or not rows.is_floating_point() else self.wire_dtype
+        is_rounded = rows.is_floating_point() and rows.dim() > 1  # neither keys nor weights [M]
+        return self.wire_dtype if self.wire_dtype is not None and is_rounded else rows.dtype
 
 
 @dataclass(frozen=True, eq=False)

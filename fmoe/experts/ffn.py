@@ -23,6 +23,7 @@ from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import weigh_gradient
 from fmoe.runtime import ownership
 from fmoe.runtime.adapters import adapted
 
@@ -236,6 +237,12 @@ class FFNExperts(Stacked):
         """
         return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
 
+    def weighed_forward(self, rows_RD: Tensor, counts_L: Counts, weight_R: Tensor) -> Tensor:
+        """Return the outputs as `forward` does; the backward pass is that of `fmoe.kernels.weighing.weigh_gradient`,
+        but does not need the outputs."""
+        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
+        return self._run(parameters, rows_RD, counts_L, None, weight_R)
+
     @property
     def kind(self) -> str:
         """Description of the experts that must be equal on all ranks."""
@@ -256,14 +263,22 @@ class FFNExperts(Stacked):
         weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
         return self._run((weight_in, bias_in, weight_out, bias_out), rows_RD, counts, keys_R)
 
-    def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
+    def _run(
+        self,
+        parameters: Parameters,
+        rows_RD: Tensor,
+        counts_L: Counts,
+        keys_R: Tensor | None,
+        weight_R: Tensor | None = None,
+    ) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
         if operation := self._backend_ffn(rows_RD, parameters):
-            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)
+            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated, weight_TK=weight_R)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         if self.dropout and self.training:
-            return self._run_with_dropout(parameters, rows_RD, counts, keys_R)
-        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
+            out = self._run_with_dropout(parameters, rows_RD, counts, keys_R)
+            return out if weight_R is None else weigh_gradient(out, weight_R)
+        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated, weight_R)
 
     def _run_with_dropout(
         self, parameters: Parameters, rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None
@@ -372,16 +387,20 @@ class ExpertCall:
         if x_TD.dtype != dtype and not is_cast:
             raise UserError(f"the input of {name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast")
 
-    def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
+    def __call__(self, rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None) -> list[Tensor]:
         """Return the experts' outputs for their rows.
 
         Args:
             rows: tensors [R, ...], sorted by expert.
             counts: number of rows of each expert.
+            weight_R: combine weights; the outputs are those without weights, and the backward pass is that of
+                `fmoe.kernels.weighing.weigh_gradient`. None to leave it to the caller.
         """
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        if weight_R is not None and not self.needs_keys and self._is_plain():
+            return [self.module.weighed_forward(rows[0], counts_L, weight_R)]
         rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
-        return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
+        return self._weighed(self._checked(self.compute(rows, counts_L, *keys), sum(counts)), weight_R)
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         """Call the module."""
@@ -417,16 +436,21 @@ class ExpertCall:
         """Return the parameters of local expert ``local``."""
         return self.module.shadow(local)
 
-    def run_with(self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int]) -> list[Tensor]:
+    def run_with(
+        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
+    ) -> list[Tensor]:
         """Run rows through experts of other ranks, given their parameters."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
-        return self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
+        return self._weighed(self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts)), weight_R)
 
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
     ) -> list[Tensor]:
         """Call the module with other parameters."""
         return [self.module.run_with(parameters, rows[0], counts, keys_R)]
+
+    def _weighed(self, outputs: list[Tensor], weight_R: Tensor | None) -> list[Tensor]:
+        return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]
 
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
         for out in outputs:
