@@ -210,39 +210,46 @@ def _to_host(tensors: list[Tensor]) -> list[Counts]:
     return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
 
 
-class Dispatch:
-    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
+class RowDispatch:
+    """Permutes, exchanges and combines rows. If any rank needs the gradients of its combine weights, the weights are
+    sent after the rows, as a tensor [M], and their gradients come back (`fmoe.kernels.weighing`).
 
     Args:
-        plan: plan of all rows; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
-        hops: one hop, or two for the hierarchical exchange.
-        counts: number of rows of each local expert.
+        plan: plan of all rows.
+        num_rows: M.
         depth: largest backward depth of any rank (`base.GroupExchange.open`).
     """
 
-    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
-        self.plan, self.hops, self.counts, self.depth = plan, hops, counts, depth
-        self.num_rows = sum(hops[0].send)
+    def __init__(self, plan: DispatchPlan | PaddedPlan, num_rows: int, depth: int):
+        self.plan, self.num_rows, self.depth = plan, num_rows, depth
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
-        rows = self.outgoing(inputs, weight_TK, self.num_rows)
-        return self.combined(self.through(*rows, experts=experts), weight_TK)
-
-    def outgoing(self, inputs: list[Tensor], weight_TK: Tensor, num_rows: int) -> list[Tensor]:
-        """Return the rows to send, with their weights [M] at the end if any rank needs the gradients of its weights."""
-        rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), num_rows) for x in inputs]
-        weights = [self.plan.weights(weight_TK, num_rows)] if self.depth == base.WEIGHTS else []
-        return [*rows, *(join_graph(w, True) for w in weights)]
-
-    def combined(self, rows: list[Tensor], weight_TK: Tensor) -> list[Tensor]:
-        """Return the sums of the rows that came back; weights that were sent get their gradients from the experts."""
-        if self.depth == base.WEIGHTS:
-            return [combine_unsaved(y, weight_TK, self.plan) for y in rows]
-        return [self.plan.combine(y, weight_TK) for y in rows]
+        rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), self.num_rows) for x in inputs]
+        if self.depth < base.WEIGHTS:
+            return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
+        rows.append(join_graph(self.plan.weights(weight_TK, self.num_rows), True))
+        return [combine_unsaved(y, weight_TK, self.plan) for y in self.through(*rows, experts=experts)]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of the experts for rows in the order of the plan."""
+        raise NotImplementedError
+
+
+class Dispatch(RowDispatch):
+    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
+
+    Args:
+        plan, depth: see `RowDispatch`; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
+        hops: one hop, or two for the hierarchical exchange.
+        counts: number of rows of each local expert.
+    """
+
+    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
+        super().__init__(plan, sum(hops[0].send), depth)
+        self.hops, self.counts = hops, counts
+
+    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         arrived = list(rows)
         for hop in self.hops:
             arrived = [hop.forward(r) for r in arrived]
@@ -253,11 +260,11 @@ class Dispatch:
 
     def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of this rank's experts for their rows."""
-        *own, weight_R = rows if self.depth == base.WEIGHTS else [*rows, None]
-        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(own, self.counts, weight_R)]
+        own, weights = (rows[:-1], rows[-1:]) if self.depth == base.WEIGHTS else (rows, [])
+        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(own, self.counts, *weights)]
 
 
-class ChunkedDispatch:
+class ChunkedDispatch(RowDispatch):
     """Sends rows in chunks: while the experts compute a chunk, the next one is sent and the previous one is returned.
 
     Args:
@@ -274,13 +281,12 @@ class ChunkedDispatch:
         shadowed: Shadowed | None = None,
         is_bounded: bool = False,
     ):
-        self.plan, self.chunks, self.shadowed, self.is_bounded = plan, chunks, shadowed, is_bounded
+        self.sizes = [chunk.num_rows for chunk in chunks] + ([shadowed.num_rows] if shadowed else [])
+        super().__init__(plan, sum(self.sizes), chunks[0].depth)
+        self.chunks, self.shadowed, self.is_bounded = chunks, shadowed, is_bounded
 
-    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
-        sizes = [chunk.num_rows for chunk in self.chunks] + ([self.shadowed.num_rows] if self.shadowed else [])
-        rows = self.chunks[0].outgoing(inputs, weight_TK, sum(sizes))
-        parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
+    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
+        parts = list(zip(*(r.split(self.sizes) for r in rows), strict=True))
         at_home = list(parts.pop()) if self.shadowed else []
         if len(parts) == 1:
             outputs = [self.chunks[0].through(*parts[0], experts=experts)]
@@ -292,10 +298,9 @@ class ChunkedDispatch:
         else:
             outputs = self._overlapped(parts, experts)
         if self.shadowed:
-            *own, weight_R = at_home if self.chunks[0].depth == base.WEIGHTS else [*at_home, None]
-            outputs.append(self.shadowed.run(own, experts, weight_R))
-        joined = [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
-        return self.chunks[0].combined(joined, weight_TK)
+            weight_R = at_home.pop() if self.depth == base.WEIGHTS else None
+            outputs.append(self.shadowed.run(at_home, experts, weight_R))
+        return [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
 
     def _overlapped(self, parts: list[tuple[Tensor, ...]], experts: ExpertCall) -> list[list[Tensor]]:
         chunks, returning = self.chunks, []

@@ -237,12 +237,6 @@ class FFNExperts(Stacked):
         """
         return self._run((self.weight_in, self.bias_in, self.weight_out, self.bias_out), rows_RD, counts_L, keys_R)
 
-    def weighed_forward(self, rows_RD: Tensor, counts_L: Counts, weight_R: Tensor) -> Tensor:
-        """Return the outputs as `forward` does; the backward pass is that of `fmoe.kernels.weighing.weigh_gradient`,
-        but does not need the outputs."""
-        parameters = (self.weight_in, self.bias_in, self.weight_out, self.bias_out)
-        return self._run(parameters, rows_RD, counts_L, None, weight_R)
-
     @property
     def kind(self) -> str:
         """Description of the experts that must be equal on all ranks."""
@@ -263,22 +257,14 @@ class FFNExperts(Stacked):
         weight_out, bias_out = next(stacks), None if self.bias_out is None else next(stacks)
         return self._run((weight_in, bias_in, weight_out, bias_out), rows_RD, counts, keys_R)
 
-    def _run(
-        self,
-        parameters: Parameters,
-        rows_RD: Tensor,
-        counts_L: Counts,
-        keys_R: Tensor | None,
-        weight_R: Tensor | None = None,
-    ) -> Tensor:
+    def _run(self, parameters: Parameters, rows_RD: Tensor, counts_L: Counts, keys_R: Tensor | None) -> Tensor:
         rows_RD, parameters = _autocast(rows_RD, parameters)
         if operation := self._backend_ffn(rows_RD, parameters):
-            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated, weight_TK=weight_R)
+            return operation(rows_RD, *parameters, counts_L, self.activation, self.gated)
         counts = counts_L.tolist() if isinstance(counts_L, Tensor) else counts_L
         if self.dropout and self.training:
-            out = self._run_with_dropout(parameters, rows_RD, counts, keys_R)
-            return out if weight_R is None else weigh_gradient(out, weight_R)
-        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated, weight_R)
+            return self._run_with_dropout(parameters, rows_RD, counts, keys_R)
+        return expert_ffn(rows_RD, *parameters, counts, self.activation, self.gated)
 
     def _run_with_dropout(
         self, parameters: Parameters, rows_RD: Tensor, counts: Sequence[int], keys_R: Tensor | None
@@ -292,17 +278,18 @@ class FFNExperts(Stacked):
             hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def fused_forward(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
-        """Permute, compute and combine in one operation, on a rank that has all experts of the plan; None if the
-        backend has no such operation.
+    def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
+        """Compute by the backend's operation; None if it has none.
 
-        Returns:
-            ``sum_k weight_tk * output of expert (t, k)``, [T, D].
+        Args:
+            x_TD: tokens of a plan, which are permuted, computed and combined; or rows, sorted by expert.
+            counts_L: number of rows of each expert.
+            arguments: `DispatchPlan.fused_arguments`, on a rank that has all experts of the plan; of rows, only
+                ``weight_TK``, their weights (`fmoe.kernels.native.ops.expert_ffn`).
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
         if operation := self._backend_ffn(x_TD, parameters):
-            arguments = plan.fused_arguments(weight_TK)
-            return operation(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
+            return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments)
         return None
 
     def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
@@ -393,14 +380,14 @@ class ExpertCall:
         Args:
             rows: tensors [R, ...], sorted by expert.
             counts: number of rows of each expert.
-            weight_R: combine weights; the outputs are those without weights, and the backward pass is that of
-                `fmoe.kernels.weighing.weigh_gradient`. None to leave it to the caller.
+            weight_R: combine weights, by which the backward pass multiplies gradients of the outputs, which are not
+                multiplied themselves (`fmoe.kernels.weighing`); None for none.
         """
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        if weight_R is not None and not self.needs_keys and self._is_plain():
-            return [self.module.weighed_forward(rows[0], counts_L, weight_R)]
+        if weight_R is not None:
+            return self.fused(rows, counts_L, weight_TK=weight_R) or self._weighed(self(rows, counts), weight_R)
         rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
-        return self._weighed(self._checked(self.compute(rows, counts_L, *keys), sum(counts)), weight_R)
+        return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         """Call the module."""
@@ -415,17 +402,16 @@ class ExpertCall:
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)
-        if (outputs := self.fused(inputs, weight_TK, plan.kept_only(num_rows))) is not None:
+        if outputs := self.fused(inputs, plan.count_E, **plan.kept_only(num_rows).fused_arguments(weight_TK)):
             return outputs
         rows = [plan.permute(x, num_rows) for x in inputs]
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
-    def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
-        """Permute, compute and combine in one operation; None if the experts have no such operation, or a hook is
-        registered."""
+    def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
+        """Call `FFNExperts.fused_forward`; None if the experts have no operation, or a hook is registered."""
         if self.needs_keys or not self._is_plain():
             return None
-        out = self.module.fused_forward(inputs[0], weight_TK, plan)
+        out = self.module.fused_forward(inputs[0], counts_L, **arguments)
         return None if out is None else [out]
 
     def _is_plain(self) -> bool:
@@ -441,7 +427,8 @@ class ExpertCall:
     ) -> list[Tensor]:
         """Run rows through experts of other ranks, given their parameters."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
-        return self._weighed(self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts)), weight_R)
+        outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
+        return outputs if weight_R is None else self._weighed(outputs, weight_R)
 
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
@@ -449,8 +436,8 @@ class ExpertCall:
         """Call the module with other parameters."""
         return [self.module.run_with(parameters, rows[0], counts, keys_R)]
 
-    def _weighed(self, outputs: list[Tensor], weight_R: Tensor | None) -> list[Tensor]:
-        return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]
+    def _weighed(self, outputs: list[Tensor], weight_R: Tensor) -> list[Tensor]:
+        return [weigh_gradient(y, weight_R) for y in outputs]
 
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
         for out in outputs:

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from fmoe.kernels import memory, reference
 from fmoe.kernels.glu import SwiGLUOAI, gate
-from fmoe.kernels.rows import row_dots
-from fmoe.kernels.weighing import weigh_gradient
 
 Kernels = tuple[Callable[..., Tensor], Callable[..., Tensor]]  # forward(x, out=), backward(upstream, x, grad_input=)
 
@@ -53,24 +51,20 @@ def expert_ffn(
     counts: Sequence[int],
     activation: Callable[[Tensor], Tensor],
     gated: bool = False,
-    weight_M: Tensor | None = None,
 ) -> Tensor:
     """Return ``activation(rows @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of each expert e: [M, D].
 
     Args:
         activation: any differentiable function [n, H] -> [n, H].
         gated: the first matrix has 2 H rows, and its output becomes ``activation(first half) * second half``.
-        weight_M: weights of the rows, for a backward pass as that of `fmoe.kernels.weighing.weigh_gradient`; None for
-            the derivative.
 
     An expert without rows gets zero gradients, not None.
     """
     if isinstance(activation, SwiGLUOAI) or _kernels(activation) is not None:
-        return _ExpertFFN.apply(rows_MD, weight_M, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
+        return _ExpertFFN.apply(rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD, counts, activation, gated)
     hidden_MP = grouped_linear(rows_MD, w_in_LPD, b_in_LP, counts)
     active_MH = gate(activation, hidden_MP) if gated else activation(hidden_MP)
-    out_MD = grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
-    return out_MD if weight_M is None else weigh_gradient(out_MD, weight_M)
+    return grouped_linear(active_MH, w_out_LDH, b_out_LD, counts)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -232,7 +226,6 @@ class _ExpertFFN(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows_MD: Tensor,
-        weight_M: Tensor | None,
         w_in: Tensor,
         b_in: Tensor | None,
         w_out: Tensor,
@@ -251,19 +244,20 @@ class _ExpertFFN(torch.autograd.Function):
         for expert, rows in segments(counts):
             hidden = _linear(rows_MD[rows], w_ins[expert], b_ins[expert], out=hidden_MP[rows])
             _linear(middle.forward(hidden), w_outs[expert], b_outs[expert], out=out_MD[rows])
-        ctx.save_for_backward(rows_MD, weight_M, w_in, b_in, w_out, b_out, hidden_MP)
+        ctx.save_for_backward(rows_MD, w_in, b_in, w_out, b_out, hidden_MP)
         ctx.counts, ctx.activation, ctx.gated = counts, activation, gated
         return out_MD
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_MD, weight_M, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
+        rows_MD, w_in, b_in, w_out, b_out, hidden_MP = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated again
-            options = {"perm_N": None, "counts": ctx.counts, "activation": ctx.activation, "gated": ctx.gated}
-            plain = functools.partial(reference.expert_ffn_of_tokens, **options)
-            inputs = (rows_MD, weight_M, w_in, b_in, w_out, b_out)
-            return *reference.gradients(plain, inputs, ctx.needs_input_grad[:6], grad_MD), None, None, None
-        needs_rows, needs_weight, needs_w_in, needs_b_in, needs_w_out, needs_b_out, *_ = ctx.needs_input_grad
+            plain = functools.partial(
+                reference.expert_ffn, counts=ctx.counts, activation=ctx.activation, gated=ctx.gated
+            )
+            inputs = (rows_MD, w_in, b_in, w_out, b_out)
+            return *reference.gradients(plain, inputs, ctx.needs_input_grad[:5], grad_MD), None, None, None
+        needs_rows, needs_w_in, needs_b_in, needs_w_out, needs_b_out, *_ = ctx.needs_input_grad
         grad_MD = grad_MD.contiguous()
         d_rows = memory.empty(tuple(rows_MD.shape), rows_MD) if needs_rows else None
         most_rows = max(ctx.counts, default=0)
@@ -278,21 +272,11 @@ class _ExpertFFN(torch.autograd.Function):
                 for gradient in (d_w_in, d_w_out, d_b_in, d_b_out):
                     if gradient is not None:
                         gradient[expert].zero_()
-        d_weight = torch.zeros_like(weight_M) if weight_M is not None and needs_weight else None
         w_ins, w_outs = w_in.unbind(0), w_out.unbind(0)
         for expert, rows in segments(ctx.counts):
             grad = grad_MD[rows]
             upstream = torch.mm(grad, w_outs[expert], out=d_active[: grad.shape[0]])
-            if weight_M is None:
-                active, d_hidden = middle.backward(hidden_MP[rows], upstream)
-            else:
-                weight_n1 = weight_M[rows].unsqueeze(1)
-                active, d_hidden = middle.backward(hidden_MP[rows], (upstream * weight_n1).to(upstream.dtype))
-                if d_weight is not None:
-                    dtype = torch.promote_types(weight_M.dtype, upstream.dtype)
-                    dot_n = row_dots(upstream.to(dtype), active.to(dtype))
-                    d_weight[rows] = dot_n if b_out is None else dot_n + grad.to(dtype) @ b_out[expert].to(dtype)
-                grad = (grad * weight_n1).to(grad.dtype)
+            active, d_hidden = middle.backward(hidden_MP[rows], upstream)
             if d_w_out is not None:
                 torch.mm(grad.t(), active, out=d_w_out[expert])
             if d_b_out is not None:
@@ -303,4 +287,4 @@ class _ExpertFFN(torch.autograd.Function):
                 torch.sum(d_hidden, 0, out=d_b_in[expert])
             if d_rows is not None:
                 torch.mm(d_hidden, w_ins[expert], out=d_rows[rows])
-        return d_rows, d_weight, d_w_in, d_b_in, d_w_out, d_b_out, None, None, None
+        return d_rows, d_w_in, d_b_in, d_w_out, d_b_out, None, None, None
