@@ -237,11 +237,8 @@ def _backward_depth(inputs: list[Tensor], weight_TK: Tensor, experts: nn.Module)
     """Return this rank's backward depth (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
         return NO_GRAD
-    if weight_TK.requires_grad:
-        return WEIGHTS
-    if any(x.requires_grad for x in inputs):
-        return TOKENS
-    return int(any(p.requires_grad for p in experts.parameters()))
+    reached = {WEIGHTS: [weight_TK], TOKENS: inputs, 1: experts.parameters()}
+    return next((depth for depth, tensors in reached.items() if any(t.requires_grad for t in tensors)), 0)
 
 
 def _device_of(experts: nn.Module, x: Any) -> torch.device:

@@ -69,8 +69,8 @@ class Hop:
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
     def _wire(self, rows: Tensor) -> torch.dtype:
-        is_rounded = rows.is_floating_point() and rows.dim() > 1  # neither keys nor weights [M]
-        return self.wire_dtype if self.wire_dtype is not None and is_rounded else rows.dtype
+        # Neither keys nor weights, which are vectors, are rounded.
+        return (rows.dim() > 1 and rows.is_floating_point() and self.wire_dtype) or rows.dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -288,9 +288,8 @@ class FFNExperts(Stacked):
                 ``weight_TK``, their weights (`fmoe.kernels.native.ops.expert_ffn`).
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
-        if operation := self._backend_ffn(x_TD, parameters):
-            return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments)
-        return None
+        operation = self._backend_ffn(x_TD, parameters)
+        return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments) if operation else None
 
     def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
         """Return the backend's operation for these tensors; None for torch's."""
@@ -374,20 +373,22 @@ class ExpertCall:
         if x_TD.dtype != dtype and not is_cast:
             raise UserError(f"the input of {name} is {x_TD.dtype}, its experts are {dtype}: cast one, or use autocast")
 
-    def __call__(self, rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None) -> list[Tensor]:
+    def __call__(self, rows: list[Tensor], counts: list[int]) -> list[Tensor]:
         """Return the experts' outputs for their rows.
 
         Args:
             rows: tensors [R, ...], sorted by expert.
             counts: number of rows of each expert.
-            weight_R: combine weights, by which the backward pass multiplies gradients of the outputs, which are not
-                multiplied themselves (`fmoe.kernels.weighing`); None for none.
         """
         counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        if weight_R is not None:
-            return self.fused(rows, counts_L, weight_TK=weight_R) or self._weighed(self(rows, counts), weight_R)
         rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
         return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
+
+    def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
+        """Return the same outputs, in whose backward pass the rows have weights (`fmoe.kernels.weighing`)."""
+        counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        fused = self.fused(rows, counts_L, weight_TK=weight_R)
+        return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
 
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         """Call the module."""
@@ -425,19 +426,16 @@ class ExpertCall:
     def run_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
     ) -> list[Tensor]:
-        """Run rows through experts of other ranks, given their parameters."""
+        """Run rows through experts of other ranks, given their parameters; with ``weight_R`` as `weighed` does."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
         outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
-        return outputs if weight_R is None else self._weighed(outputs, weight_R)
+        return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]
 
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None
     ) -> list[Tensor]:
         """Call the module with other parameters."""
         return [self.module.run_with(parameters, rows[0], counts, keys_R)]
-
-    def _weighed(self, outputs: list[Tensor], weight_R: Tensor) -> list[Tensor]:
-        return [weigh_gradient(y, weight_R) for y in outputs]
 
     def _checked(self, outputs: list[Tensor], expected: int) -> list[Tensor]:
         for out in outputs:
