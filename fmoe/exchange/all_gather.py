@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe.exchange.base import GroupExchange
+from fmoe.exchange.base import TOKENS, GroupExchange
 from fmoe.exchange.collectives import all_gather, all_to_all
 from fmoe.exchange.hops import join_graph, tie
 from fmoe.experts.ffn import ExpertCall
@@ -83,8 +83,8 @@ class _Gathered:
         self._plan, self._counts, self._longest, self._top_k = plan, counts, longest, top_k
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        tokens = [self._gather(join_graph(x, self._depth == 2)) for x in inputs]
-        weight_TK = join_graph(weight_TK, self._depth == 2)
+        tokens = [self._gather(join_graph(x, self._depth >= TOKENS)) for x in inputs]
+        weight_TK = join_graph(weight_TK, self._depth >= TOKENS)
         lacking = self._top_k - weight_TK.shape[1]
         weights = weight_TK if not lacking else torch.nn.functional.pad(weight_TK, (0, lacking))
         weights = _Gather.apply(weights, self._longest, self._group, None)

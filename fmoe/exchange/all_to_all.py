@@ -22,6 +22,7 @@ from fmoe.exchange.shadow import Cost, Shadowed, choose, measure
 from fmoe.experts.ffn import ExpertCall
 from fmoe.kernels.padded import PaddedPlan
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import combine_unsaved
 
 _DEPTHS = base.NO_GRAD + 1  # number of depths of `base.GroupExchange.open`
 
@@ -116,16 +117,12 @@ class AllToAllExchange(base.GroupExchange):
         )
 
     def open(self, plan: DispatchPlan, depth: int) -> "Dispatch | ChunkedDispatch":
-        tensors, on_host, shadowed, needed, depth = self._agree(plan.count_E, None, depth)
-        hops, counts_PX, order_E = self._hops(tensors, on_host)
-        num_chunks = max(self.chunks, needed)
-        if num_chunks == 1 and not shadowed:
-            plan = plan if order_E is None else plan.arranged(1, order_E)
-            return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), depth)
-        plan = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed])
-        chunks = self._chunks(plan, hops, counts_PX, num_chunks, depth)
-        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
-        return ChunkedDispatch(plan, chunks, at_home, is_bounded=needed > 1)
+        agreed = self._agree(plan.count_E, None, depth)
+        hops, counts_PX, order_E = self._hops(agreed.tensors, agreed.on_host)
+        if max(self.chunks, agreed.needed) > 1 or agreed.shadowed:
+            return self._chunked(plan, agreed, hops, counts_PX, order_E)
+        plan = plan if order_E is None else plan.arranged(1, order_E)
+        return Dispatch(plan, [hop.hop(self.wire_dtype) for hop in hops], self._per_expert(counts_PX), agreed.depth)
 
     def abort(self, error: Exception, device: torch.device) -> None:
         """Join the exchange of counts with a flag and no rows, so that all ranks raise."""
@@ -133,10 +130,7 @@ class AllToAllExchange(base.GroupExchange):
 
     def _agree(self, count_E: Tensor, error: Exception | None, depth: int) -> "_Agreed":
         """Exchange the counts of rows. A rank's flag is its backward depth, or a larger number if it failed."""
-        shadowed = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else []
-        if shadowed:
-            ids = torch.tensor([expert for expert, _ in shadowed], device=count_E.device, dtype=torch.int64)
-            count_E = count_E.index_fill(0, ids, 0)
+        shadowed, count_E = self._choose_shadows(count_E, self.cost) if self.shadow and self.cost else ([], count_E)
         flag = depth if error is None else _DEPTHS * (self.ep_rank + 1)
         tensors, received = self._exchange_counts(count_E, flag)
         bound = [] if self.max_rows is None else [self._chunks_needed(received, self.max_rows)]
@@ -147,27 +141,36 @@ class AllToAllExchange(base.GroupExchange):
             self.raise_on_all_ranks(sorted({f // _DEPTHS - 1 for f in flags if f >= _DEPTHS}), error, count_E.device)
         return _Agreed(tensors, on_host, shadowed, needed, self.agreed_depth(depth, max(flags)))
 
-    def _chunks(
-        self, plan: DispatchPlan, hops: list[HopCounts], counts_PX: Counts, num_chunks: int, depth: int
-    ) -> "list[Dispatch]":
-        chunks = []
+    def _chunked(
+        self,
+        plan: DispatchPlan,
+        agreed: _Agreed,
+        hops: list[HopCounts],
+        counts_PX: Counts,
+        order_E: Iterable[int] | None,
+    ) -> "ChunkedDispatch":
+        num_chunks, depth, shadowed = max(self.chunks, agreed.needed), agreed.depth, agreed.shadowed
+        plan, chunks = plan.arranged(num_chunks, order_E, [expert for expert, _ in shadowed]), []
         for chunk in range(num_chunks):
             counts_L = self._per_expert(chunk_of(counts_PX, chunk, num_chunks))
             parts = [hop.chunk(chunk, num_chunks).hop(self.wire_dtype) for hop in hops]
             chunks.append(Dispatch(plan, parts, counts_L, depth))
-        return chunks
+        at_home = Shadowed(self.group, self.num_local_experts, shadowed, depth > 0) if shadowed else None
+        return ChunkedDispatch(plan, chunks, at_home, is_bounded=agreed.needed > 1)
 
     def _per_expert(self, counts_PX: Counts) -> list[int]:
         """Return the number of rows of each local expert. Rows of kind x are for local expert ``x % L``."""
         num_local = self.num_local_experts
         return [sum(n for row in counts_PX for n in row[e::num_local]) for e in range(num_local)]
 
-    def _choose_shadows(self, count_E: Tensor, cost: Cost) -> list[tuple[int, int]]:
-        """Return the experts to send to all ranks, with the number of this rank's rows for each."""
+    def _choose_shadows(self, count_E: Tensor, cost: Cost) -> tuple[list[tuple[int, int]], Tensor]:
+        """Return the experts to send to all ranks, with the number of this rank's rows for each, and the counts without
+        them."""
         gathered = all_gather(self.group, count_E, "exchange of loads").wait(for_host=True)
         loads_WE = gathered.view(self.ep_size, -1).tolist()
         chosen = choose(loads_WE, self.num_local_experts, self.shadow, cost)
-        return [(expert, loads_WE[self.ep_rank][expert]) for expert in chosen]
+        ids = torch.tensor(chosen, device=count_E.device, dtype=torch.int64)
+        return [(expert, loads_WE[self.ep_rank][expert]) for expert in chosen], count_E.index_fill(0, ids, 0)
 
     def _chunks_needed(self, received: list[Tensor], max_rows: int) -> Tensor:
         num_rows = torch.stack([counts.sum() for counts in received]).max()
@@ -209,27 +212,47 @@ def _to_host(tensors: list[Tensor]) -> list[Counts]:
     return [[[next(values) for _ in range(t.shape[1])] for _ in range(t.shape[0])] for t in tensors]
 
 
-class Dispatch:
-    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
+class RowDispatch:
+    """Permutes, exchanges and combines rows. If any rank needs the gradients of its combine weights, the weights are
+    sent after the rows, as a tensor [M], and their gradients come back (`fmoe.kernels.weighing`).
 
-    Args:
-        plan: plan of all rows; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
-        hops: one hop, or two for the hierarchical exchange.
-        counts: number of rows of each local expert.
+    Attributes:
+        plan: plan of all rows.
+        num_rows: M.
         depth: largest backward depth of any rank (`base.GroupExchange.open`).
     """
 
-    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
-        self.plan, self.hops, self.counts, self.depth = plan, hops, counts, depth
-        self.num_rows = sum(hops[0].send)
+    plan: DispatchPlan | PaddedPlan
+    num_rows: int
+    depth: int
 
     def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
-        rows = [self.plan.permute(join_graph(x, self.depth == 2), self.num_rows) for x in inputs]
-        return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
+        rows = [self.plan.permute(join_graph(x, self.depth >= base.TOKENS), self.num_rows) for x in inputs]
+        if self.depth < base.WEIGHTS:
+            return [self.plan.combine(y, weight_TK) for y in self.through(*rows, experts=experts)]
+        rows.append(join_graph(self.plan.weights(weight_TK, self.num_rows), True))
+        return [combine_unsaved(y, weight_TK, self.plan) for y in self.through(*rows, experts=experts)]
 
     def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of the experts for rows in the order of the plan."""
+        raise NotImplementedError
+
+
+class Dispatch(RowDispatch):
+    """Sends rows to the ranks of their experts, calls the experts, and returns the outputs.
+
+    Args:
+        plan, depth: see `RowDispatch`; for one chunk of a `ChunkedDispatch`, the plan of all chunks.
+        hops: one hop, or two for the hierarchical exchange.
+        counts: number of rows of each local expert.
+    """
+
+    def __init__(self, plan: DispatchPlan | PaddedPlan, hops: list[Hop], counts: list[int], depth: int):
+        self.plan, self.num_rows, self.depth = plan, sum(hops[0].send), depth
+        self.hops, self.counts = hops, counts
+
+    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
         arrived = list(rows)
         for hop in self.hops:
             arrived = [hop.forward(r) for r in arrived]
@@ -240,10 +263,12 @@ class Dispatch:
 
     def compute(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Return the outputs of this rank's experts for their rows."""
-        return [tie(join_graph(y, self.depth > 0), rows) for y in experts(rows, self.counts)]
+        is_weighed = self.depth == base.WEIGHTS
+        out = experts.weighed(rows[:-1], self.counts, rows[-1]) if is_weighed else experts(rows, self.counts)
+        return [tie(join_graph(y, self.depth > 0), rows) for y in out]
 
 
-class ChunkedDispatch:
+class ChunkedDispatch(RowDispatch):
     """Sends rows in chunks: while the experts compute a chunk, the next one is sent and the previous one is returned.
 
     Args:
@@ -260,13 +285,12 @@ class ChunkedDispatch:
         shadowed: Shadowed | None = None,
         is_bounded: bool = False,
     ):
-        self.plan, self.chunks, self.shadowed, self.is_bounded = plan, chunks, shadowed, is_bounded
+        self.sizes = [chunk.num_rows for chunk in chunks] + ([shadowed.num_rows] if shadowed else [])
+        self.plan, self.num_rows, self.depth = plan, sum(self.sizes), chunks[0].depth
+        self.chunks, self.shadowed, self.is_bounded = chunks, shadowed, is_bounded
 
-    def run(self, inputs: list[Tensor], weight_TK: Tensor, experts: ExpertCall) -> list[Tensor]:
-        """Permute, exchange, compute, exchange, combine (`base.Dispatch.run`)."""
-        sizes = [chunk.num_rows for chunk in self.chunks] + ([self.shadowed.num_rows] if self.shadowed else [])
-        rows = [self.plan.permute(join_graph(x, self.chunks[0].depth == 2), sum(sizes)) for x in inputs]
-        parts = list(zip(*(r.split(sizes) for r in rows), strict=True))
+    def through(self, *rows: Tensor, experts: ExpertCall) -> list[Tensor]:
+        parts = list(zip(*(r.split(self.sizes) for r in rows), strict=True))
         at_home = list(parts.pop()) if self.shadowed else []
         if len(parts) == 1:
             outputs = [self.chunks[0].through(*parts[0], experts=experts)]
@@ -278,9 +302,9 @@ class ChunkedDispatch:
         else:
             outputs = self._overlapped(parts, experts)
         if self.shadowed:
-            outputs.append(self.shadowed.run(at_home, experts))
-        joined = [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
-        return [self.plan.combine(y, weight_TK) for y in joined]
+            weight_R = at_home.pop() if self.depth == base.WEIGHTS else None
+            outputs.append(self.shadowed.run(at_home, experts, weight_R))
+        return [torch.cat(p) if len(p) > 1 else p[0] for p in zip(*outputs, strict=True)]
 
     def _overlapped(self, parts: list[tuple[Tensor, ...]], experts: ExpertCall) -> list[list[Tensor]]:
         chunks, returning = self.chunks, []

@@ -26,7 +26,7 @@ from fmoe.kernels.rows import DispatchPlan
 from fmoe.routing import Routing
 
 Facts = Callable[[Any], dict[str, object]]  # a layer's input -> settings that must be equal on all ranks
-NO_GRAD = 3  # backward depth of a rank that runs without gradients (`GroupExchange.open`)
+TOKENS, WEIGHTS, NO_GRAD = 2, 3, 4  # backward depths of a rank (`GroupExchange.open`)
 
 
 class Dispatch(Protocol):
@@ -157,9 +157,9 @@ class GroupExchange:
 
         Args:
             plan: from `plan`.
-            depth: how far this rank's backward pass goes: 2 for the tokens, 1 for its experts, 0 for neither, or
-                `NO_GRAD`. All ranks then use the largest depth of any rank (except in `PaddedExchange`, whose ranks
-                exchange nothing beforehand).
+            depth: how far this rank's backward pass goes: `WEIGHTS` for tokens and combine weights, `TOKENS` for tokens, 1
+                for its experts, 0 for none of them, or `NO_GRAD`. All ranks then use the largest depth of any rank
+                (except in `PaddedExchange`, whose ranks exchange nothing beforehand).
 
         Raises:
             PeerError: another rank failed before this exchange.
@@ -173,7 +173,7 @@ class GroupExchange:
         Raises:
             UserError: see `open`.
         """
-        if largest == NO_GRAD and own in (1, 2):
+        if largest == NO_GRAD and own not in (0, NO_GRAD):
             self._refuse_no_grad()
         return 0 if largest == NO_GRAD else largest
 
@@ -232,19 +232,18 @@ class GroupSession:
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Exchange counts, send rows, compute, return rows, combine."""
         exchange = self._exchange
-        plan, depth = exchange.plan(routing), _backward_depth(inputs, experts.module)
+        plan, depth = exchange.plan(routing), _backward_depth(inputs, weight_TK, experts.module)
         self.report = exchange.post_failure
         dispatch = exchange.open(plan, depth)
         return exchange.restore_context(dispatch.run(inputs, weight_TK, experts))
 
 
-def _backward_depth(inputs: list[Tensor], experts: nn.Module) -> int:
+def _backward_depth(inputs: list[Tensor], weight_TK: Tensor, experts: nn.Module) -> int:
     """Return this rank's backward depth (`GroupExchange.open`)."""
     if not torch.is_grad_enabled():
         return NO_GRAD
-    if any(x.requires_grad for x in inputs):
-        return 2
-    return int(any(p.requires_grad for p in experts.parameters()))
+    reached = {WEIGHTS: [weight_TK], TOKENS: inputs, 1: experts.parameters()}
+    return next((depth for depth, tensors in reached.items() if any(t.requires_grad for t in tensors)), 0)
 
 
 def _device_of(experts: nn.Module, x: Any) -> torch.device:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fmoe.errors import UserError
-from fmoe.exchange.base import NO_GRAD, GroupExchange
+from fmoe.exchange.base import NO_GRAD, TOKENS, GroupExchange
 from fmoe.exchange.collectives import PeerError, all_gather, fence, monitor_of
 from fmoe.exchange.hops import join_graph, tie
 from fmoe.experts.ffn import ExpertCall
@@ -110,7 +110,7 @@ class DeepEPExchange(GroupExchange):
         sent = sum(heads[self.ep_rank][3 + rank] for rank in others)
         received = sum(heads[rank][3 + self.ep_rank] for rank in others)
         depths = {row[1] for row in heads}
-        if depth == NO_GRAD and depths & {1, 2}:  # that rank raises, and nothing would end this one's dispatch
+        if depth == NO_GRAD and depths - {0, NO_GRAD}:  # that rank raises, and nothing would end this one's dispatch
             context = monitor_of(self.group).context
             raise PeerError(
                 f"{context}: another rank of moe_group trains while this one runs under torch.no_grad(): run all ranks "
@@ -168,7 +168,7 @@ class _Sent:
                 "exchange, such as all_to_all"
             )
         self._exchange.check_dtype(inputs[0].dtype)  # the model may have been converted since the first pass
-        x_TD, weight_TK = (join_graph(t, self._depth == 2) for t in (inputs[0], weight_TK))
+        x_TD, weight_TK = (join_graph(t, self._depth >= TOKENS) for t in (inputs[0], weight_TK))
         weight_TK = F.pad(weight_TK, (0, self._expert_TK.shape[1] - weight_TK.shape[1]))
         received_RD, weight_RK = _Dispatch.apply(x_TD.to(SENT), weight_TK.float(), self)
         received_RD = received_RD.to(x_TD.dtype)

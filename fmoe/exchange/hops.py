@@ -69,7 +69,8 @@ class Hop:
         return rows.to(dtype) if self.order is None else reorder(rows, *self.order[::-1], dtype)
 
     def _wire(self, rows: Tensor) -> torch.dtype:
-        return rows.dtype if self.wire_dtype is None or not rows.is_floating_point() else self.wire_dtype
+        # Neither keys nor weights, which are vectors, are rounded.
+        return (rows.dim() > 1 and rows.is_floating_point() and self.wire_dtype) or rows.dtype
 
 
 @dataclass(frozen=True, eq=False)

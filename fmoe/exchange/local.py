@@ -49,7 +49,7 @@ class LocalSession:
     def run(self, routing: Routing, weight_TK: Tensor, inputs: list[Tensor], experts: ExpertCall) -> list[Tensor]:
         """Permute, compute, combine; in one operation if the experts have one."""
         plan = DispatchPlan.from_routing(routing, self._num_experts)
-        if (outputs := experts.fused(inputs, weight_TK, plan)) is not None:
+        if outputs := experts.fused(inputs, plan.count_E, **plan.fused_arguments(weight_TK)):
             return outputs
         rows = [plan.permute(x, sum(plan.counts)) for x in inputs]  # counts: the only wait for the device
         return [plan.combine(y, weight_TK) for y in experts(rows, plan.counts)]

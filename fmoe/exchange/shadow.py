@@ -116,10 +116,10 @@ class Shadowed:
         self._ids, self._counts = [expert for expert, _ in rows], [count for _, count in rows]
         self.num_rows = sum(self._counts)
 
-    def run(self, rows: list[Tensor], experts: ExpertCall) -> list[Tensor]:
-        """Return the outputs of this rank's rows, computed here."""
+    def run(self, rows: list[Tensor], experts: ExpertCall, weight_R: Tensor | None = None) -> list[Tensor]:
+        """Return the outputs of this rank's rows, computed here (`ExpertCall.__call__`)."""
         parameters = [self._parameters(expert, experts) for expert in self._ids]
-        return experts.run_with(parameters, rows, self._counts)
+        return experts.run_with(parameters, rows, self._counts, weight_R)
 
     def _parameters(self, expert: int, experts: ExpertCall) -> list[Tensor]:
         owner, local = divmod(expert, self._num_local)

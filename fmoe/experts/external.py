@@ -29,6 +29,7 @@ from fmoe.kernels.cuda import tuning
 from fmoe.kernels.ffn import expert_ffn
 from fmoe.kernels.glu import gate
 from fmoe.kernels.rows import combine, permute
+from fmoe.kernels.weighing import weigh_gradient
 
 logger = logging.getLogger("fmoe")
 
@@ -123,6 +124,7 @@ def ffn(
     stacks = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or inverse_TK is None or weight_TK is None:
         out = _of_rows(backend, rows_MD, stacks, _on_host(counts), activation, gated)
+        out = out if weight_TK is None else weigh_gradient(out, weight_TK)
     elif backend == "sonicmoe" and 0 < inverse_TK.numel() == perm_N.numel():  # SonicMoE also computes dropped rows
         counts = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device)
         end_L = counts.cumsum(0) if offsets[0] is None else offsets[0]

@@ -23,6 +23,7 @@ from fmoe.kernels.glu import SwiGLUOAI, gate
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops as native_ops
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import weigh_gradient
 from fmoe.runtime import ownership
 from fmoe.runtime.adapters import adapted
 
@@ -280,18 +281,18 @@ class FFNExperts(Stacked):
             hidden_RH = hidden_RH * (kept_RH / (1 - self.dropout)).to(hidden_RH.dtype)
         return grouped_linear(hidden_RH, weight_out, bias_out, counts)
 
-    def fused_forward(self, x_TD: Tensor, weight_TK: Tensor, plan: DispatchPlan) -> Tensor | None:
-        """Permute, compute and combine in one operation, on a rank that has all experts of the plan; None if the
-        backend has no such operation.
+    def fused_forward(self, x_TD: Tensor, counts_L: Tensor, **arguments: Any) -> Tensor | None:
+        """Compute by the backend's operation; None if it has none.
 
-        Returns:
-            ``sum_k weight_tk * output of expert (t, k)``, [T, D].
+        Args:
+            x_TD: tokens of a plan, which are permuted, computed and combined; or rows, sorted by expert.
+            counts_L: number of rows of each expert.
+            arguments: `DispatchPlan.fused_arguments`, on a rank that has all experts of the plan; of rows, only
+                ``weight_TK``, their weights (`fmoe.kernels.native.ops.expert_ffn`).
         """
         x_TD, parameters = _autocast(x_TD, (self.weight_in, self.bias_in, self.weight_out, self.bias_out))
-        if operation := self._backend_ffn(x_TD, parameters):
-            arguments = plan.fused_arguments(weight_TK)
-            return operation(x_TD, *parameters, plan.count_E, self.activation, self.gated, **arguments)
-        return None
+        operation = self._backend_ffn(x_TD, parameters)
+        return operation(x_TD, *parameters, counts_L, self.activation, self.gated, **arguments) if operation else None
 
     def _backend_ffn(self, rows_RD: Tensor, parameters: Parameters) -> Callable[..., Tensor] | None:
         """Return the backend's operation for these tensors; None for torch's."""
@@ -385,6 +386,12 @@ class ExpertCall:
         rows, keys = (rows[:-1], [rows[-1].squeeze(1)]) if self.needs_keys else (rows, [])
         return self._checked(self.compute(rows, counts_L, *keys), sum(counts))
 
+    def weighed(self, rows: list[Tensor], counts: list[int], weight_R: Tensor) -> list[Tensor]:
+        """Return the same outputs, in whose backward pass the rows have weights (`fmoe.kernels.weighing`)."""
+        counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        fused = self.fused(rows, counts_L, weight_TK=weight_R)
+        return fused or [weigh_gradient(y, weight_R) for y in self(rows, counts)]
+
     def compute(self, rows: list[Tensor], counts_L: Tensor, *keys_R: Tensor) -> list[Tensor]:
         """Call the module."""
         return [self.module(rows[0], counts_L, *keys_R)]
@@ -398,17 +405,16 @@ class ExpertCall:
             counts: number of rows of each expert.
         """
         num_rows = sum(counts)
-        if (outputs := self.fused(inputs, weight_TK, plan.kept_only(num_rows))) is not None:
+        if outputs := self.fused(inputs, plan.count_E, **plan.kept_only(num_rows).fused_arguments(weight_TK)):
             return outputs
         rows = [plan.permute(x, num_rows) for x in inputs]
         return [plan.combine(y, weight_TK) for y in self(rows, counts)]
 
-    def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan: DispatchPlan) -> list[Tensor] | None:
-        """Permute, compute and combine in one operation; None if the experts have no such operation, or a hook is
-        registered."""
+    def fused(self, inputs: list[Tensor], counts_L: Tensor, **arguments: Any) -> list[Tensor] | None:
+        """Call `FFNExperts.fused_forward`; None if the experts have no operation, or a hook is registered."""
         if self.needs_keys or not self._is_plain():
             return None
-        out = self.module.fused_forward(inputs[0], weight_TK, plan)
+        out = self.module.fused_forward(inputs[0], counts_L, **arguments)
         return None if out is None else [out]
 
     def _is_plain(self) -> bool:
@@ -419,10 +425,13 @@ class ExpertCall:
         """Return the parameters of local expert ``local``."""
         return self.module.shadow(local)
 
-    def run_with(self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Run rows through experts of other ranks, given their parameters."""
+    def run_with(
+        self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], weight_R: Tensor | None = None
+    ) -> list[Tensor]:
+        """Run rows through experts of other ranks, given their parameters; with ``weight_R`` as `weighed` does."""
         rows, keys_R = (rows[:-1], rows[-1].squeeze(1)) if self.needs_keys else (rows, None)
-        return self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
+        outputs = self._checked(self.compute_with(parameters, rows, counts, keys_R), sum(counts))
+        return outputs if weight_R is None else [weigh_gradient(y, weight_R) for y in outputs]
 
     def compute_with(
         self, parameters: list[list[Tensor]], rows: list[Tensor], counts: list[int], keys_R: Tensor | None

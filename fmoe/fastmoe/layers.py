@@ -123,10 +123,8 @@ class NestedCall(ExpertCall):
     ) -> list[Tensor]:
         return self._flat(self.module.run_with(parameters, pytree.tree_unflatten(rows, self._inputs), counts, keys_R))
 
-    def fused(self, inputs: list[Tensor], weight_TK: Tensor, plan) -> list[Tensor] | None:
-        if self._has_own_expert_fn or not self._inputs.is_leaf():
-            return None
-        return super().fused(inputs, weight_TK, plan)
+    def _is_plain(self) -> bool:
+        return not self._has_own_expert_fn and self._inputs.is_leaf() and super()._is_plain()
 
     def _flat(self, out: Any) -> list[Tensor]:
         leaves, self.nest = pytree.tree_flatten(out)

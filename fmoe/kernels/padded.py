@@ -54,6 +54,12 @@ class PaddedPlan:
         """Map [P, D] to [T, D]."""
         return _Combine.apply(rows_PD, weight_TK, self)
 
+    def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
+        """Return the weight of each slot, zero in empty slots: [P]."""
+        if not weight_TK.numel():
+            return weight_TK.new_zeros(num_rows)
+        return torch.where(self.valid_P, weight_TK.reshape(-1).index_select(0, self.assignment_P), 0)
+
     def rows_of(self, x_TD: Tensor, weight_TK: Tensor | None = None) -> Tensor:
         """Return each slot's token, times the weight of its assignment if given; zero in empty slots."""
         if not x_TD.shape[0]:

@@ -62,10 +62,11 @@ def expert_ffn_of_tokens(
     activation: Callable[[Tensor], Tensor],
     gated: bool,
 ) -> Tensor:
-    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N`` or ``weight_TK``, only `expert_ffn` of rows."""
+    """Compute `permute`, `expert_ffn` and `combine`; without ``perm_N``, `expert_ffn` of rows, times their weights."""
     parameters = (w_in_LPD, b_in_LP, w_out_LDH, b_out_LD)
     if perm_N is None or weight_TK is None:
-        return expert_ffn(x_TD, *parameters, counts, activation, gated)
+        out = expert_ffn(x_TD, *parameters, counts, activation, gated)
+        return out if weight_TK is None else (out * weight_TK.unsqueeze(1)).to(out.dtype)
     perm_M = perm_N[: sum(counts)]
     token_M = perm_M // weight_TK.shape[1]
     out_MD = expert_ffn(x_TD[token_M], *parameters, counts, activation, gated).to(weight_TK.dtype)

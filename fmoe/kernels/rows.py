@@ -81,6 +81,10 @@ class DispatchPlan:
         """Apply `combine` with the indices of this plan."""
         return combine(rows_MD, weight_TK, self.inverse_TK)
 
+    def weights(self, weight_TK: Tensor, num_rows: int) -> Tensor:
+        """Return the weight of each row: [M]."""
+        return weight_TK.reshape(-1).index_select(0, self.perm_N[:num_rows])
+
     def kept_only(self, num_rows: int) -> "DispatchPlan":
         """Return the plan without rows of dropped assignments, for a host that has their number M."""
         return replace(self, perm_N=self.perm_N[:num_rows])

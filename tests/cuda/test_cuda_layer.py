@@ -305,7 +305,7 @@ def test_compiled_without_graph_breaks(gate, on):
         x_TD = x.flatten(0, 1)
         routing = layer.gate(x_TD, RoutingGroups(3, 16))
         plan = DispatchPlan.from_routing(routing, layer.num_experts)
-        return layer.experts.fused_forward(x_TD, routing.weight_TK, plan)
+        return layer.experts.fused_forward(x_TD, plan.count_E, **plan.fused_arguments(routing.weight_TK))
 
     plain = results(layer, X, run)
     layer.zero_grad()

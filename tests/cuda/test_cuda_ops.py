@@ -99,6 +99,27 @@ def test_rows_are_packed_for_a_wire_in_one_pass(dtype, wire, on):
 
 @pytest.mark.parametrize("variant", ["grouped", "loop"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_rows_that_came_with_weights(bias, variant):
+    """The outputs have no weights, and the gradients are those of outputs times weights."""
+    counts = [7, 0, 11, 1, 0]
+    given = [draw(sum(counts), D), draw(E, 2 * H, D, seed=1), draw(E, 2 * H, seed=2), draw(E, D, H, seed=3)]
+    given.append(draw(E, D, seed=4))
+    if not bias:
+        given[2] = given[4] = None
+    weight, grad = draw(sum(counts), seed=5), draw(sum(counts), D, seed=6, requires_grad=False)
+    given64, weight64 = doubled(*given), weight.detach().double().requires_grad_()
+    call = (counts, ACTIVATIONS["silu"], True)
+    out, plain = ffn.expert_ffn(*given, *call, weight_TK=weight, gemm=variant), reference.expert_ffn(*given64, *call)
+    assert_close(out, plain, 1e-5, "out")
+    wanted, wanted64 = ([t for t in ts if t is not None] for ts in ([*given, weight], [*given64, weight64]))
+    found = torch.autograd.grad(out, wanted, grad)
+    exact = torch.autograd.grad(plain * weight64.unsqueeze(1), wanted64, grad.double())
+    for number, (a, b) in enumerate(zip(found, exact, strict=True)):
+        assert_close(a, b, 1e-5, str(number))
+
+
+@pytest.mark.parametrize("variant", ["grouped", "loop"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])
 def test_rows_that_came_from_elsewhere(activation, gated, bias, variant):
     """Counts on the host, as after an exchange."""

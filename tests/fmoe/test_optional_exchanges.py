@@ -85,9 +85,10 @@ def test_bounded_rows(two_ranks, max_rows):
     ids=str,
 )
 def test_sixteen_bits_round_once(two_ranks, exchange, dtype, options):
-    """With DeepEP's own dtype, as the real one insists."""
+    """With DeepEP's own dtype, as the real one insists. Rows that are sent as they are get no other rounding."""
+    is_exact = exchange == "symmetric" and not options
     for error in values(two_ranks.run(with_libraries, torch.bfloat16, steps, exchange, options, {}, dtype)):
-        assert 1e-4 < error < 2e-2
+        assert error == 0 if is_exact else 1e-4 < error < 2e-2
 
 
 @pytest.mark.slow
@@ -240,7 +241,7 @@ def traffic(exchange):
     return layer.exchange.traffic.sent - before, exchange_libraries.sent["bytes"]
 
 
-@pytest.mark.parametrize(("exchange", "fences", "head"), [("deepep", 3, 5), ("symmetric", 4, 5)])
+@pytest.mark.parametrize(("exchange", "fences", "head"), [("deepep", 3, 5), ("symmetric", 6, 5)])
 def test_traffic(two_ranks, exchange, fences, head):
     """Counts are one gathering of `head` numbers; a fence is a reduction of 4 bytes."""
     for said, seen in values(two_ranks.run(with_libraries, torch.float32, traffic, exchange)):

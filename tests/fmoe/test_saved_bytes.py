@@ -1,4 +1,4 @@
-"""Memory that a layer keeps for the backward pass, where each token's rows come back as one weighted sum."""
+"""Memory that a layer keeps for the backward pass: no rows of outputs, where experts are one operation."""
 
 import pytest
 import torch
@@ -27,16 +27,17 @@ def step(layer, x):
     return [y, x.grad, *(p.grad for p in layer.parameters())], list(saved.values())
 
 
-def both_ways():
-    """Relative error between the one operation and the module with a hook, and what each saves."""
+def both_ways(exchange="all_gather", options=None, hooked=(0, 1)):
+    """Relative error between the one operation and the module with a hook on some ranks, and what each saves."""
     layer = fmoe.FMoE(
-        d_model=WIDTH, num_experts=8, d_hidden=16, top_k=TOP_K, gate="naive", exchange="all_gather",
-        moe_group=dist.group.WORLD, backend="native", seed=3,
+        d_model=WIDTH, num_experts=8, d_hidden=16, top_k=TOP_K, gate="naive", exchange=exchange,
+        exchange_options=options, moe_group=dist.group.WORLD, backend="native", seed=3,
     )  # fmt: skip
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     fused, saved = step(layer, x)
     layer.zero_grad()
-    layer.experts.register_forward_hook(lambda *_: None)  # it sees rows and outputs of experts
+    if dist.get_rank() in hooked:
+        layer.experts.register_forward_hook(lambda *_: None)  # it sees rows and outputs of experts
     plain, saved_by_module = step(layer, x)
     return max(relative_error(a, b) for a, b in zip(fused, plain, strict=True)), saved, saved_by_module
 
@@ -56,3 +57,27 @@ def test_all_gather_saves_tokens_and_not_rows(two_ranks):
         kept, given = kept + of_width, given + of_module
         assert sum(size for _, size in saved) < sum(size for _, size in saved_by_module)
     assert given == 2 * 4 * WIDTH * rows_of_all
+
+
+EXCHANGES = {
+    "all_to_all": {},
+    "all_to_all, chunks": {"chunks": 2},
+    "padded": {"slots": TOKENS},
+    "hierarchical": {"node_size": 1},
+}
+
+
+@pytest.mark.skipif(not native.load(), reason="no native backend")
+@pytest.mark.parametrize("hooked", [(0, 1), (1,)], ids=["a hook on both", "a hook on one"])
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_no_rows_that_came_back_are_saved(two_ranks, case, hooked):
+    """Only the rows of a rank's experts; where a hook sees the outputs, also these, on that rank."""
+    results = values(two_ranks.run(both_ways, case.split(",")[0], EXCHANGES[case], hooked))
+    found = [
+        [sum(size for shape, size in saved if shape[1:] == (WIDTH,) and shape[0] > TOKENS) for saved in both]
+        for _error, *both in results
+    ]
+    assert max(error for error, *_ in results) < 1e-5
+    assert [after for _, after in found] == [size * (1 + (rank in hooked)) for rank, (size, _) in enumerate(found)]
+    rows_of_all = 2 * TOKENS * (8 if case == "padded" else TOP_K)
+    assert sum(size for size, _ in found) == 4 * WIDTH * rows_of_all

@@ -42,4 +42,4 @@ def straight(layer, x):
     """From tokens to outputs, without what the layer keeps of it."""
     routing = layer.gate(x, RoutingGroups(1, x.shape[0]))
     plan = DispatchPlan.from_routing(routing, layer.num_experts)
-    return layer.experts.fused_forward(x, routing.weight_TK, plan)
+    return layer.experts.fused_forward(x, plan.count_E, **plan.fused_arguments(routing.weight_TK))

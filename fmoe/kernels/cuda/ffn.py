@@ -45,7 +45,7 @@ def expert_ffn(
     Args:
         counts: number of rows of each expert: on the host, or, with ``perm_N``, a tensor on the device.
         perm_N, inverse_TK: indices of a `fmoe.kernels.rows.DispatchPlan`; ``rows_MD`` are then tokens [T, D].
-        weight_TK: weights of the assignments of the plan.
+        weight_TK: as in `fmoe.kernels.native.ops.expert_ffn`.
         offsets: ``end_E`` and ``num_kept`` of the plan; None to compute them from ``counts``.
         gemm: one of `fmoe.kernels.cuda.gemm.VARIANTS`.
         into_main_grad: as in `fmoe.kernels.native.ops.expert_ffn`.
@@ -57,10 +57,10 @@ def expert_ffn(
         if end is None:
             ends = torch.as_tensor(counts, dtype=torch.int64, device=rows_MD.device).cumsum(0)
             end, limit = ends.int(), ends[-1:]
-        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     else:
         on_host = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         end = _ends_on(rows_MD.device, on_host)
+    weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
     given = [rows_MD, w_in_LPD, b_in_LP, w_out_LDH, b_out_LD]
     x, w_in, b_in, w_out, b_out = (None if t is None else t.contiguous() for t in given)
     tensors = (x, perm_N, inverse_TK, weight_TK, end, limit, w_in, b_in, w_out, b_out)

@@ -22,7 +22,8 @@ class Batch:
     """Rows grouped by expert, and the parameters of the experts.
 
     Attributes:
-        x: rows [M, D]; or tokens [T, D], with ``perm``, ``inverse``, ``limit`` and ``weight`` of a plan.
+        x: rows [M, D], with ``weight`` [M] or None for the backward pass; or tokens [T, D], with ``perm``, ``inverse``,
+            ``limit`` and ``weight`` of a plan.
         end: int32 [L], end of each expert's rows.
         counts: number of rows of each expert as a list on the host, or None.
         activation: index of the activation in `fmoe.kernels.backends.ACTIVATIONS`.
@@ -142,7 +143,7 @@ class Backward:
         batch = self._batch
         if "weight" in found and batch.weight is not None:
             found["weight"] = found["weight"].view_as(batch.weight)
-        has_dots = batch.b_out is not None and batch.inverse is not None and "weight" in found
+        has_dots = batch.b_out is not None and "weight" in found
         if has_dots or self._needs["b_in"] or self._needs["b_out"]:
             found |= self._with_biases(found, d_hidden)
         elif "x" in found:
@@ -151,16 +152,18 @@ class Backward:
 
     def _with_biases(self, found: dict[str, Tensor], d_hidden: Tensor | None) -> dict[str, Tensor]:
         """Return gradients of the biases and of a plan's tokens, and complete the gradients of its weights in place."""
-        batch, has_tokens = self._batch, self._batch.inverse is not None
+        batch, inverse, d_weight = self._batch, self._batch.inverse, found.get("weight")
+        if inverse is None and d_weight is not None:
+            inverse = torch.arange(batch.num_rows, device=d_weight.device, dtype=torch.int64).unsqueeze(1)
         gradients = calls.bias_gradients(
             *(self._grad, d_hidden, batch.end, batch.perm, batch.flat),
             needs_in=self._needs["b_in"],
             needs_out=self._needs["b_out"],
-            inverse_TK=batch.inverse,
+            inverse_TK=inverse,
             limit=batch.limit,
-            d_rows_MD=found.get("x") if has_tokens else None,
+            d_rows_MD=found.get("x") if batch.inverse is not None else None,
             bias_out_LD=batch.b_out,
-            d_weight_TK=found.get("weight") if has_tokens and batch.b_out is not None else None,
+            d_weight_TK=d_weight if batch.b_out is not None else None,
         )
         names = ("b_in", "b_out", "x")
         return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

@@ -14,6 +14,7 @@ from fmoe.kernels import reference
 from fmoe.kernels.native import loader as native
 from fmoe.kernels.native import ops
 from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import combine_unsaved
 from fmoe.routing import Routing
 
 FLOAT32_LIMIT = 1e-5
@@ -115,6 +116,15 @@ def by_rows(case, x, w_in, b_in, w_out, b_out, weight):
     return case.plan.combine(out, weight)
 
 
+def by_weighed_rows(case, x, w_in, b_in, w_out, b_out, weight):
+    """As where tokens and experts are on different ranks: weights go with the rows, and only their gradients back."""
+    num_rows = sum(case.plan.counts)
+    call = (case.plan.counts, case.activation, case.gated)
+    rows, weight_M = case.plan.permute(x, num_rows), case.plan.weights(weight, num_rows)
+    out = ops.expert_ffn(rows, w_in, b_in, w_out, b_out, *call, weight_TK=weight_M)
+    return combine_unsaved(out, weight, case.plan)
+
+
 def check(case, compute):
     """In 16 bits the limit is a multiple of what the plain operations at that precision are off themselves."""
     expected, found = case.run(by_reference, torch.float64), case.run(compute)
@@ -128,7 +138,7 @@ def check(case, compute):
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("compute", [fused, by_rows])
+@pytest.mark.parametrize("compute", [fused, by_rows, by_weighed_rows])
 @pytest.mark.parametrize("part", range(10))
 def test_float32_over_random_shapes(part, compute, threads, gemms):
     for seed in range(part * 20, part * 20 + 20):
@@ -169,7 +179,7 @@ def test_the_derivative_is_taken_where_the_plain_operations_take_it(kind, bias_s
         check(case, fused)
 
 
-@pytest.mark.parametrize("compute", [fused, by_rows])
+@pytest.mark.parametrize("compute", [fused, by_rows, by_weighed_rows])
 def test_second_derivatives(compute, dtype):
     """A gradient penalty on every input."""
 

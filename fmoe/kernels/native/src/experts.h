@@ -281,7 +281,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
       C* d_hidden = scratch<C>(D_HIDDEN, n * s.p);
       const float* scales = nullptr;
       if (weight) {
-        for (int64_t i = 0; i < n; i++) scale[i] = weight[index[r + i]];
+        for (int64_t i = 0; i < n; i++) scale[i] = weight[index ? index[r + i] : r + i];
         scales = scale;
       }
       if constexpr (std::is_same_v<C, float>)
@@ -297,7 +297,7 @@ void backward(const Sizes& s, const T* grad, const T* x, const int64_t* index, i
                             d_hidden + a * s.p, dots, b - a, s.h, s.act, s.gated);
       });
       if (d_weight)
-        for (int64_t i = 0; i < n; i++) d_weight[index[r + i]] = d_scale[i];
+        for (int64_t i = 0; i < n; i++) d_weight[index ? index[r + i] : r + i] = d_scale[i];
       if (d_out.data) weight_gradient<T, C>(d_out, e, n, g, s.d, scaled, s.h, is_small, first, last, OUT);
       if (d_bias_out) bias_gradient(d_bias_out + e * s.d, g, scales, n, s.d, sums_out, first, last);
       if (d_in.data) weight_gradient<T, C>(d_in, e, n, d_hidden, s.p, rows, s.d, is_small, first, last, BEFORE);

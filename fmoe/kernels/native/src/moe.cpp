@@ -51,6 +51,8 @@ int64_t check(const Tensor& x, const optional<Tensor>& order, const optional<Ten
   }
   if (!order) {
     TORCH_CHECK(rows == x.size(0), "fmoe: counts add up to ", rows, ", but x has ", x.size(0), " rows");
+    TORCH_CHECK(!weight || (weight->numel() == rows && weight->scalar_type() == at::kFloat && weight->is_contiguous()),
+                "fmoe: weights of rows must be contiguous float32 with ", rows, " elements, one per row");
     return rows;
   }
   TORCH_CHECK(place && weight && place->dim() == 2 && place->sizes() == weight->sizes() &&
@@ -130,7 +132,7 @@ Gradients expert_ffn_backward(const Tensor& grad, const Tensor& x, const Tensor&
     return needed ? Pool::get().take(like.sizes(), like.options()) : at::empty({0}, like.options());
   };
   Tensor d_rows = needs[0] ? Pool::get().take({rows, sizes.d}, x.options()) : at::empty({0}, x.options());
-  Tensor d_weight = order && needs[1] ? at::zeros_like(*weight) : at::empty({0}, x.options().dtype(at::kFloat));
+  Tensor d_weight = weight && needs[1] ? at::zeros_like(*weight) : at::empty({0}, x.options().dtype(at::kFloat));
   Tensor d_in = make(needs[2] && !sum_in, w_in), d_out = make(needs[4] && !sum_out, w_out);
   Tensor d_bias_in = make(needs[3] && b_in, b_in ? *b_in : w_in),
          d_bias_out = make(needs[5] && b_out, b_out ? *b_out : w_out);

@@ -1,0 +1,86 @@
+"""Gradients of combine weights from the ranks of the experts (`fmoe.kernels.weighing`), against `combine`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import relative_error
+from forks import values
+
+import fmoe
+from fmoe.experts.ffn import ExpertCall
+from fmoe.kernels.padded import PaddedPlan
+from fmoe.kernels.rows import DispatchPlan
+from fmoe.kernels.weighing import combine_unsaved, weigh_gradient
+from fmoe.routing import Routing
+
+TOKENS, TOP_K, EXPERTS, WIDTH = 12, 3, 5, 6
+SLOTS = 8
+
+
+def drawn(padded=False, tokens=TOKENS, dtype=torch.float64):
+    """A plan with dropped assignments, rows and weights."""
+    g = torch.Generator().manual_seed(0)
+    expert_TK = torch.rand(tokens, EXPERTS, generator=g).argsort(1)[:, :TOP_K]
+    expert_TK[torch.rand(expert_TK.shape, generator=g) < 0.3] = -1
+    plan = DispatchPlan.from_routing(Routing(expert_TK, expert_TK), EXPERTS)
+    num_rows = EXPERTS * SLOTS if padded else sum(plan.counts)
+    rows = torch.randn(num_rows, WIDTH, generator=g).to(dtype).requires_grad_()
+    weight_TK = torch.rand(tokens, TOP_K, generator=g).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    return PaddedPlan(plan, SLOTS, 2) if padded else plan, rows, weight_TK
+
+
+def unsaved(plan, rows, weight_TK):
+    return combine_unsaved(weigh_gradient(rows, plan.weights(weight_TK, rows.shape[0])), weight_TK, plan)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["rows", "slots"])
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_bits_of_combine(dtype, tokens, padded):
+    plan, rows, weight_TK = drawn(padded, tokens, dtype)
+    found, expected = unsaved(plan, rows, weight_TK), plan.combine(rows, weight_TK)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(found, expected)
+    options = {"allow_unused": True, "materialize_grads": True}
+    both = [torch.autograd.grad(y, (rows, weight_TK), grad, **options) for y in (found, expected)]
+    for a, b in zip(*both, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["rows", "slots"])
+def test_second_derivatives(padded):
+    plan, rows, weight_TK = drawn(padded)
+    results = []
+    for run in (unsaved, lambda plan, rows, weight_TK: plan.combine(rows, weight_TK)):
+        y = run(plan, rows, weight_TK)
+        first = torch.autograd.grad(y.pow(3).sum(), (rows, weight_TK), create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), (rows, weight_TK)))
+    assert max(relative_error(a, b) for a, b in zip(*results, strict=True)) < 1e-12
+
+
+def with_weights(exchange, options, trained):
+    """Bytes sent in a step, rows sent to the other rank, and the gradients of tokens and weights."""
+    group = {"moe_group": dist.group.WORLD, "exchange": exchange, "exchange_options": options}
+    layer = fmoe.FMoE(d_model=WIDTH, num_experts=4, d_hidden=8, top_k=2, gate="naive", seed=3, **group)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(TOKENS, WIDTH, generator=g).requires_grad_()
+    expert_TK = torch.rand(TOKENS, 4, generator=g).argsort(1)[:, :2]
+    weight_TK = torch.rand(TOKENS, 2, generator=g).requires_grad_(trained)
+    before = 0
+    for _ in range(2):  # settings are compared in the first
+        x.grad, before = None, layer.exchange.traffic.sent
+        with layer.exchange.session("layer", lambda _: {}, layer.experts, x) as session:
+            call = ExpertCall(layer.experts, "layer", x, training=True)
+            (y,) = session.run(Routing(expert_TK, weight_TK), weight_TK, [x], call)
+        y.square().sum().backward()
+    away = (expert_TK // 2 != dist.get_rank()).sum()
+    return layer.exchange.traffic.sent - before, int(away), y.detach(), x.grad
+
+
+@pytest.mark.parametrize(("exchange", "options"), [("all_to_all", {}), ("hierarchical", {"node_size": 1})], ids=str)
+def test_weights_without_gradients_are_not_sent(two_ranks, exchange, options):
+    runs = [values(two_ranks.run(with_weights, exchange, options, trained)) for trained in (True, False)]
+    sent, fewer, away = (sum(rank[i] for rank in run) for run, i in zip((*runs, runs[0]), (0, 0, 1), strict=True))
+    assert sent - fewer == 8 * away > 0  # four bytes there, and four back
+    for (*_, y, grad), (*_, same, plain) in zip(*runs, strict=True):
+        assert torch.equal(y, same) and relative_error(grad, plain) < 1e-6
