@@ -37,6 +37,9 @@ TOKENIZERS = {
 }
 
 OURS = {
+    "norm": "rms",
+    "activation": "silu",
+    "gated": True,
     "num_layers": 3,
     "hidden_size": 32,
     "num_heads": 4,
