@@ -21,6 +21,7 @@ OPTIONS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # no waits for the compiler
     "HF_HUB_OFFLINE": "1",
 }
 
