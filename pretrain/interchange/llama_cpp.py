@@ -47,6 +47,7 @@ _AS_THEY_ARE = Demand(
 _PLAIN_HEADS = Demand("head_dim", lambda m: m.head_width * m.num_heads == m.hidden_size, "none")
 _UNTIED = Demand("tie_embeddings", lambda m: not m.tie_embeddings, "false")
 _UNSCALED = Demand("rope_scaling", lambda m: m.rope_scaling is None, "none")
+_NO_MTP = Demand("mtp_layers", lambda m: not m.mtp_layers, "0")  # conversions with such layers were not compared
 _NO_WINDOW = Demand("sliding_window", lambda m: m.sliding_window is None, "none")
 
 
@@ -75,8 +76,8 @@ FAMILIES: Mapping[str, tuple[Demand, ...]] = {
     "granitemoe": (_EVERY_LAYER, *_SUM_TO_ONE, _PLAIN_HEADS),
     "deepseek_moe": (_DENSE_FIRST, _AS_THEY_ARE, _PLAIN_HEADS),
     "deepseek_v2": (_LITE, Demand("gate_options", lambda m: not m.gate_options, "{}: no groups of experts")),
-    "deepseek_v3": (_LITE,),
-    "glm4_moe": (),
+    "deepseek_v3": (_LITE, _NO_MTP),
+    "glm4_moe": (_NO_MTP,),
     "ernie4_5_moe": (
         _DENSE_FIRST,
         Demand(
